@@ -240,5 +240,5 @@ def test_documents_together_on_one_rank_and_apart_on_another_are_refused() -> No
     """Rank 0 holds two documents of a ring together and rank 1 apart: no order of passes could be right."""
     plan = plan_of((8, 9), ((0, 1), (0, 1)), (((0, 1),), ((0,), (1,))))
     assert passes_of(plan, 0) != passes_of(plan, 1)
-    with pytest.raises(PlanError, match="must run at the same time: rings tie them"):
+    with pytest.raises(PlanError, match="must run at the same time: rings couple them"):
         check_step_plan(plan)

@@ -29,11 +29,11 @@ from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
 
 OPTIONS: Final = (
     ONE_SLICE,
-    *(slicing for count in (2, 4, 8, 12) for slicing in (Slicing(count), Slicing(count).two_ahead())),
+    *(slicing for count in (2, 4, 8, 12) for slicing in (Slicing(count), Slicing(count).in_eager_order())),
 )
 """Numbers of slices and orders that are tried, without kept keys."""
 
-OPTIONS_WITH_HOST_MEMORY: Final = (*OPTIONS[:3], Slicing(3), Slicing(3).two_ahead(), *OPTIONS[3:])
+OPTIONS_WITH_HOST_MEMORY: Final = (*OPTIONS[:3], Slicing(3), Slicing(3).in_eager_order(), *OPTIONS[3:])
 """Those that are tried where keys may be swapped: of three slices a link can hide more than of four."""
 
 TRIES: Final = 3

@@ -1,6 +1,6 @@
-"""Check step plans against their laws. It shares no code with the planners.
+"""The validator of step plans. It shares no code with the planners.
 
-It reads the plan's table, from which ranks also take their micro-batches (``PlacedRanks``).
+It reads the plan's table, which is also the source of the micro-batches that ranks run (``PlacedRanks``).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ def check_step_plan(
 ) -> None:
     """Raise PlanError unless the plan keeps every law.
 
-    1. One list of micro-batches per rank; lengths are positive (and equal ``lengths`` when given); C is positive.
-    2. No shard is empty, and only in aligned slots may a micro-batch be empty; ranges lie in their sequence, ascend and
-    do not overlap.
+    1. There is one list of micro-batches per rank. Lengths are positive (and equal ``lengths`` if given), and so is C.
+    2. No shard is empty. A micro-batch may be empty only in aligned slots. Token ranges are inside their sequence,
+       ascend and do not overlap.
     3. Every token of every sequence is computed exactly once.
-    4. All shards of a sequence name the same ring: contiguous ascending ranks, each of which holds one shard.
-    5. A ring member holds parts i and 2D-1-i of the sequence, shares differ by at most one token (ByteScale
-       section 7, Fig. 14); a sequence on one rank is one range.
-    6. No micro-batch exceeds C tokens after padding at its end to a multiple of ``tokens_multiple``. With offloading
-       only the tokens count that stay on the device, ``n (2 + (1 - r) (l - 2)) / l`` of ``num_layers`` l layers for
-       a share r (ByteScale Eq. 3); without ``num_layers`` nothing may be offloaded.
-    7. In a micro-batch ring shards come first, ordered by sequence, then local ones.
-    8. One global order: micro-batches that share a ring sequence run together (a coupled group); a rank has at most
-       one of a group, and the running orders of all ranks agree, so that no rank waits for ever.
-    9. In aligned slots the shards of a sequence have the same micro-batch index on every rank of its ring, so that
-       no two pipelines wait for each other for ever.
-    10. All shards of a sequence name the same number of inner rings. If there are several, they have equally many
-        ranks, two or more, begin at multiples of their size, and tile nodes of ``ranks_per_node``.
+    4. All shards of a sequence name the same ring of contiguous ascending ranks. Each of these ranks holds one shard.
+    5. Ring member i of D holds parts i and 2D-1-i of the sequence, and shares differ by at most one token (ByteScale
+       section 7, Fig. 14). A sequence on one rank is one range.
+    6. A micro-batch has at most C tokens after padding at its end to a multiple of ``tokens_multiple``. With offloading
+       only tokens on the device count: ``n (2 + (1 - r) (l - 2)) / l`` of n tokens with a share r of ``num_layers`` l
+       layers (ByteScale Eq. 3). Without ``num_layers`` nothing may be offloaded.
+    7. In a micro-batch, ring shards come first, ordered by sequence; then local shards.
+    8. There is one global order. Micro-batches that share a ring sequence run together as a coupled group. A rank has
+       at most one micro-batch of a group, and the running orders of all ranks agree, so no rank waits for ever.
+    9. In aligned slots, the shards of a sequence have the same micro-batch index on every rank of its ring, so no two
+       pipelines wait for each other for ever.
+    10. All shards of a sequence name the same number of inner rings. Several inner rings have equally many ranks, at
+        least two, begin at multiples of their size, and tile nodes of ``ranks_per_node``.
 
-    The message holds the law, the printed plan (at most about 40 rows) and ``>>`` before each bad row.
+    The message holds the law and the printed plan (at most about 40 rows), with ``>>`` before each bad row.
     """
     _check_shape(plan, lengths, tokens_multiple)
     table = table_of(plan.ranks)
@@ -71,7 +71,7 @@ def groups_of(plan: StepPlan) -> list[list[int]]:
 
 
 def _fail(plan: StepPlan, law: str, marked: Collection[tuple[int, int]] = ()) -> NoReturn:
-    """Raise PlanError: the law, the table with the bad rows marked, a summary. A law without a row is marked itself."""
+    """Raise PlanError with the law, the table and a summary. The bad rows are marked, or the law if there are none."""
     heading = law if marked else f">> {law}"
     raise PlanError(f"{heading}\n{plan_table(plan, marked, max_rows=_MAX_ROWS)}\n{plan_line(plan)}")
 
@@ -94,7 +94,7 @@ def _check_shape(plan: StepPlan, lengths: Sequence[int] | None, tokens_multiple:
 
 
 def _check_rows(plan: StepPlan, table: PlanTable) -> None:
-    """Check for empty micro-batches, empty shards and unknown sequences."""
+    """Refuse empty micro-batches, empty shards and unknown sequences."""
     bad = _first(np.bincount(table.shard_rows, minlength=len(table.row_ranks)) == 0)
     if bad is not None and not plan.aligned:
         row = int(table.row_ranks[bad]), int(table.row_indices[bad])
@@ -105,8 +105,8 @@ def _check_rows(plan: StepPlan, table: PlanTable) -> None:
         _fail(plan, text, [table.where(bad)])
     bad = _first((table.num_ranges == 0) | (table.ring_widths == 0))
     if bad is not None:
-        what = "ring" if table.num_ranges[bad] else "token range"
-        _fail(plan, f"a shard of seq {table.seqs[bad]} has no {what}", [table.where(bad)])
+        missing = "ring" if table.num_ranges[bad] else "token range"
+        _fail(plan, f"a shard of seq {table.seqs[bad]} has no {missing}", [table.where(bad)])
 
 
 def _ints(values: Sequence[int]) -> _Ints:
@@ -136,7 +136,7 @@ def _check_ranges(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _check_coverage(plan: StepPlan, table: PlanTable) -> None:
-    """Check that each sequence's ranges, sorted, lie end to end from 0 to its length."""
+    """Check that the sorted ranges of each sequence follow each other without gaps from 0 to its length."""
     seqs = table.seqs[table.range_shards]
     order = np.lexsort((table.starts, seqs))
     seqs, starts, stops = seqs[order], table.starts[order], table.stops[order]
@@ -170,28 +170,28 @@ def _check_rings(plan: StepPlan, table: PlanTable) -> None:
     if bad is not None:
         text = f"ring {ring_text(table.ring(bad))} of seq {table.seqs[bad]} is not a run of contiguous ascending ranks"
         _fail(plan, f"{text} in 0-{plan.num_ranks - 1}", [table.where(bad)])
-    in_order = np.lexsort((ranks, table.seqs))
-    seqs, holders = table.seqs[in_order], ranks[in_order]
+    order = np.lexsort((ranks, table.seqs))
+    seqs, holders = table.seqs[order], ranks[order]
     opens = np.flatnonzero(np.append(True, seqs[1:] != seqs[:-1])[: len(seqs)])
     sizes = np.diff(np.append(opens, len(seqs)))
-    heads = np.repeat(in_order[opens], sizes)
-    other = _first((firsts[in_order] != firsts[heads]) | (widths[in_order] != widths[heads]))
-    if other is not None:
-        shard, text = int(in_order[other]), ring_text(table.ring(int(heads[other])))
-        law = f"rank {holders[other]} has ring {ring_text(table.ring(shard))} for seq {seqs[other]}, others have"
-        _fail(plan, f"{law} ring {text}", [table.where(shard)])
-    bad = _first((holders < firsts[in_order]) | (holders >= (firsts + widths)[in_order]))
+    heads = np.repeat(order[opens], sizes)
+    bad = _first((firsts[order] != firsts[heads]) | (widths[order] != widths[heads]))
     if bad is not None:
-        shard = int(in_order[bad])
+        shard, text = int(order[bad]), ring_text(table.ring(int(heads[bad])))
+        law = f"rank {holders[bad]} has ring {ring_text(table.ring(shard))} for seq {seqs[bad]}, others have"
+        _fail(plan, f"{law} ring {text}", [table.where(shard)])
+    bad = _first((holders < firsts[order]) | (holders >= (firsts + widths)[order]))
+    if bad is not None:
+        shard = int(order[bad])
         text = ring_text(table.ring(shard))
         _fail(plan, f"rank {holders[bad]} holds seq {seqs[bad]} and is not in its ring {text}", [table.where(shard)])
     bad = _first((seqs[1:] == seqs[:-1]) & (holders[1:] == holders[:-1]))
     if bad is not None:
-        pair = {table.where(int(shard)) for shard in in_order[bad : bad + 2]}
+        pair = {table.where(int(shard)) for shard in order[bad : bad + 2]}
         _fail(plan, f"rank {holders[bad]} holds two shards of seq {seqs[bad]}", pair)
-    bad = _first(sizes != widths[in_order[opens]])
+    bad = _first(sizes != widths[order[opens]])
     if bad is not None:
-        shards = in_order[opens[bad] : opens[bad] + sizes[bad]]
+        shards = order[opens[bad] : opens[bad] + sizes[bad]]
         ring = table.ring(int(shards[0]))
         absent = min(set(ring) - set(ranks[shards].tolist()))
         law = f"rank {absent} is in ring {ring_text(ring)} of seq {table.seqs[shards[0]]} and holds no shard of it"
@@ -199,7 +199,7 @@ def _check_rings(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _check_shares(plan: StepPlan, table: PlanTable) -> None:
-    """Check the zigzag by its definition: fronts ascend in ring order, backs descend, halves and shares are even."""
+    """Check the zigzag by its definition: front parts ascend in ring order, back parts descend, and sizes are even."""
     num_ranges = table.num_ranges
     is_ring = table.ring_widths > 1
     bad = _first(num_ranges > np.where(is_ring, 2, 1))
@@ -232,7 +232,7 @@ def _check_shares(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _sums_before(values: _Ints, opens: _Ints) -> _Ints:
-    """Return for each entry the sum of the entries before it in its segment; segments begin at ``opens``."""
+    """Return the sum of the values before each value in its segment: [n], as ``values``. ``opens``: segment starts."""
     before = np.cumsum(values) - values
     sizes = np.diff(np.append(opens, len(values)))
     return np.asarray(before - np.repeat(before[opens], sizes), dtype=np.int64)
@@ -250,7 +250,7 @@ def _check_capacity(plan: StepPlan, table: PlanTable, tokens_multiple: int, num_
     tokens = np.bincount(table.shard_rows, weights=table.tokens, minlength=len(shares)).astype(np.int64)
     padded = -(-tokens // tokens_multiple) * tokens_multiple
     kept = padded.astype(np.float64)
-    if num_layers is not None and num_layers > 2:  # two layers stay: the one that computes and the one that is copied
+    if num_layers is not None and num_layers > 2:  # two layers stay: one computes while another is copied
         kept *= (2 + (1 - shares) * (num_layers - 2)) / num_layers
     bad = _first(kept > plan.tokens_per_rank * (1 + 1e-9))
     if bad is not None:
@@ -286,15 +286,15 @@ def _check_aligned(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _check_forms(plan: StepPlan, table: PlanTable, ranks_per_node: int | None) -> None:
-    counts, named = table.inner_rings, np.zeros(len(plan.lengths), dtype=np.int64)
-    named[table.seqs] = counts
+    counts, last_named = table.inner_rings, np.zeros(len(plan.lengths), dtype=np.int64)
+    last_named[table.seqs] = counts
     inner = np.maximum(table.ring_widths // np.maximum(counts, 1), 1)
     unequal = (counts < 1) | (inner * counts != table.ring_widths) | ((counts > 1) & (inner < 2))
     node = inner if ranks_per_node is None else ranks_per_node
     across = (counts > 1) & ((table.ring_firsts % inner != 0) | (node % inner != 0))
     for is_bad, law in (
-        (counts != named[table.seqs], "ranks name different numbers of inner rings"),
-        (unequal, "the ring has no such number of equal inner rings of two ranks or more"),
+        (counts != last_named[table.seqs], "ranks name different numbers of inner rings"),
+        (unequal, "inner rings must have equal sizes, two ranks or more"),
         (across, f"inner rings do not tile {'the ranks' if ranks_per_node is None else f'nodes of {node} ranks'}"),
     ):
         bad = _first(is_bad)
@@ -304,14 +304,14 @@ def _check_forms(plan: StepPlan, table: PlanTable, ranks_per_node: int | None) -
 
 
 def _check_global_order(plan: StepPlan, table: PlanTable) -> None:
-    """Run the plan without times: a coupled group runs once it is next on every rank that has it."""
+    """Run the plan without times: a coupled group runs once it is next on all its ranks."""
     groups, ranks = table.row_groups, table.row_ranks
     by_group = np.argsort(groups, kind="stable")
     bad = _first((groups[by_group[1:]] == groups[by_group[:-1]]) & (ranks[by_group[1:]] == ranks[by_group[:-1]]))
     if bad is not None:
-        one, other = ((int(ranks[row]), int(table.row_indices[row])) for row in by_group[bad : bad + 2])
-        law = f"rank {one[0]} micro-batches {one[1]} and {other[1]} must run at the same time: rings tie them"
-        _fail(plan, law, [one, other])
+        first, second = ((int(ranks[row]), int(table.row_indices[row])) for row in by_group[bad : bad + 2])
+        law = f"rank {first[0]} micro-batches {first[1]} and {second[1]} must run at the same time: rings couple them"
+        _fail(plan, law, [first, second])
     sizes = np.bincount(groups)
     begins = np.cumsum(sizes) - sizes
     has_next = np.append(ranks[1:] == ranks[:-1], False)[: len(ranks)]
@@ -330,7 +330,7 @@ def _check_global_order(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _fail_deadlock(plan: StepPlan, heads: list[int]) -> NoReturn:
-    """Name a cycle: each stuck group waits for a rank that must run another stuck group first."""
+    """Raise PlanError with a cycle of groups: each waits for a rank that must run the next group of the cycle first."""
     groups = groups_of(plan)
     members: dict[int, list[tuple[int, int]]] = {}
     for rank, row in enumerate(groups):
@@ -338,13 +338,13 @@ def _fail_deadlock(plan: StepPlan, heads: list[int]) -> NoReturn:
             members.setdefault(number, []).append((rank, index))
     rank = next(rank for rank, row in enumerate(groups) if heads[rank] < len(row))
     waits: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}  # group -> (row that runs first, row of the group)
-    number = groups[rank][heads[rank]]
-    while number not in waits:
-        wanted = next((rank, index) for rank, index in members[number] if heads[rank] < index)
-        first = (wanted[0], heads[wanted[0]])
-        waits[number] = (first, wanted)
-        number = groups[first[0]][first[1]]
-    cycle = list(waits)[list(waits).index(number) :]
+    group = groups[rank][heads[rank]]
+    while group not in waits:
+        waiting = next((rank, index) for rank, index in members[group] if heads[rank] < index)
+        first = (waiting[0], heads[waiting[0]])
+        waits[group] = (first, waiting)
+        group = groups[first[0]][first[1]]
+    cycle = list(waits)[list(waits).index(group) :]
     steps = [f"rank {waits[c][0][0]} runs micro-batch {waits[c][0][1]} before {waits[c][1][1]}" for c in cycle]
     rows = {row for c in cycle for row in waits[c]}
     _fail(plan, f"deadlock, the ranks have no common order of their rings: {'; '.join(steps)}", rows)

@@ -23,10 +23,10 @@ class Shard:
     """The tokens of one sequence on one rank.
 
     Attributes:
-        seq: index into ``StepPlan.lengths``.
+        seq: index of the sequence in ``StepPlan.lengths``.
         ranges: token ranges ``(start, stop)`` of the sequence, ascending, none empty.
-        ring: the HDP ranks that share the sequence, in ring order; ``(rank,)`` when it is local.
-        inner_rings: of how many inner rings of contiguous ranks the ring consists; 1: it is a plain ring.
+        ring: HDP ranks that share the sequence, in ring order; ``(rank,)`` for a local sequence.
+        inner_rings: number of inner rings of contiguous ranks in a hierarchical ring; 1 for a plain ring.
     """
 
     seq: int
@@ -46,9 +46,9 @@ class MicroBatch:
     Shards of rings come first, in the order of their ``seq``, then local sequences.
 
     Attributes:
-        shards: empty only in a plan of aligned slots, for a micro-batch of padding.
-        offload: share of its activations that stays in host memory until the backward pass, 0 to 1 (ByteScale
-            section 5.2, the offload ratio of a micro-batch).
+        shards: shards in memory order; none only in aligned slots, for a micro-batch of padding.
+        offload: share of the activations that stays in host memory until the backward pass, 0 to 1 (ByteScale section
+            5.2, offload ratio).
     """
 
     shards: tuple[Shard, ...]
@@ -62,9 +62,9 @@ class MicroBatch:
 def zigzag_ranges(length: int, width: int, member: int) -> tuple[tuple[int, int], ...]:
     """Return the token ranges of ring member ``member`` of a sequence of ``length`` tokens on ``width`` ranks.
 
-    No padding: shares differ by at most one token, and none exceeds ``ceil(length / width)``. A share of n
-    tokens has a front part of ``ceil(n / 2)`` and a back part of ``floor(n / 2)`` tokens. A sequence on one
-    rank is one whole range. Empty ranges are left out.
+    There is no padding: shares differ by at most one token, and none exceeds ``ceil(length / width)``. A share of n
+    tokens has a front part of ``ceil(n / 2)`` and a back part of ``floor(n / 2)`` tokens. A sequence on one rank is one
+    range. Empty ranges are left out.
     """
     if width == 1:
         return ((0, length),) if length else ()
@@ -73,7 +73,10 @@ def zigzag_ranges(length: int, width: int, member: int) -> tuple[tuple[int, int]
 
 
 def zigzag_bounds(lengths: Ints, widths: Ints, members: Ints) -> Ints:
-    """Return ``zigzag_ranges`` of many shards, [n] each, empty ranges too: [n, 2 ranges, (start, stop)]."""
+    """Return ``zigzag_ranges`` of many shards, empty ranges included: [n, 2 ranges, (start, stop)].
+
+    ``lengths``, ``widths``, ``members``: tokens and ranks of each sequence, and the shard's ring member: [n].
+    """
     first, front, back, last = _zigzag(lengths, widths, members)
     local = widths == 1
     front, back, last = np.where(local, lengths, front), np.where(local, 0, back), np.where(local, 0, last)
@@ -81,7 +84,7 @@ def zigzag_bounds(lengths: Ints, widths: Ints, members: Ints) -> Ints:
 
 
 def _zigzag[T: (int, Ints)](length: T, width: T, member: T) -> tuple[T, T, T, T]:
-    """Return start and stop of the front part of a member, then of its back part; of numbers or arrays: [n]."""
+    """Return start and stop of the front part of a ring member, then of its back part: numbers, or arrays [n]."""
     base, extra = length // width, length % width
 
     def before(position: T, odd: int) -> T:

@@ -1,8 +1,8 @@
 """A plan as three numbers for each sequence. The micro-batches of a rank are made from them on demand.
 
 A step of a large cluster has a million shards; a rank needs only a few of them. Planners place a sequence by its first
-rank, its width (contiguous ranks) and its order: sequences of equal order on one rank are one micro-batch, and a rank
-runs its micro-batches by ascending order. As all ranks share that order, rings cannot wait for each other in a circle.
+rank, its width (contiguous ranks) and its order. Sequences of equal order on one rank are one micro-batch, and a rank
+runs its micro-batches by ascending order. All ranks share this order, so rings cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
-    """``StepPlan.ranks`` of sequences that were placed on runs of contiguous ranks.
+    """``StepPlan.ranks`` of sequences on contiguous ranks.
 
     Attributes:
         num_ranks: HDP ranks.
         lengths: tokens of each sequence: [n].
-        first_ranks, widths: the ring of each sequence is ``first_rank .. first_rank + width - 1``: [n].
-        orders: running order of the micro-batch of each sequence, from 0 on: [n].
-        aligned: micro-batch ``i`` of a rank has order ``i``; it is empty if no sequence has that order there. Otherwise
-            orders that a rank does not use are left out.
+        first_ranks, widths: first rank and number of ranks of each sequence's ring: [n].
+        orders: running order of each sequence's micro-batch, from 0 on: [n].
+        aligned: whether micro-batch ``i`` of a rank has order ``i``, and is empty if the rank has no sequence of this
+            order; if not, a rank skips the orders that it does not use.
         offloads: share of the activations of each sequence that goes to host memory, [n] in 0 to 1; None: nothing.
-        inner_rings: of how many inner rings the ring of each sequence consists, [n]; None: all rings are plain.
+        inner_rings: number of inner rings of each sequence's ring, [n]; None: all rings are plain.
     """
 
     num_ranks: int
@@ -51,11 +51,14 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
 
     @cached_property
     def shards(self) -> tuple[Ints, Ints, Ints]:
-        """Rank, micro-batch and seq of every shard, [num_shards] each; by rank, micro-batch, rings first, seq."""
+        """Rank, micro-batch and sequence of every shard: [num_shards] each.
+
+        Shards are sorted by rank, then micro-batch, then rings before local sequences, then sequence.
+        """
         seqs, members = ragged_indices(self.widths)
         ranks, orders = self.first_ranks[seqs] + members, self.orders[seqs]
-        in_order = _sorted_by(ranks, orders, self.widths[seqs] == 1, seqs)
-        ranks, orders, seqs = ranks[in_order], orders[in_order], seqs[in_order]
+        by_row = _sorting_order(ranks, orders, self.widths[seqs] == 1, seqs)
+        ranks, orders, seqs = ranks[by_row], orders[by_row], seqs[by_row]
         if self.aligned or not len(seqs):
             return ranks, orders, seqs
         is_new_rank = np.append(True, ranks[1:] != ranks[:-1])
@@ -74,7 +77,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
 
     @cached_property
     def table(self) -> PlanTable:
-        """All micro-batches as columns: the source of both the check and ``self[rank]``."""
+        """All micro-batches as columns. The check and ``self[rank]`` both read this table."""
         ranks, indices, seqs = self.shards
         rows = (np.cumsum(self.counts) - self.counts)[ranks] + indices
         offloads = np.zeros(int(self.counts.sum()))
@@ -82,7 +85,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             np.maximum.at(offloads, rows, self.offloads[seqs])
         firsts, widths = self.first_ranks[seqs], self.widths[seqs]
         bounds = zigzag_bounds(self.lengths[seqs], widths, ranks - firsts)
-        is_there = bounds[..., 1] > bounds[..., 0]
+        has_tokens = bounds[..., 1] > bounds[..., 0]
         return PlanTable(
             counts=self.counts,
             offloads=offloads,
@@ -92,14 +95,14 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             ring_widths=widths,
             odd_rings={},
             inner_rings=np.ones_like(seqs) if self.inner_rings is None else self.inner_rings[seqs],
-            num_ranges=is_there.sum(axis=1),
-            starts=bounds[is_there][:, 0],
-            stops=bounds[is_there][:, 1],
+            num_ranges=has_tokens.sum(axis=1),
+            starts=bounds[has_tokens][:, 0],
+            stops=bounds[has_tokens][:, 1],
         )
 
     @cached_property
     def _latest(self) -> dict[int, tuple[MicroBatch, ...]]:
-        """The rank that was read last: a training process reads one rank, several times."""
+        """The micro-batches of the latest rank: a training process reads a single rank, several times."""
         return {}
 
     def __len__(self) -> int:
@@ -111,22 +114,22 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
     def __getitem__(self, rank: slice) -> tuple[tuple[MicroBatch, ...], ...]: ...
     def __getitem__(self, rank: int | slice) -> tuple[MicroBatch, ...] | tuple[tuple[MicroBatch, ...], ...]:
         if isinstance(rank, slice):
-            return tuple(self[one] for one in range(*rank.indices(self.num_ranks)))
+            return tuple(self[index] for index in range(*rank.indices(self.num_ranks)))
         if not -self.num_ranks <= rank < self.num_ranks:
             raise IndexError(f"rank {rank} of {self.num_ranks}")
         rank %= self.num_ranks
-        found = self._latest.get(rank)
-        if found is None:
-            found = self.table.micro_batches(rank)
+        micro_batches = self._latest.get(rank)
+        if micro_batches is None:
+            micro_batches = self.table.micro_batches(rank)
             self._latest.clear()
-            self._latest[rank] = found
-        return found
+            self._latest[rank] = micro_batches
+        return micro_batches
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
         return (self[rank] for rank in range(self.num_ranks))
 
     def __eq__(self, other: object) -> bool:
-        """Compare with any sequence of micro-batches, however it is stored."""
+        """Compare the micro-batches with the micro-batches of any other sequence."""
         if not isinstance(other, Sequence) or len(other) != len(self):
             return NotImplemented if not isinstance(other, Sequence) else False
         return all(mine == tuple(theirs) for mine, theirs in zip(self, other, strict=True))
@@ -135,21 +138,25 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
 
 
 def micro_batch_counts(plan: StepPlan, expert_parallel: int = 1, multiple: int = 1) -> tuple[int, ...]:
-    """Return how many micro-batches each HDP rank runs: its own, then padding without weight in the loss.
+    """Return the number of micro-batches that each HDP rank runs, including padding without weight in the loss.
 
-    Each rank runs at least 1, so that it joins the collectives of the step. The number is equal in each group of
-    ``expert_parallel`` contiguous ranks, whose layers exchange tokens, and a multiple of ``multiple``, the group of
+    Each rank runs at least 1, so that it joins the collectives of the step. Groups of ``expert_parallel`` contiguous
+    ranks, whose layers exchange tokens, run equally many. The number is a multiple of ``multiple``, the group size of
     virtual stages.
     """
     ranks = plan.ranks
     counts = ranks.counts if isinstance(ranks, PlacedRanks) else np.array([len(rank) for rank in ranks], dtype=np.int64)
     assert len(counts) % expert_parallel == 0, f"{len(counts)=} {expert_parallel=}"
-    most = np.repeat(np.maximum(counts, 1).reshape(-1, expert_parallel).max(axis=1), expert_parallel)
-    return tuple((-(-most // multiple) * multiple).tolist())
+    group_counts = np.maximum(counts, 1).reshape(-1, expert_parallel).max(axis=1)
+    padded = -(-group_counts // multiple) * multiple
+    return tuple(np.repeat(padded, expert_parallel).tolist())
 
 
-def _sorted_by(*keys: Ints | Bools) -> Ints:
-    """Return the order by the first key, then the second, and so on: [n], as each key. No key is negative."""
+def _sorting_order(*keys: Ints | Bools) -> Ints:
+    """Return the indices that sort by the first key, then the second, and so on: [n], as each key.
+
+    No key is negative.
+    """
     sizes = [int(key.max(initial=0)) + 1 for key in keys]
     if math.prod(sizes) >= 2**62:
         return np.lexsort(keys[::-1])

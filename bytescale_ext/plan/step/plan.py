@@ -1,9 +1,9 @@
-"""The value that says where each token of one step is computed (hybrid data parallelism).
+"""The plan of one step: the rank and micro-batch that compute each token (hybrid data parallelism).
 
 A step plan is three nested values::
 
-    StepPlan   ranks[r] -> micro-batches of HDP rank r, in the order in which it runs them
-    MicroBatch shards    -> what one forward pass consumes, in memory order
+    StepPlan   ranks[r]  -> micro-batches of HDP rank r, in running order
+    MicroBatch shards    -> input of one forward pass, in memory order
     Shard      ranges    -> token ranges [start, stop) of one sequence, in memory order
 """
 
@@ -58,16 +58,16 @@ class StepPlanJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Where every token of one optimizer step is computed.
+    """The rank and micro-batch that compute each token of one optimizer step.
 
     Attributes:
         num_ranks: HDP ranks.
-        tokens_per_rank: C, the most tokens a micro-batch may hold.
+        tokens_per_rank: C, the most tokens of a micro-batch.
         lengths: tokens of each sequence of the step, in sample order.
-        ranks: for each rank, its micro-batches in running order (may be empty, lengths may differ).
-        aligned: the micro-batches of a sequence have the same index on every rank of its ring, which pipelines and
+        ranks: micro-batches of each rank in running order; ranks may have different numbers of them, also none.
+        aligned: whether the micro-batches of a sequence have the same index on every rank of its ring, as pipelines and
             expert parallelism need; a rank without work at an index has an empty micro-batch there.
-        slicing: the slices in which stages run the micro-batches of this step; None: those of the run.
+        slicing: slicing of the micro-batches of this step; None: the slicing of the run.
     """
 
     num_ranks: int
@@ -78,7 +78,7 @@ class StepPlan:
     slicing: Slicing | None = None
 
     def to_json(self) -> StepPlanJson:
-        """Return the plan as plain lists and dicts (the format of ``bytescale plan --json``); defaults are left out."""
+        """Return the plan as plain lists and dicts, the format of ``bytescale plan --json``. Defaults are left out."""
         value: StepPlanJson = {
             "num_ranks": self.num_ranks,
             "tokens_per_rank": self.tokens_per_rank,
@@ -93,7 +93,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, value: StepPlanJson) -> StepPlan:
-        """Return the plan of ``to_json``."""
+        """Return the plan that ``to_json`` wrote."""
         return cls(
             num_ranks=int(value["num_ranks"]),
             tokens_per_rank=int(value["tokens_per_rank"]),
@@ -121,11 +121,11 @@ class StepPlan:
         )
 
     def digest(self) -> str:
-        """Return sha256 (first 16 hex digits) of the plan's table: equal plans, equal digests, on every machine."""
-        how = [int(self.aligned)]
+        """Return the first 16 hex digits of the plan's sha256. Equal plans have equal digests on every machine."""
+        settings = [int(self.aligned)]
         if self.slicing is not None:
-            how += [int(value) for value in asdict(self.slicing).values()]
-        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, how)
+            settings += [int(value) for value in asdict(self.slicing).values()]
+        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, settings)
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> MicroBatchJson:

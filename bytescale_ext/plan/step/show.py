@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.plan import StepPlan
@@ -12,7 +12,7 @@ _SKIPPED = "     ..."
 
 
 def shard_text(shard: Shard) -> str:
-    """Return for example ``seq 3 [0:512][3584:4096] ring 0-7 in 2 inner rings``; a local shard has no ring."""
+    """Return a text like ``seq 3 [0:512][3584:4096] ring 0-7 in 2 inner rings``; a local shard has no ring."""
     ranges = "".join(f"[{start}:{stop}]" for start, stop in shard.ranges)
     ring = "" if len(shard.ring) == 1 else f" ring {ring_text(shard.ring)}"
     form = "" if shard.inner_rings == 1 else f" in {shard.inner_rings} inner rings"
@@ -20,7 +20,7 @@ def shard_text(shard: Shard) -> str:
 
 
 def ring_text(ring: tuple[int, ...]) -> str:
-    """Return ``0-7`` for contiguous ascending ranks, else the ranks one by one."""
+    """Return ``0-7`` for three or more contiguous ascending ranks, else all ranks, like ``0,2,1``."""
     if len(ring) > 2 and ring == tuple(range(ring[0], ring[0] + len(ring))):
         return f"{ring[0]}-{ring[-1]}"
     return ",".join(str(rank) for rank in ring)
@@ -35,10 +35,10 @@ def plan_table(
     """Return the plan as a table.
 
     Args:
-        plan: any plan, broken or not.
-        marked: ``(rank, micro-batch)`` rows to mark with ``>>``; they are shown in full.
-        max_rows: show about this many rows around the marked ones; None shows all.
-        max_shards: shards shown in a row that is not marked.
+        plan: any plan, valid or not.
+        marked: ``(rank, micro-batch)`` of the rows to mark with ``>>`` and to show in full.
+        max_rows: the most rows to show, around the marked rows; None: all rows.
+        max_shards: the most shards to show in a row without a mark.
     """
     rows = [(rank, index) for rank, micro_batches in enumerate(plan.ranks) for index in range(len(micro_batches))]
     chosen = _chosen_rows(rows, marked, max_rows)
@@ -56,7 +56,7 @@ def plan_table(
 
 
 def plan_line(plan: StepPlan) -> str:
-    """Return one line: sequences, tokens, ranks, and the fewest and most micro-batches and tokens of a rank."""
+    """Return a line with the sequences, tokens and ranks, and the range of micro-batches and tokens per rank."""
     counts = [len(rank) for rank in plan.ranks]
     tokens = [sum(micro_batch.num_tokens for micro_batch in rank) for rank in plan.ranks]
     return (
@@ -76,24 +76,18 @@ def _span_text(values: list[int]) -> str:
 
 
 def _chosen_rows(rows: list[tuple[int, int]], marked: Collection[tuple[int, int]], max_rows: int | None) -> list[int]:
-    """Return the numbers of the rows nearest to a marked row, or to the first row when none is marked."""
+    """Return the indices of the rows nearest to a marked row, or to the first row if no row is marked."""
     if max_rows is None or len(rows) <= max_rows:
         return list(range(len(rows)))
     targets = [number for number, row in enumerate(rows) if row in marked][:max_rows] or [0]
     chosen = set(targets)
     for distance in range(1, len(rows)):
-        for number in _neighbours(targets, distance):
+        for number in (target + offset for target in targets for offset in (-distance, distance)):
             if len(chosen) >= max_rows:
                 return sorted(chosen)
             if 0 <= number < len(rows):
                 chosen.add(number)
     return sorted(chosen)
-
-
-def _neighbours(targets: list[int], distance: int) -> Iterator[int]:
-    for target in targets:
-        yield target - distance
-        yield target + distance
 
 
 def _row_text(micro_batch: MicroBatch, rank: int, index: int, is_marked: bool, max_shards: int) -> str:

@@ -1,4 +1,4 @@
-"""Sizes that every planner, bound and replay shares: the cluster of a step, and how micro-batches are sliced."""
+"""The cluster of a step and the slicing of its micro-batches, which planners, bounds and replays share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 ALL_SUMS: Final = 1 << 62
-"""Tokens of ``Slicing.summed_tokens`` with which the sums of all kept keys are kept."""
+"""Value of ``Slicing.summed_tokens`` with which ranks keep the gradient sums of all kept keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +15,15 @@ class Slicing:
 
     Attributes:
         num_slices: k, slices of a micro-batch; 1 runs each micro-batch whole.
-        kept_tokens: each rank keeps the received keys of a ring sequence of at most this many tokens from slice to
-            slice; keys of longer sequences travel round the ring again with each slice.
-        eager: each stage runs two forwards ahead of the next stage instead of one (see ``plan.schedule.actions``).
-        summed_tokens: of kept keys, each rank also keeps the sums of their gradients where the sequence has at most
-            this many tokens; sums of longer ones travel home with each slice.
-        zero_bubble: backward passes compute input gradients alone, and weight gradients run where a stage would be idle
-            (see ``plan.schedule.deferred``).
-        swapped_tokens: keys of sequences of more than ``kept_tokens`` and at most this many tokens are kept in host
-            memory: on the device only while attention uses them.
+        kept_tokens: the longest ring sequence whose received keys each rank keeps from slice to slice; keys of longer
+            sequences travel round the ring again with each slice.
+        eager: whether each stage runs two forwards ahead of the next stage, not one (see ``plan.schedule.actions``).
+        summed_tokens: the longest sequence with kept keys whose gradient sums each rank keeps too; gradients of longer
+            sequences travel to their own ranks with each slice.
+        zero_bubble: whether backward passes compute input gradients only, and weight gradients run while a stage would
+            be idle (see ``plan.schedule.deferred``).
+        swapped_tokens: the longest sequence whose keys are kept in host memory, and on the device only while attention
+            uses them; keys of at most ``kept_tokens`` tokens stay on the device.
     """
 
     num_slices: int = 1
@@ -44,7 +44,7 @@ class Slicing:
             raise ValueError(f"keys of sequences of up to {self.swapped_tokens} tokens are swapped: use 0 or more")
 
     def __str__(self) -> str:
-        """Return for example ``8 eager slices, keys kept up to 65536 tokens``."""
+        """Return a text like ``8 eager slices, keys kept up to 65536 tokens``."""
         if self.num_slices == 1:
             return "1 slice"
         slices = "eager slices" if self.eager else "slices"
@@ -54,12 +54,12 @@ class Slicing:
 
     @property
     def longest_kept(self) -> int:
-        """The most tokens of a sequence whose keys are kept, on the device or in host memory."""
+        """Tokens of the longest sequence whose keys are kept, on the device or in host memory."""
         return max(self.kept_tokens, self.swapped_tokens)
 
     @property
     def order(self) -> str:
-        """Name of the order of work: "eager", or "" for that of 1F1B."""
+        """Name of the order of work: "eager", or "" for the order of 1F1B."""
         return "eager" if self.eager else ""
 
     @property
@@ -68,28 +68,28 @@ class Slicing:
         return self.eager
 
     def extra_warm_up(self, later_stages: int) -> int:
-        """Return how many forwards a stage runs before its first backward beyond those of Megatron's schedule.
+        """Return the forwards that a stage runs before its first backward in addition to Megatron's schedule.
 
         Args:
-            later_stages: stages after this one.
+            later_stages: number of stages after this stage.
         """
         return self.num_slices - 1 + later_stages * self.eager
 
     def order_of_work(self) -> Slicing:
-        """Return the same slices in the same order, without what does not change it: which keys are kept."""
+        """Return the fields that decide the order of work; all settings of kept keys have their defaults."""
         return Slicing(self.num_slices, eager=self.eager, zero_bubble=self.zero_bubble)
 
-    def two_ahead(self) -> Slicing:
-        """Return the same slices in the eager order."""
+    def in_eager_order(self) -> Slicing:
+        """Return this slicing in the eager order."""
         return replace(self, eager=True)
 
 
 ONE_SLICE: Final = Slicing()
-"""Micro-batches run whole."""
+"""The slicing of whole micro-batches."""
 
 
 RING_FORMS: Final = ("auto", "always", "off")
-"""When rings consist of inner rings: where that is faster by the cost model, wherever it is possible, or never."""
+"""When rings consist of inner rings: if the cost model says that it is faster, whenever it is possible, or never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Cluster:
     Attributes:
         num_ranks: HDP ranks; with pipelines, the number of pipelines.
         tokens_per_rank: C, the most tokens of a micro-batch on one rank.
-        ranks_per_node: HDP ranks of a node; None when all ranks are in one node.
-        hierarchical_rings: when rings over several nodes consist of inner rings, one of ``RING_FORMS``.
+        ranks_per_node: HDP ranks of a node; None: all ranks are in one node.
+        hierarchical_rings: one of ``RING_FORMS``, for rings over several nodes.
     """
 
     num_ranks: int

@@ -1,6 +1,6 @@
-"""A plan as columns of integers, which are checked and hashed.
+"""A plan as columns of integers, for checks, digests and costs.
 
-The columns come from micro-batches, right or wrong, or from a plan that is stored as arrays.
+The columns are made from micro-batches, valid or not, or from a plan that is stored as arrays (``PlacedRanks``).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class PlanTable:
 
     Attributes:
         counts: micro-batches of each rank: [ranks].
-        offloads: of each micro-batch: [rows].
-        shard_rows: the row of each shard: [shards].
-        seqs: its sequence: [shards].
-        ring_firsts, ring_widths: the first rank of its ring and how many it has (-1 and 0 for no ring): [shards].
-        odd_rings: shard -> ring, for rings that are not runs of contiguous ascending ranks.
-        inner_rings: of how many inner rings its ring consists: [shards].
-        num_ranges: ranges of each shard: [shards].
-        starts, stops: of each range: [ranges].
+        offloads: offload share of each micro-batch: [rows].
+        shard_rows: row of each shard: [shards].
+        seqs: sequence of each shard: [shards].
+        ring_firsts, ring_widths: first rank and ranks of each shard's ring, -1 and 0 without a ring: [shards].
+        odd_rings: ring of each shard whose ring is not a run of contiguous ascending ranks.
+        inner_rings: number of inner rings of each shard's ring: [shards].
+        num_ranges: token ranges of each shard: [shards].
+        starts, stops: first token and end of each range: [ranges].
     """
 
     counts: Ints
@@ -59,22 +59,22 @@ class PlanTable:
 
     @cached_property
     def row_ranks(self) -> Ints:
-        """The rank of each row: [rows]."""
+        """Rank of each row: [rows]."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @cached_property
     def row_indices(self) -> Ints:
-        """Which micro-batch of its rank a row is: [rows]."""
+        """Index of each row among the micro-batches of its rank: [rows]."""
         return ragged_indices(self.counts)[1]
 
     @cached_property
     def range_shards(self) -> Ints:
-        """The shard of each range: [ranges]."""
+        """Shard of each range: [ranges]."""
         return np.repeat(np.arange(len(self.seqs)), self.num_ranges)
 
     @cached_property
     def first_ranges(self) -> Ints:
-        """The first range of each shard: [shards]."""
+        """First range of each shard: [shards]."""
         return np.asarray(np.cumsum(self.num_ranges) - self.num_ranges)
 
     @cached_property
@@ -85,32 +85,32 @@ class PlanTable:
 
     @cached_property
     def row_groups(self) -> Ints:
-        """The coupled group of each row: [rows]."""
+        """Coupled group of each row: [rows]."""
         in_ring = self.ring_widths > 1
         return coupled_groups(self.shard_rows[in_ring], self.seqs[in_ring], len(self.row_ranks))
 
     @cached_property
     def _rank_shards(self) -> Ints:
-        """The first shard of each rank, and the end of the last: [ranks + 1]."""
+        """First shard of each rank, then the number of shards: [ranks + 1]."""
         first_rows = np.append(0, np.cumsum(self.counts))
         return np.asarray(np.searchsorted(self.shard_rows, first_rows), dtype=np.int64)
 
     def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of a rank."""
         first_row = int(self.counts[:rank].sum())
-        held: list[list[Shard]] = [[] for _ in range(int(self.counts[rank]))]
+        row_shards: list[list[Shard]] = [[] for _ in range(int(self.counts[rank]))]
         for shard in range(int(self._rank_shards[rank]), int(self._rank_shards[rank + 1])):
             begin = int(self.first_ranges[shard])
             ranges = slice(begin, begin + int(self.num_ranges[shard]))
             pairs = zip(self.starts[ranges].tolist(), self.stops[ranges].tolist(), strict=True)
-            held[int(self.shard_rows[shard]) - first_row].append(
+            row_shards[int(self.shard_rows[shard]) - first_row].append(
                 Shard(int(self.seqs[shard]), tuple(pairs), self.ring(shard), int(self.inner_rings[shard]))
             )
-        offloads = self.offloads[first_row : first_row + len(held)].tolist()
-        return tuple(MicroBatch(tuple(shards), offload) for shards, offload in zip(held, offloads, strict=True))
+        offloads = self.offloads[first_row : first_row + len(row_shards)].tolist()
+        return tuple(MicroBatch(tuple(shards), offload) for shards, offload in zip(row_shards, offloads, strict=True))
 
-    def shards_of_rank(self, rank: int) -> slice:
-        """Return where the shards of a rank stand in the columns [shards]."""
+    def rank_slice(self, rank: int) -> slice:
+        """Return the slice of a rank's shards in the columns [shards]."""
         return slice(int(self._rank_shards[rank]), int(self._rank_shards[rank + 1]))
 
     def where(self, shard: int) -> tuple[int, int]:
@@ -123,17 +123,17 @@ class PlanTable:
         first, width = int(self.ring_firsts[shard]), int(self.ring_widths[shard])
         return self.odd_rings.get(shard, tuple(range(first, first + width)))
 
-    def digest(self, num_ranks: int, tokens_per_rank: int, lengths: Sequence[int], how: Sequence[int]) -> str:
-        """Return sha256 (first 16 hex digits) of all columns as little-endian 64-bit numbers.
+    def digest(self, num_ranks: int, tokens_per_rank: int, lengths: Sequence[int], settings: Sequence[int]) -> str:
+        """Return the first 16 hex digits of the sha256 of all columns, as little-endian 64-bit numbers.
 
-        ``how``: further numbers that say how the micro-batches run.
+        ``settings``: further numbers of the plan, which describe how micro-batches run.
         """
         odd = [number for shard, ring in sorted(self.odd_rings.items()) for number in (shard, len(ring), *ring)]
         for shard in np.flatnonzero(self.inner_rings != 1).tolist():
             odd += [-1 - shard, int(self.inner_rings[shard])]
         columns = (
             self.counts, self.shard_rows, self.seqs, self.ring_firsts, self.ring_widths, self.num_ranges, self.starts,
-            self.stops, odd, lengths, (num_ranks, tokens_per_rank, *how),
+            self.stops, odd, lengths, (num_ranks, tokens_per_rank, *settings),
         )  # fmt: skip
         digest = hashlib.sha256()
         for column in columns:
@@ -144,22 +144,23 @@ class PlanTable:
 
 
 def coupled_groups(rows: Ints, seqs: Ints, num_rows: int) -> Ints:
-    """Return the coupled group of each micro-batch: [num_rows], numbered from 0 by first appearance.
+    """Return the coupled group of each micro-batch, numbered from 0 by first appearance: [num_rows].
 
-    Micro-batches that share a ring, directly or through others, are one group: they must run at the same time. Each
-    ring hands the smallest label of its members to all of them until nothing changes.
+    Micro-batches that share a ring, directly or through other micro-batches, are one group: they must run at the same
+    time. The groups are found by label propagation: each ring gives the smallest label of its members to all members,
+    until nothing changes.
 
     ``rows``, ``seqs``: micro-batch and sequence of each shard of a ring: [shards].
     """
     labels = np.arange(num_rows)
-    in_order = np.argsort(seqs, kind="stable")
-    rows, seqs = rows[in_order], seqs[in_order]
+    by_seq = np.argsort(seqs, kind="stable")
+    rows, seqs = rows[by_seq], seqs[by_seq]
     opens = np.flatnonzero(np.append(True, seqs[1:] != seqs[:-1])[: len(seqs)])
     sizes = np.diff(np.append(opens, len(seqs)))
     while len(opens):
         smallest = np.repeat(np.minimum.reduceat(labels[rows], opens), sizes)
         merged = labels.copy()
-        np.minimum.at(merged, labels[rows], smallest)  # at the label itself too, so that long chains join soon
+        np.minimum.at(merged, labels[rows], smallest)  # the label's own row too, so that long chains join quickly
         np.minimum.at(merged, rows, smallest)
         merged = merged[merged]
         if np.array_equal(merged, labels):
@@ -169,8 +170,8 @@ def coupled_groups(rows: Ints, seqs: Ints, num_rows: int) -> Ints:
 
 
 @runtime_checkable
-class Tabled(Protocol):
-    """Ranks that have their table without making micro-batches."""
+class HasTable(Protocol):
+    """``StepPlan.ranks`` that are stored as a table."""
 
     @property
     def table(self) -> PlanTable: ...
@@ -181,10 +182,11 @@ class RankShards:
     """The shards of one rank as columns.
 
     Attributes:
-        num_micro_batches, num_filled: of the rank, and how many of them have a shard.
-        seqs: the sequence of each shard: [shards].
-        widths: ranks of its ring: [shards].
-        tokens: tokens of the shard: [shards].
+        num_micro_batches: micro-batches of the rank.
+        num_filled: micro-batches with at least one shard.
+        seqs: sequence of each shard: [shards].
+        widths: ranks of each shard's ring: [shards].
+        tokens: tokens of each shard: [shards].
     """
 
     num_micro_batches: int
@@ -195,18 +197,18 @@ class RankShards:
 
 
 def shards_of_rank(ranks: Sequence[tuple[MicroBatch, ...]], rank: int) -> RankShards:
-    """Return the shards of one rank of ``StepPlan.ranks``, without making micro-batches where there is a table."""
-    table, mine = (ranks.table, rank) if isinstance(ranks, Tabled) else (table_of((ranks[rank],)), 0)
-    shards = table.shards_of_rank(mine)
+    """Return the shards of one rank of ``StepPlan.ranks``. If the ranks have a table, no micro-batches are made."""
+    table, index = (ranks.table, rank) if isinstance(ranks, HasTable) else (table_of((ranks[rank],)), 0)
+    shards = table.rank_slice(index)
     rows = table.shard_rows[shards]
     num_filled = int(np.count_nonzero(np.diff(rows))) + 1 if len(rows) else 0
     columns = (table.seqs[shards], table.ring_widths[shards], table.tokens[shards])
-    return RankShards(int(table.counts[mine]), num_filled, *columns)
+    return RankShards(int(table.counts[index]), num_filled, *columns)
 
 
 def table_of(ranks: Sequence[tuple[MicroBatch, ...]]) -> PlanTable:
     """Return the table of ``StepPlan.ranks``."""
-    if isinstance(ranks, Tabled):
+    if isinstance(ranks, HasTable):
         return ranks.table
     rows = [micro_batch for rank in ranks for micro_batch in rank]
     shards = [shard for row in rows for shard in row.shards]

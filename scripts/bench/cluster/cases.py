@@ -149,7 +149,7 @@ class Arm:
 
 _STAGES = 2
 _SLICES = Slicing(4)
-_AHEAD = _SLICES.two_ahead()
+_AHEAD = _SLICES.in_eager_order()
 ARMS = {
     "ours": Arm("hybrid data parallelism", balance="dp", ring_forms="auto"),
     "plain": Arm("the same with plain rings alone", balance="dp"),

@@ -211,7 +211,7 @@ def replayed_seconds(pipeline: Pipeline, slicing: Slicing, text: str) -> float:
 def arms_of(num_tokens: int, num_slices: int, cost: CostModel) -> dict[str, Slices]:
     """Return the arms of part (a): 1F1B, even slices, slices of equal time, these with stages two forwards ahead."""
     plain, equal_time = Slicing(num_slices), slice_lengths(num_tokens, num_slices, "time", cost)
-    ahead = plain.two_ahead()
+    ahead = plain.in_eager_order()
     return {
         "1f1b": Slices(ONE_SLICE, (num_tokens,)),
         "even": Slices(plain, slice_lengths(num_tokens, num_slices, "even")),

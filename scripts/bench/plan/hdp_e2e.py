@@ -47,7 +47,7 @@ def arm_flags(cost: Path, num_ranks: int, num_stages: int = 1) -> dict[str, list
     tokens = str(max(int(CONTEXT[1]) // 4, -(-int(CONTEXT[1]) * num_stages // num_ranks)))
     piped = [*balanced, "--pipeline-model-parallel-size", str(num_stages), "--hdp-tokens-per-rank", tokens]
     slices = Slicing(4)
-    ahead = slices.two_ahead()
+    ahead = slices.in_eager_order()
     return {ahead.order: [*piped, *flags_of(ahead)], "slices": [*piped, *flags_of(slices)], "1f1b": piped}
 
 

@@ -32,8 +32,8 @@ SLICINGS = (
     Slicing(2),
     Slicing(8),
     Slicing(8, ALL_KEYS),
-    Slicing(8, ALL_KEYS).two_ahead(),
-    Slicing(12, ALL_KEYS).two_ahead(),
+    Slicing(8, ALL_KEYS).in_eager_order(),
+    Slicing(12, ALL_KEYS).in_eager_order(),
 )
 """Slicings that are tried with pipelines; 0 kept tokens mean the default of training."""
 ORDER_NOTE = f"*{SLICINGS[-1].order}*: stages run two forwards ahead (`{ORDER_FLAG}`)."

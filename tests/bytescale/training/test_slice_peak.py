@@ -111,7 +111,7 @@ def measure(rank: int, world: int, kv_heads: str) -> dict[tuple[str, int, Slicin
         return liveness_bound(trace.requests())
 
     run("none", 0, Slicing(2))  # the first run makes what stays, as the angles of positions
-    cases = [("none", 0, slicing) for slicing in (Slicing(2), FOUR, FOUR.two_ahead())]
+    cases = [("none", 0, slicing) for slicing in (Slicing(2), FOUR, FOUR.in_eager_order())]
     cases += [("swap-only", stage, FOUR) for stage in range(STAGES)]
     cases += [("memo", 0, FOUR), ("priced", 1, FOUR)]
     return {case: run(*case) for case in cases if kv_heads == "grouped" or case[0] == "none"}

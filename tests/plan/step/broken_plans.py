@@ -238,9 +238,9 @@ MUTATIONS: list[tuple[Callable[[Rows], None], str]] = [
     (ring_after_local, "the ring shard of seq 0 comes after a local one"),
     (rings_out_of_order, "ring shards of seq 6 and seq 2 are not ordered"),
     (other_form_on_one_member, "2 inner rings of ring 0,1 of seq 0: ranks name different numbers"),
-    (inner_rings_of_unequal_sizes, "2 inner rings of ring 0-2 of seq 2: the ring has no such number of equal"),
-    (inner_rings_of_one_rank, "2 inner rings of ring 2,3 of seq 5: the ring has no such number of equal"),
-    (no_inner_rings, "0 inner rings of ring 3 of seq 3: the ring has no such number"),
+    (inner_rings_of_unequal_sizes, "2 inner rings of ring 0-2 of seq 2: inner rings must have equal sizes"),
+    (inner_rings_of_one_rank, "2 inner rings of ring 2,3 of seq 5: inner rings must have equal sizes"),
+    (no_inner_rings, "0 inner rings of ring 3 of seq 3: inner rings must have equal sizes"),
     (swap_shared_micro_batches, "deadlock"),
     (tie_two_micro_batches, "rank 0 micro-batches 0 and 1 must run at the same time"),
 ]

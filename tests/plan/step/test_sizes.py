@@ -16,7 +16,7 @@ def test_slicing_as_text():
 
 def test_stages_that_run_two_forwards_ahead():
     plain = Slicing(4, 100)
-    ahead = plain.two_ahead()
+    ahead = plain.in_eager_order()
     assert ahead == Slicing(4, 100, eager=True)
     assert [(one.order, one.receives_ahead) for one in (plain, ahead)] == [("", False), ("eager", True)]
     assert [[one.extra_warm_up(later) for later in (3, 0)] for one in (plain, ahead)] == [[3, 3], [6, 3]]

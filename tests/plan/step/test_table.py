@@ -7,7 +7,7 @@ import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
-from bytescale_ext.plan.step.placed import PlacedRanks, _sorted_by
+from bytescale_ext.plan.step.placed import PlacedRanks, _sorting_order
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.table import shards_of_rank, table_of
 
@@ -62,7 +62,7 @@ def test_one_key_sorts_as_many_do() -> None:
     random = np.random.default_rng(0)
     keys = [random.integers(0, 5, 200) for _ in range(4)]
     wanted = np.lexsort(keys[::-1])
-    assert _sorted_by(*keys).tolist() == wanted.tolist()
+    assert _sorting_order(*keys).tolist() == wanted.tolist()
     far = [key + (key == 4) * 2**40 for key in keys]  # one number would overflow
-    assert _sorted_by(*far).tolist() == wanted.tolist()
-    assert _sorted_by(np.zeros(0, dtype=np.int64)).tolist() == []
+    assert _sorting_order(*far).tolist() == wanted.tolist()
+    assert _sorting_order(np.zeros(0, dtype=np.int64)).tolist() == []

@@ -55,7 +55,7 @@ def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -
 
 
 def test_flags_and_slices_follow_from_each_other() -> None:
-    for slicing in (Slicing(3), Slicing(2).two_ahead(), Slicing(1, zero_bubble=True)):
+    for slicing in (Slicing(3), Slicing(2).in_eager_order(), Slicing(1, zero_bubble=True)):
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         zero_bubble.add_arguments(parser)

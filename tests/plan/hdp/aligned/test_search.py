@@ -158,7 +158,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Arrangement]:
     return built
 
 
-@pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).two_ahead()])
+@pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).in_eager_order()])
 def test_one_rank_tries_only_arrangements_that_differ(slicing: Slicing, built: list[Arrangement]) -> None:
     """Each is built once, and none of those that more ranks try first is better."""
     lengths = -np.sort(-sample_lengths("github", 4096, 40_000, seed=1).astype(np.int64))
