@@ -170,10 +170,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]]) -> None:
-    """Write loss.png, timeline.png and timeline.json. ``static``: the steps of the run beside."""
+    """Write loss.png, timeline.png and timeline.json. ``static``: steps of the run with static context parallelism."""
     curve, marks = (([s["iteration"] for s in run], [s["lm loss"] for s in run]) for run in (steps, static))
-    beside = Series("static context parallelism, the same documents", *marks)
-    draw_loss(*curve, demo.folder / "loss.png", "loss of hybrid data parallelism", beside)
+    reference = Series("static context parallelism, the same documents", *marks)
+    draw_loss(*curve, demo.folder / "loss.png", "loss of hybrid data parallelism", reference)
     spans = read_spans(demo.folder / "timeline", TIMELINE_STEP)
     title = f"step {TIMELINE_STEP} on {demo.num_ranks} {demo.device} ranks"
     draw_timeline(spans, demo.folder / "timeline.png", title)

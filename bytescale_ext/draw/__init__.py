@@ -1,1 +1,1 @@
-"""Figures of plans: timelines, schedules and activations."""
+"""Pictures of plans and measurements, drawn with matplotlib."""

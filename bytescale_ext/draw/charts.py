@@ -1,17 +1,20 @@
-"""Simple charts: a loss curve, and bars of schedulers compared."""
+"""Simple charts: loss curves, bars, dots, hit rates of caches and loads of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bytescale_ext.draw.figure import BLUE, DARK_BLUE, GRID, INK, LINES, new_figure, save, set_title
+from bytescale_ext.draw.figure import BLUE, DARK_BLUE, INK, LINES, draw_line, new_figure, save, set_grid, set_title
+from bytescale_ext.plan.experts.placement import Floats, Ints
+
+_MOST_POINTS = 60  # points of each line of balance ratios
 
 
 @dataclass(frozen=True)
 class Series:
-    """Losses of the steps of a run, and what the run is called in a legend."""
+    """Losses of a run by step, and the name of the run in the legend."""
 
     name: str
     steps: Sequence[int]
@@ -19,18 +22,19 @@ class Series:
 
 
 def draw_loss(
-    steps: Sequence[int], losses: Sequence[float], path: Path, title: str = "loss", beside: Series | None = None
+    steps: Sequence[int], losses: Sequence[float], path: Path, title: str = "loss", reference: Series | None = None
 ) -> None:
-    """Draw a loss curve: every step thin, and a running mean over it once there are 50 steps.
+    """Plot the loss of each step as a thin line and, from 50 steps on, a running mean above it.
 
     Args:
-        steps, losses: of the curve.
+        steps: numbers of the steps.
+        losses: loss of each step.
         path: file to write.
         title: title of the picture.
-        beside: another run on the same steps, drawn as marks.
+        reference: another run over the same steps, drawn as circles.
 
     Raises:
-        ValueError: there are no steps, or the number of losses differs.
+        ValueError: there are no steps, the number of losses differs, or the file cannot be written.
     """
     if not steps or len(steps) != len(losses):
         raise ValueError(f"a loss curve needs one loss for each step; got {len(steps)} steps and {len(losses)} losses")
@@ -41,16 +45,15 @@ def draw_loss(
         window = max(5, len(steps) // 50)
         means = running_mean(losses, window)
         axes.plot(steps, means, color=DARK_BLUE, linewidth=1.8, label=f"mean of {window} steps")
-    if beside is not None:
-        axes.plot(beside.steps, beside.losses, linestyle="none", marker="o", markersize=9, markerfacecolor="none",
-                  markeredgecolor=INK, label=beside.name)  # fmt: skip
-    if smooth or beside is not None:
+    if reference is not None:
+        axes.plot(reference.steps, reference.losses, linestyle="none", marker="o", markersize=9, markerfacecolor="none",
+                  markeredgecolor=INK, label=reference.name)  # fmt: skip
+    if smooth or reference is not None:
         axes.legend(frameon=False, fontsize=9)
     axes.annotate(
         f"{losses[-1]:.3f}", (steps[-1], losses[-1]), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9
     )
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    set_grid(axes, "y")
     axes.set_xlabel("step")
     axes.set_ylabel("loss per token")
     axes.margins(x=0.02)
@@ -59,16 +62,16 @@ def draw_loss(
 
 
 def draw_bars(bars: dict[str, tuple[float, float]], path: Path, title: str, xlabel: str) -> None:
-    """Draw a bar for each name: its mean, and a mark at its worst value.
+    """Draw a horizontal bar for each mean, with a mark at the worst value.
 
     Args:
-        bars: (mean, worst) by name, top to bottom.
+        bars: (mean, worst value) by name, from top to bottom.
         path: file to write.
         title: title of the picture.
-        xlabel: what is measured.
+        xlabel: label of the horizontal axis.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: ``bars`` is empty, or the file cannot be written.
     """
     if not bars:
         raise ValueError("there are no bars to draw")
@@ -91,17 +94,18 @@ def draw_bars(bars: dict[str, tuple[float, float]], path: Path, title: str, xlab
     save(figure, path)
 
 
-def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, words: tuple[str, str]) -> None:
-    """Draw a row of dots for each case on a logarithmic axis: a dot for each of ``names``, in its own marker.
+def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, title: str, xlabel: str) -> None:
+    """Draw a row of dots on a logarithmic axis for each case; each name has its own colour and marker.
 
     Args:
-        rows: values by case, top to bottom; each has one value for each name.
-        names: what the dots of a row are.
+        rows: values by case, from top to bottom; each case has one value per name.
+        names: names of the values of a row, for the legend.
         path: file to write.
-        words: (title, label of the axis).
+        title: title of the picture.
+        xlabel: label of the horizontal axis.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: ``rows`` is empty, or the file cannot be written.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -110,8 +114,8 @@ def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, wo
     figure, (axes,) = new_figure(8.5, 1.4 + 0.36 * len(rows))
     for number, name in enumerate(names):
         colour, marker, _, _ = LINES[number % len(LINES)]
-        of_rows = [row[number] for row in rows.values()]
-        axes.plot(of_rows, range(len(rows)), linestyle="none", marker=marker, markersize=7, markeredgecolor=INK,
+        series = [row[number] for row in rows.values()]
+        axes.plot(series, range(len(rows)), linestyle="none", marker=marker, markersize=7, markeredgecolor=INK,
                   color=colour, label=name, zorder=3 + number)  # fmt: skip
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
     axes.set_xscale("log")
@@ -122,16 +126,67 @@ def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, wo
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
-    axes.grid(axis="both", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    set_grid(axes)
     axes.tick_params(axis="y", length=0)
-    set_title(axes, words[0])
-    axes.set_xlabel(words[1])
+    set_title(axes, title)
+    axes.set_xlabel(xlabel)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=len(names))
     save(figure, path)
 
 
+def draw_hit_rates(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
+    """Plot the hit rate of a cache of n-gram rows against its size.
+
+    Args:
+        lines: (size of the cache as a fraction of all rows touched, hit rate) of the points of each policy.
+        path: file to write.
+        title: title of the picture.
+
+    Raises:
+        ValueError: there are no points, or the file cannot be written.
+    """
+    if not any(lines.values()):
+        raise ValueError("there are no hit rates to draw")
+    figure, (axes,) = new_figure(7.0, 4.0)
+    for number, (name, points) in enumerate(lines.items(), start=1):
+        draw_line(axes, number, [(100 * size, 100 * rate) for size, rate in sorted(points)], name)
+    axes.set_ylim(0, 100)
+    axes.set_xlim(left=0)
+    set_grid(axes, "y")
+    axes.set_xlabel("rows in the cache of a worker, % of all rows touched")
+    axes.set_ylabel("reads without a transfer, %")
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    set_title(axes, title)
+    save(figure, path)
+
+
+def draw_loads(loads: Ints, ratios: Mapping[str, Floats], path: Path, title: str) -> None:
+    """Draw a heat map of the tokens of each expert by step and, below it, the balance ratio of each placement.
+
+    Args:
+        loads: tokens of each expert of one layer, [steps, experts].
+        ratios: tokens of the busiest rank over the mean, [steps], by name of the placement.
+        path: file to write.
+        title: title of the heat map.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    figure, (tokens, balance) = new_figure(10.0, 6.0, heights=(2.0, 1.0))
+    picture = tokens.imshow(loads.T, aspect="auto", cmap="Blues", interpolation="nearest", origin="lower")
+    figure.colorbar(picture, ax=tokens, label="tokens")
+    tokens.set_ylabel("expert")
+    set_title(tokens, title)
+    stride = -(-len(loads) // _MOST_POINTS)
+    for number, (name, row) in enumerate(ratios.items()):
+        draw_line(balance, number, [(step, float(row[step])) for step in range(0, len(row), stride)], name)
+    balance.set_xlabel("step")
+    balance.set_ylabel("busiest rank / mean")
+    balance.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of the last ``window`` values at each position (of fewer at the beginning)."""
+    """Return the mean of the last ``window`` values at each position; the first positions average fewer values."""
     parts = (values[max(0, stop - window) : stop] for stop in range(1, len(values) + 1))
     return [sum(part) / len(part) for part in parts]

@@ -1,7 +1,7 @@
-"""The one set-up of figures and the one palette of all pictures.
+"""Figure set-up and colour palette shared by all pictures.
 
-Boxes take a hue by the number of their sequence or micro-batch. Forward and backward differ in lightness and lines
-differ in marker and dash, so that pictures can be read in grey. matplotlib is imported only where something is drawn.
+The hue of a box follows from the number of its sequence or micro-batch. Forward and backward differ in lightness, and
+lines differ in marker and dash, so pictures stay readable in greyscale. Functions import matplotlib when they draw.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,16 +32,19 @@ LINES: Final = (
     ("#7b3294", "D", "-", 1.6),
     ("#1a1a1a", "", "--", 1.6),
 )
-"""Colour, marker, dash and width of the lines of a plot. The first line is broad, to show beneath equal ones."""
-_GOLDEN: Final = 0.6180339887498949  # steps of this much hue keep early numbers far apart
+"""Colour, marker, dash and width of each line of a plot. The first line is broad, so it shows below an equal line."""
+_GOLDEN: Final = 0.6180339887498949  # golden ratio: hues this far apart keep consecutive numbers distinguishable
 
 
 def new_figure(
     width: float, height: float, columns: int = 1, heights: Sequence[float] = (1.0,)
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axes row by row. It has its own canvas: no pyplot, no global state, no display.
+    """Return a figure and its axes in row-major order. The figure has its own canvas; pyplot and a display are unused.
 
-    ``heights``: of the rows, relative to each other.
+    Args:
+        width, height: size of the figure in inches.
+        columns: number of columns of axes.
+        heights: relative height of each row of axes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -50,36 +53,42 @@ def new_figure(
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
     axes = [figure.add_subplot(grid[row, column]) for row in range(len(heights)) for column in range(columns)]
-    for one in axes:
+    for panel in axes:
         for side in ("top", "right", "left"):
-            one.spines[side].set_visible(False)
-        one.spines["bottom"].set_color(FRAME)
-        one.tick_params(colors=INK, labelsize=9)
-        one.xaxis.label.set_color(INK)
-        one.yaxis.label.set_color(INK)
+            panel.spines[side].set_visible(False)
+        panel.spines["bottom"].set_color(FRAME)
+        panel.tick_params(colors=INK, labelsize=9)
+        panel.xaxis.label.set_color(INK)
+        panel.yaxis.label.set_color(INK)
     return figure, axes
 
 
 def draw_line(axes: Axes, number: int, points: Sequence[tuple[float, float]], label: str) -> None:
-    """Draw line ``number`` of a plot in its own style through points (x, y)."""
+    """Draw a line through the points (x, y), in the style at index ``number`` of ``LINES``."""
     colour, marker, dash, width = LINES[number % len(LINES)]
     x, y = [x for x, _ in points], [y for _, y in points]
     axes.plot(x, y, color=colour, marker=marker, markersize=5, linestyle=dash, linewidth=width, label=label)
 
 
+def set_grid(axes: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
+    """Draw grid lines below the data."""
+    axes.grid(axis=axis, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
 def set_title(axes: Axes, title: str) -> None:
-    """Write the title above the left end of the axes."""
+    """Set a title that is aligned with the left end of the axes."""
     axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
 
 
 def set_rows(axes: Axes, numbers: range, name: str) -> None:
-    """Number the rows of boxes, first row on top: ``name 0``, ``name 1``, ..., without tick marks."""
+    """Label the rows of boxes ``name 0``, ``name 1`` and so on, without tick marks."""
     axes.set_yticks(numbers, [f"{name} {number}" for number in numbers])
     axes.tick_params(axis="y", length=0)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure; the suffix names the format. Raises ValueError where the file cannot be written."""
+    """Write a figure in the format of the path's suffix. Raises ValueError if the file cannot be written."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -87,17 +96,17 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def hue_colour(number: int, lightness: float, saturation: float) -> Colour:
-    """Return the colour of a sequence or micro-batch: a hue by its number."""
+    """Return the colour of a sequence or micro-batch, whose number sets the hue."""
     return colorsys.hls_to_rgb((0.58 + number * _GOLDEN) % 1.0, lightness, saturation)
 
 
 def tinted(colour: Colour, share: float) -> Colour:
-    """Return the colour mixed with a share of white."""
+    """Return a colour mixed with white; ``share`` is the fraction of white."""
     red, green, blue = colour
     return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share)
 
 
 def ink_on(colour: Colour) -> str:
-    """Return the colour of text that can be read on ``colour``."""
+    """Return a text colour that is readable on the background ``colour``."""
     red, green, blue = colour
     return "white" if 0.30 * red + 0.59 * green + 0.11 * blue < 0.5 else INK

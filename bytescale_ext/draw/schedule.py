@@ -1,4 +1,4 @@
-"""The picture of a schedule of slices: stages over time."""
+"""Picture of a pipeline schedule of slices: stages over time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _ROW = 0.8  # height of a box; stages are 1 apart
 
 
 def draw_schedule(result: Simulated, path: Path, title: str) -> None:
-    """Draw stages (down) over time (right) into a file; its suffix names the format.
+    """Draw stages (vertical) over time (horizontal) into a file, whose suffix sets the format.
 
-    A colour for each micro-batch, light for forward, full for backward, dark for weight gradients; later slices and
-    chunks are paler. Boxes that are wide enough name micro-batch and slice. White is idle.
+    Each micro-batch has a colour: light for forward, full for backward, dark for weight gradients. Later slices and
+    chunks are paler, and idle time is white. Boxes that are wide enough show their micro-batch and slice.
+    Raises ValueError if the file cannot be written.
     """
     num_stages = len(result.busy)
     figure, (axes,) = new_figure(14.0, 1.3 + 0.5 * num_stages)

@@ -1,4 +1,4 @@
-"""A picture of sculpted windows: a map of the clusters of documents, and how many tokens each cluster holds."""
+"""Picture of the clusters of a corpus: a map of its documents, and the number of tokens of each cluster."""
 
 from __future__ import annotations
 
@@ -7,53 +7,52 @@ from typing import Final
 
 import numpy as np
 
-from bytescale_ext.draw.figure import BLUE, GRID, PADDING, hue_colour, new_figure, save, set_title
+from bytescale_ext.draw.figure import BLUE, PADDING, hue_colour, new_figure, save, set_grid, set_title
 
-_COLOURED: Final = 12  # clusters with a colour of their own
-_DRAWN: Final = 5000  # documents in the map
+_COLOURED: Final = 12  # clusters that have their own colour
+_DRAWN: Final = 5000  # pieces of documents in the map, at most
 
 
 def draw_clusters(vectors: np.ndarray, cluster: np.ndarray, tokens: np.ndarray, path: Path) -> None:
-    """Draw a dot for each piece of a document where its two main directions place it, and a bar for each cluster.
+    """Draw the pieces of documents as dots in their first two principal components, and the clusters as bars.
 
-    The largest clusters have colours. Of many pieces every k-th is drawn.
+    The largest clusters are coloured. If there are more than 5000 pieces, the map shows an even sample.
 
     Args:
-        vectors: [n, d] what each piece is about.
-        cluster: [n] its cluster.
-        tokens: [n] its tokens.
+        vectors: embedding of each piece of a document, [n, d].
+        cluster: cluster of each piece, [n].
+        tokens: number of tokens of each piece, [n].
         path: file to write.
 
     Raises:
         ValueError: the file cannot be written.
     """
-    figure, (places, sizes) = new_figure(11.0, 4.8, columns=2)
-    held = np.bincount(cluster, weights=tokens)
-    largest = np.argsort(-held, kind="stable")
+    figure, (scatter, bars) = new_figure(11.0, 4.8, columns=2)
+    sizes = np.bincount(cluster, weights=tokens)
+    by_size = np.argsort(-sizes, kind="stable")
     shown = np.arange(0, len(vectors), -(-len(vectors) // _DRAWN))
-    points = plane(vectors)[shown]
-    for place, one in enumerate(largest[:_COLOURED].tolist()):
-        members = points[cluster[shown] == one]
-        places.scatter(members[:, 0], members[:, 1], s=7, color=hue_colour(place, 0.5, 0.6), zorder=2)
-    others = points[~np.isin(cluster[shown], largest[:_COLOURED])]
-    places.scatter(others[:, 0], others[:, 1], s=3, color=PADDING, zorder=1)
-    places.set_xticks([])
-    places.set_yticks([])
-    set_title(places, f"documents; the {min(_COLOURED, len(held))} largest of {len(held)} clusters in colour")
-    sizes.bar(np.arange(len(held)), held[largest], width=1.0, color=BLUE)
-    sizes.grid(axis="y", color=GRID, linewidth=0.8)
-    sizes.set_axisbelow(True)
-    sizes.set_xlabel("cluster")
-    sizes.set_ylabel("tokens")
-    set_title(sizes, "tokens of each cluster")
+    points = principal_components(vectors)[shown]
+    for number, coloured in enumerate(by_size[:_COLOURED].tolist()):
+        members = points[cluster[shown] == coloured]
+        scatter.scatter(members[:, 0], members[:, 1], s=7, color=hue_colour(number, 0.5, 0.6), zorder=2)
+    others = points[~np.isin(cluster[shown], by_size[:_COLOURED])]
+    scatter.scatter(others[:, 0], others[:, 1], s=3, color=PADDING, zorder=1)
+    scatter.set_xticks([])
+    scatter.set_yticks([])
+    set_title(scatter, f"documents; the {min(_COLOURED, len(sizes))} largest of {len(sizes)} clusters in colour")
+    bars.bar(np.arange(len(sizes)), sizes[by_size], width=1.0, color=BLUE)
+    set_grid(bars, "y")
+    bars.set_xlabel("cluster")
+    bars.set_ylabel("tokens")
+    set_title(bars, "tokens of each cluster")
     save(figure, path)
 
 
-def plane(vectors: np.ndarray) -> np.ndarray:
-    """Return the place of each vector, [n, 2], in the two directions in which vectors [n, d] differ most."""
+def principal_components(vectors: np.ndarray) -> np.ndarray:
+    """Return the first two principal components, [n, 2], of vectors [n, d]. The second is zero if d is 1."""
     centred = vectors - vectors.mean(axis=0)
-    _, directions = np.linalg.eigh(centred.T @ centred)  # the last ones have the largest values
-    places = np.zeros((len(vectors), 2))
+    _, directions = np.linalg.eigh(centred.T @ centred)  # by ascending eigenvalue
+    components = np.zeros((len(vectors), 2))
     main = directions[:, ::-1][:, :2]
-    places[:, : main.shape[1]] = centred @ main
-    return places
+    components[:, : main.shape[1]] = centred @ main
+    return components

@@ -1,4 +1,4 @@
-"""The picture of one optimizer step in pages: copies to the host, Adam, copies to the device, over time."""
+"""Timeline of one optimizer step over pages: copies to the host, Adam, copies to the device, disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bytescale_ext.plan.states.moves import Kind
 from bytescale_ext.plan.states.timeline import TimedMove
 
 MOST_MOVES: Final = 3 * 24
-"""Moves that are drawn: later ones repeat them."""
+"""Number of moves that are drawn, at most. Later moves repeat the same pattern."""
 
 _LANES: Final = {
     Kind.FETCH: "gradients to the host",
@@ -23,7 +23,7 @@ _LANES: Final = {
 
 
 def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
-    """Draw the first moves of a step into a file, a colour for each page; its suffix names the format.
+    """Draw the first moves of a step, one colour per page, into a file whose suffix sets the format.
 
     Raises:
         ValueError: there are no moves, or the file cannot be written.
@@ -31,17 +31,17 @@ def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
     if not moves:
         raise ValueError("there are no moves to draw")
     shown = moves[:MOST_MOVES]
-    end = max(one.stop for one in shown)
-    lanes = [kind for kind in _LANES if any(one.move.kind is kind for one in shown)]
+    end = max(timed.stop for timed in shown)
+    lanes = [kind for kind in _LANES if any(timed.move.kind is kind for timed in shown)]
     figure, (axes,) = new_figure(12.0, 1.1 + 0.5 * len(lanes))
-    for one in shown:
-        lane, length = lanes.index(one.move.kind), one.stop - one.start
-        colour = hue_colour(one.move.page, 0.66, 0.55)
-        axes.barh(lane, 1e3 * length, 0.8, 1e3 * one.start, color=colour, edgecolor="white", linewidth=0.5)
+    for timed in shown:
+        lane, length = lanes.index(timed.move.kind), timed.stop - timed.start
+        colour = hue_colour(timed.move.page, 0.66, 0.55)
+        axes.barh(lane, 1e3 * length, 0.8, 1e3 * timed.start, color=colour, edgecolor="white", linewidth=0.5)
         if length > 0.02 * end:
-            middle = 1e3 * (one.start + one.stop) / 2
-            axes.text(middle, lane, str(one.move.page), ha="center", va="center", fontsize=7, color=ink_on(colour))
-    axes.set_xlim(1e3 * min(one.start for one in shown), 1e3 * end)
+            middle = 1e3 * (timed.start + timed.stop) / 2
+            axes.text(middle, lane, str(timed.move.page), ha="center", va="center", fontsize=7, color=ink_on(colour))
+    axes.set_xlim(1e3 * min(timed.start for timed in shown), 1e3 * end)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_yticks(range(len(lanes)), [_LANES[kind] for kind in lanes])
     axes.tick_params(axis="y", length=0)

@@ -1,4 +1,4 @@
-"""The picture of a step, measured or planned: ranks over time."""
+"""Picture of a measured or planned step: ranks over time."""
 
 from __future__ import annotations
 
@@ -29,32 +29,39 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROW: Final = 0.78  # height of a box; ranks are 1 apart
-_NARROW: Final = 0.01  # share of the width below which a box has neither frame nor label
+_NARROW: Final = 0.01  # boxes narrower than this fraction of the picture have neither frame nor label
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str, unit: str = "s") -> None:
-    """Draw ranks (down) over time (right) into a file; its suffix names the format.
+    """Draw ranks (vertical) over time (horizontal) into a file, whose suffix sets the format.
 
-    A micro-batch is one box for its forward and one for its backward pass, divided among its shards by tokens. Each
-    document keeps its colour; forward is the light tint. A frame encloses the boxes of a ring on all its ranks.
-    Waiting, gradient reduction and optimizer are grey; an empty row is idle.
+    A micro-batch has one box for its forward pass and one for its backward pass. Each box is divided among the shards
+    of the micro-batch in proportion to their tokens. A document has the same colour everywhere; forward is lighter. A
+    frame encloses the boxes of a ring on all its ranks. Waiting, gradient reduction and the optimizer are grey; an
+    empty row is idle.
 
     Args:
-        spans: of one step.
+        spans: spans of one step.
         path: file to write.
         title: title of the picture.
-        unit: unit of the spans' times.
+        unit: unit of the spans' times, for the axis label.
 
     Raises:
-        ValueError: there is no span.
+        ValueError: there are no spans, or the file cannot be written.
     """
     draw_timelines([(title, spans)], path, unit)
 
 
 def draw_timelines(steps: Sequence[tuple[str, Sequence[Span]]], path: Path, unit: str = "s") -> None:
-    """Draw several steps under each other over the same time, each with its title, as ``draw_timeline`` draws one.
+    """Draw several steps below each other on the same time axis, each as ``draw_timeline`` draws a single step.
 
-    Raises ValueError where a step has no span.
+    Args:
+        steps: (title, spans) of each step.
+        path: file to write.
+        unit: unit of the spans' times, for the axis label.
+
+    Raises:
+        ValueError: a step has no spans, or the file cannot be written.
     """
     if not all(spans for _, spans in steps):
         raise ValueError("there are no spans to draw")
@@ -73,14 +80,21 @@ def draw_timelines(steps: Sequence[tuple[str, Sequence[Span]]], path: Path, unit
         set_rows(axes, range(0, rows, step), "rank")
         set_title(axes, title)
     panels[-1].set_xlabel(f"time ({unit})" if unit == "s" else unit)
-    everything = [span for _, spans in steps for span in spans]
-    _draw_legend(panels[0], {span.kind for span in everything}, any(_rings_of(span) for span in everything))
+    all_spans = [span for _, spans in steps for span in spans]
+    has_rings = any(len(shard.ring) > 1 for span in all_spans for shard in span.shards)
+    _draw_legend(panels[0], {span.kind for span in all_spans}, has_rings)
     save(figure, path)
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The area of a ring's boxes in one pass. ``rows``: (start, stop) of its box on each rank."""
+    """Area of a ring's boxes in one pass.
+
+    Attributes:
+        kind: ``forward`` or ``backward``.
+        shard: shard of one rank of the ring.
+        rows: (start, stop) of the ring's box, by rank.
+    """
 
     kind: str
     shard: SpanShard
@@ -93,11 +107,11 @@ class _Frame:
 
     @property
     def shared(self) -> tuple[float, float]:
-        """Return (start, stop) of the time that lies in the boxes of all ranks; start may be the later one."""
+        """(start, stop) of the time that the boxes of all ranks have in common; empty if start >= stop."""
         return max(start for start, _ in self.rows.values()), min(stop for _, stop in self.rows.values())
 
     def outline(self) -> list[tuple[float, float]]:
-        """Return the corners (time, row), which follow each rank's box: ranks begin and end at different times."""
+        """Return the corners (time, row) of a polygon around the boxes, which start and end at their own times."""
         ranks = sorted(self.rows)
         left = [(self.rows[rank][0], rank + side * _ROW / 2) for rank in ranks for side in (-1, 1)]
         right = [(self.rows[rank][1], rank + side * _ROW / 2) for rank in ranks for side in (-1, 1)]
@@ -105,13 +119,9 @@ class _Frame:
 
 
 def _sequence_colour(seq: int, is_ring: bool, kind: str) -> Colour:
-    """Return the colour of a document: strong in a ring, soft on one rank; forward is a tint."""
+    """Return the colour of a document: strong in a ring, soft on a single rank, and lighter in the forward pass."""
     colour = hue_colour(seq, 0.50, 0.55) if is_ring else hue_colour(seq, 0.66, 0.40)
     return tinted(colour, 0.50 if kind == "forward" else 0.0)
-
-
-def _rings_of(span: Span) -> list[SpanShard]:
-    return [shard for shard in span.shards if len(shard.ring) > 1]
 
 
 def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
@@ -141,22 +151,22 @@ def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
 
 
 def _frames(spans: Sequence[Span], origin: float, length: float) -> list[_Frame]:
-    """Return the frame of each ring's pass, if none of its boxes is narrow; a document in slices has one for each."""
+    """Return a frame for each pass of each ring (one pass per slice), without frames that have a narrow box."""
     frames: dict[tuple[str, int, int], _Frame] = {}
     passes: Counter[tuple[str, int, int]] = Counter()
     for span in spans:
         for shard, start, stop in shard_parts(span):
             if len(shard.ring) < 2 or span.kind not in COMPUTE_KINDS:
                 continue
-            of_rank = (span.kind, shard.seq, span.rank)
-            frame = frames.setdefault((span.kind, shard.seq, passes[of_rank]), _Frame(span.kind, shard, {}))
+            key = (span.kind, shard.seq, span.rank)
+            frame = frames.setdefault((span.kind, shard.seq, passes[key]), _Frame(span.kind, shard, {}))
             frame.rows[span.rank] = (start - origin, stop - origin)
-            passes[of_rank] += 1
+            passes[key] += 1
     return [frame for frame in frames.values() if frame.narrowest >= _NARROW * length]
 
 
 def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float) -> None:
-    """Draw a frame around each ring, and fill the gaps between its rows so that it is one block."""
+    """Draw a frame around each ring, and fill the gaps between its rows so that the ring is one block."""
     from matplotlib.patches import Polygon
 
     for frame in _frames(spans, origin, length):
@@ -166,16 +176,19 @@ def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float)
         axes.add_patch(Polygon(frame.outline(), facecolor=fill, edgecolor="none", zorder=0.5))
         edge = Polygon(frame.outline(), facecolor="none", edgecolor=dark, linewidth=2.8, zorder=3)
         axes.add_patch(edge)
-        edge.set_clip_path(edge)  # the inner half of the line, so that it leaves neighbours alone
+        edge.set_clip_path(edge)  # draws only the inner half of the line, so it does not cover neighbouring boxes
 
 
 def _ring_label(frame: _Frame, inches: float, inches_per_row: float) -> tuple[float, float, str]:
-    """Return (time, row, text) of a ring's label: in the box of its middle rank, or where all its boxes are.
+    """Return (time, row, text) of a ring's label, with the longest text that fits.
+
+    The label is in the box of the middle rank or, if it does not fit there, in the area that all boxes share. The text
+    is empty if nothing fits.
 
     Args:
-        frame: of the ring.
-        inches: width of a unit of time.
-        inches_per_row: height of a row.
+        frame: frame of the ring.
+        inches: width of one unit of time, in inches.
+        inches_per_row: height of a row, in inches.
     """
     ranks = sorted(frame.rows)
     members, length = len(frame.shard.ring), _count_text(frame.shard.length)
@@ -190,7 +203,7 @@ def _ring_label(frame: _Frame, inches: float, inches_per_row: float) -> tuple[fl
 
 
 def _draw_labels(axes: Axes, spans: Sequence[Span], origin: float, length: float, inches_per_row: float) -> None:
-    """Name the rings, and the documents of wide boxes, where the text fits."""
+    """Label the rings and the documents of single ranks if the text fits in their boxes."""
     inches = 12.5 / length if length else 0.0
     for frame in _frames(spans, origin, length):
         time, row, text = _ring_label(frame, inches, inches_per_row)
@@ -208,7 +221,7 @@ def _draw_labels(axes: Axes, spans: Sequence[Span], origin: float, length: float
 
 
 def _fitting_text(texts: Sequence[str], width: float, height: float) -> str:
-    """Return the first text that fits on ``width`` x ``height`` inches, or an empty one."""
+    """Return the first text that fits in ``width`` x ``height`` inches, or an empty string."""
     for text in texts:
         lines = text.split("\n")
         if max(map(len, lines)) * 0.075 + 0.06 <= width and len(lines) * 0.15 <= height:
@@ -217,7 +230,7 @@ def _fitting_text(texts: Sequence[str], width: float, height: float) -> str:
 
 
 def _count_text(count: int) -> str:
-    """Return 1234 as 1.2K, where K is 1024 as in names of context lengths."""
+    """Return a count with a binary suffix, K for 1024 and M for 1024**2, as in names of context lengths."""
     for size, name in ((1 << 20, "M"), (1 << 10, "K")):
         if count >= size:
             return f"{count / size:.3g}{name}"

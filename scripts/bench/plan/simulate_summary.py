@@ -91,7 +91,7 @@ def draw_figures(text: str, folder: Path) -> None:
     found = read_figures(text)
     plain = {one.case: [one.over_bound[1, name] for name in SCHEDULERS] for one in found}
     axis = "time of a step / lower bound (1: nothing is faster)"
-    draw_dots(plain, list(SCHEDULERS.values()), folder / FIGURES[0], ("without pipelines, simulated", axis))
+    draw_dots(plain, list(SCHEDULERS.values()), folder / FIGURES[0], "without pipelines, simulated", axis)
     piped = {
         f"{one.case}, {stages} stages": [
             *(one.over_bound[stages, name] for name in ("static", "ours")),
@@ -102,4 +102,4 @@ def draw_figures(text: str, folder: Path) -> None:
     }
     names = ["static", "ours, whole micro-batches", f"ours, slices within {BUDGET} GB"]
     axis = "time of a step / lower bound of 1F1B"
-    draw_dots(piped, names, folder / FIGURES[1], ("with pipelines, simulated", axis))
+    draw_dots(piped, names, folder / FIGURES[1], "with pipelines, simulated", axis)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         name: replay(trace.loads, Placing(name, args.slots, args.threshold, args.interval, cost)) for name in PLACEMENTS
     }
     if args.plot is not None:
-        from bytescale_ext.draw.experts import draw_loads
+        from bytescale_ext.draw.charts import draw_loads
 
         worst = int(replays["static"].ratios.mean(0).argmax())
         ratios = {name: one.ratios[:, worst] for name, one in replays.items()}

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             settings = CacheSettings(num_lines, policy, args.staleness, args.staleness)
             rows.append(Row(policy, share, num_lines, measure_traffic(steps, args.rows, settings, ahead=True)))
     if args.plot is not None:
-        from bytescale_ext.draw.ngram import draw_hit_rates
+        from bytescale_ext.draw.charts import draw_hit_rates
 
         lines = {
             policy: [(row.share, row.traffic.hit_rate) for row in rows if row.policy == policy]
