@@ -1,1 +1,1 @@
-"""Metrics and timelines of training, and cost models fitted to measured times."""
+"""Measurements: training metrics, timelines, memory peaks, speeds, and cost files fitted to measured times."""

@@ -1,4 +1,4 @@
-"""Reads and writes cost files: the measured or published costs of one model on one device, as JSON (``ModelCost``)."""
+"""Cost files: measured or published costs of one model on one device (``ModelCost``), stored as JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from bytescale_ext.plan.cost.model_cost import WINDOWS, ModelCost
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 
 FLAGS: Final = ("shape.gated", "shape.latent.has_norms", "shape.latent.is_plain")
-"""Entries that are true or false."""
+"""Boolean entries of a cost file."""
 
 SHIPPED: Final = Path(__file__).parent / "costs"
-"""Folder of the cost files that come with the package."""
+"""Folder of the cost files that are part of the package."""
 
 
 def read_cost(path: Path | str) -> ModelCost:
-    """Read the cost file at ``path``.
+    """Read a cost file.
 
     Raises:
-        ValueError: the file cannot be read, or an entry is missing, unknown, negative or not a number.
+        ValueError: the file cannot be read, or an entry is missing, unknown, negative or of the wrong type.
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -37,20 +37,20 @@ def read_cost(path: Path | str) -> ModelCost:
             _checked_entries(entries[name], CostModel, name)
         shape = _checked_entries(entries["shape"], ModelShape, "shape")
         latent = shape.get("latent")
-        of_latent = {} if latent is None else _checked_entries(latent, LatentShape, "shape.latent")
-        _check_types(entries, shape, of_latent)
+        latent_entries = {} if latent is None else _checked_entries(latent, LatentShape, "shape.latent")
+        _check_types(entries, shape, latent_entries)
         return ModelCost.from_json(entries)
     except ValueError as error:
         raise ValueError(f"cost file {path}: {error}") from None
 
 
 def write_cost(path: Path | str, cost: ModelCost) -> None:
-    """Write a cost file for ``read_cost``. Raises OSError where the file cannot be written."""
+    """Write a cost file for ``read_cost``. Raises OSError if the file cannot be written."""
     Path(path).write_text(json.dumps(cost.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def shipped(name: str) -> ModelCost:
-    """Read the shipped cost file of this name. Raises ValueError, listing the names, for an unknown one."""
+    """Read a shipped cost file by name. Raises ValueError, which lists the names, for an unknown name."""
     names = sorted(path.stem for path in SHIPPED.glob("*.json"))
     if name not in names:
         raise ValueError(f"no cost file {name} is shipped; choose one of {', '.join(names)}")
@@ -60,37 +60,40 @@ def shipped(name: str) -> ModelCost:
 def check_same_model(
     cost: ModelCost, shape: ModelShape, tensor_parallel: int, dtype: str, path: Path | str
 ) -> ModelCost:
-    """Check that costs belong to this model; return them with the number of layers and the vocabulary of ``shape``.
+    """Check that costs belong to a model, and return the costs with the model's shape.
 
-    Costs are per layer with full attention, so the number of layers and their windows may differ. Those of the head
-    grow with the vocabulary, which Megatron pads and tokenizers change. All other sizes that affect the time of a layer
-    must agree. Costs of layers with experts are for models of such layers.
+    The number of layers and the attention windows may differ, because costs are per layer with full attention. The
+    vocabulary may differ too, because Megatron pads it: costs of the output head are scaled to the vocabulary of
+    ``shape``. All other sizes, and the fraction of layers with experts, must be equal.
 
     Args:
-        dtype: parameter type, for example "bfloat16".
-        path: the file, for the error message.
+        cost: content of the cost file.
+        shape: shape of the model.
+        tensor_parallel: number of tensor-parallel ranks of the run.
+        dtype: parameter type of the run, for example "bfloat16".
+        path: path of the cost file, for the error message.
 
     Raises:
         ValueError: sizes differ; the message names them.
     """
     free = {"num_layers", "num_expert_layers", "vocab", *WINDOWS}
-    mine = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name not in free}
-    mine |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
-    theirs = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in mine}
-    for sizes, of in ((mine, shape), (theirs, cost.shape)):
-        sizes["share of layers with experts"] = Fraction(of.num_expert_layers, of.num_layers)
-    differs = [f"{name} is {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]
-    if differs:
+    model = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name not in free}
+    model |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
+    file = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in model}
+    for sizes, owner in ((model, shape), (file, cost.shape)):
+        sizes["share of layers with experts"] = Fraction(owner.num_expert_layers, owner.num_layers)
+    differing = [f"{name} is {file[name]} there and {model[name]} here" for name in model if model[name] != file[name]]
+    if differing:
         raise ValueError(
-            f"cost file {path} is for another model: {', '.join(differs)}; run `bytescale profile` with this model's "
+            f"cost file {path} is for another model: {', '.join(differing)}; run `bytescale profile` with this model's "
             f"flags"
         )
-    heads = shape.vocab / cost.shape.vocab
-    return replace(cost, shape=shape, head_forward=heads * cost.head_forward, head_backward=heads * cost.head_backward)
+    ratio = shape.vocab / cost.shape.vocab
+    return replace(cost, shape=shape, head_forward=ratio * cost.head_forward, head_backward=ratio * cost.head_backward)
 
 
 def _checked_entries(value: object, kind: type, where: str) -> dict[str, object]:
-    """Return ``value`` as it is. Raises ValueError unless it is a mapping with the fields of ``kind``."""
+    """Return ``value``. Raises ValueError unless it is a mapping whose keys are the fields of ``kind``."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds a {type(value).__name__} where entries are expected")
     known = {field.name: field.default is MISSING for field in fields(kind)}
@@ -104,11 +107,14 @@ def _checked_entries(value: object, kind: type, where: str) -> dict[str, object]
 
 
 def _check_types(entries: dict[str, object], shape: dict[str, object], latent: dict[str, object]) -> None:
-    """Raise ValueError for a size that is not a whole number or is too small, and for an entry that must be text."""
-    found = {f"shape.{name}": size for name, size in shape.items() if name != "latent"}
-    found |= {f"shape.latent.{name}": size for name, size in latent.items()}
-    flags = {name: found.pop(name) for name in FLAGS if name in found}
-    sizes = found | {"tensor_parallel": entries["tensor_parallel"]}
+    """Raise ValueError for a size that is not a large enough integer, a flag that is not Boolean, or text that is not.
+
+    ``latent``: entries of ``shape.latent``; empty without latent attention.
+    """
+    sizes = {f"shape.{name}": size for name, size in shape.items() if name != "latent"}
+    sizes |= {f"shape.latent.{name}": size for name, size in latent.items()}
+    flags = {name: sizes.pop(name) for name in FLAGS if name in sizes}
+    sizes["tensor_parallel"] = entries["tensor_parallel"]
     optional = {f"shape.{field.name}" for field in fields(ModelShape) if field.default is not MISSING}
     optional.add("shape.latent.query_rank")
     for name, size in sizes.items():

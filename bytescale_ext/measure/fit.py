@@ -1,12 +1,12 @@
-"""Fits the constants of a cost file to measured times of micro-batches, and says how well they predict.
+"""Fit of the constants of a cost file to measured times of micro-batches, and the error of its predictions.
 
-Micro-batches of one rank are timed in models of two depths, which separates the layers from the head::
+Micro-batches of one rank are timed in models with two numbers of layers, which separates the layers from the head::
 
     seconds = layers x (a sum(s^2) + b sum(s) + g) + head x sum(s) + rest
 
-The fit is least squares of the relative error, with no constant below zero; the formula is ``CostModel``'s. Where
-several ranks measure together, a sequence in a ring takes longer than its share of this work. From the excess follow
-the constants of rings: h for each token that a rank receives, m for each block of a sequence, however short.
+The formula is the formula of ``CostModel``. The fit minimizes the squared relative error with non-negative constants.
+A sequence in a ring takes longer than its share of this work. The excess determines the constants of rings: h for each
+token that a rank receives, and m for each block of a sequence, whatever its length.
 """
 
 from __future__ import annotations
@@ -27,16 +27,24 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 Floats = npt.NDArray[np.float64]
 
 LAYERS: Final = (1, 3)
-"""Layers of the measured models. The difference of their times is the time of layers; the rest is the head's."""
+"""Numbers of layers of the measured models. The difference of their times is the time of two layers."""
 Ring = tuple[tuple[int, ...], int]
-"""Tokens of the sequences of one micro-batch in a ring, and its ranks."""
+"""Lengths of the sequences of one micro-batch in a ring, and the number of ranks of the ring."""
 LEAST_TOKENS: Final = 64
-"""The lowest ``--max-tokens``: below it some measured lengths would be equal."""
+"""Smallest ``--max-tokens``: below it some measured lengths would be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Measured times of one micro-batch: sequences, each on ``width`` ranks, in a model of ``num_layers`` layers."""
+    """Measured times of one micro-batch.
+
+    Attributes:
+        num_layers: number of layers of the model.
+        lengths: lengths of the sequences.
+        forward_seconds: time of the forward pass.
+        backward_seconds: time of the backward pass.
+        width: number of ranks that share each sequence.
+    """
 
     num_layers: int
     lengths: tuple[int, ...]
@@ -47,14 +55,20 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants of one direction, in seconds: ``layer`` of one layer, ``head`` per token, ``rest`` per micro-batch."""
+    """Fitted constants of the forward or the backward pass, in seconds.
+
+    Attributes:
+        layer: cost of one layer.
+        head: cost of the output head per token.
+        rest: fixed cost of a micro-batch outside of the layers.
+    """
 
     layer: CostModel
     head: float
     rest: float
 
     def whole_layer(self, num_layers: int) -> CostModel:
-        """Return the layer of a model of ``num_layers``, its fixed cost including a share of ``rest``."""
+        """Return the cost of one layer, which includes an equal share of ``rest``."""
         return replace(self.layer, g=self.layer.g + self.rest / num_layers)
 
     def seconds(self, timing: Timing) -> float:
@@ -66,7 +80,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Measured and predicted seconds of a micro-batch, forward and backward together."""
+    """Measured and predicted seconds of a micro-batch, forward plus backward; other attributes as in ``Timing``."""
 
     num_layers: int
     lengths: tuple[int, ...]
@@ -76,15 +90,14 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Relative error: 0.1 when the prediction is ten percent too long."""
+        """Relative error: 0.1 if the prediction is ten percent too long."""
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
 def fitted_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return the micro-batches for the fit, of at most ``max_tokens``: single sequences, and packs of shorter ones.
+    """Return the sequence lengths of the micro-batches to fit: single sequences, and packs of shorter sequences.
 
-    Raises:
-        ValueError: ``max_tokens`` is below ``LEAST_TOKENS``.
+    Each micro-batch has at most ``max_tokens`` tokens. Raises ValueError if ``max_tokens`` is below ``LEAST_TOKENS``.
     """
     if max_tokens < LEAST_TOKENS:
         raise ValueError(f"--max-tokens {max_tokens}: give at least {LEAST_TOKENS}")
@@ -102,7 +115,7 @@ def fitted_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def unseen_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return micro-batches of other lengths, kept from the fit to judge it."""
+    """Return the sequence lengths of micro-batches that are not fitted, to measure the error of the fit."""
     whole, part = max_tokens, max_tokens // 24
     return (
         (whole * 3 // 4,),
@@ -115,23 +128,23 @@ def unseen_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def fitted_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
-    """Return sequences in rings for the fit: rings of all ranks, and the narrowest that fill them.
+    """Return rings to fit: rings of all ranks, and of the smallest number of ranks that divides them.
 
-    A rank holds a quarter to a half of ``max_tokens``: of one sequence, so that h contains the fixed cost of a message
-    as it is spread over many tokens, and of many short ones, as static context parallelism has them, for m.
+    A rank has a quarter to a half of ``max_tokens``. Single long sequences determine h, which includes the fixed cost
+    of a message spread over many tokens. Many short sequences, as in static context parallelism, determine m.
     """
     return _rings(max_tokens, num_ranks, ((8, 1), (6, 1), (4, 1), (8, 16)))
 
 
 def unseen_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
-    """Return other sequences in rings, kept from the fit to judge it."""
+    """Return rings that are not fitted, to measure the error of the fit."""
     return _rings(max_tokens, num_ranks, ((7, 1), (5, 1), (6, 12)))
 
 
 def _rings(max_tokens: int, num_ranks: int, packs: Sequence[tuple[int, int]]) -> tuple[Ring, ...]:
     """Return a ring for each width and pack.
 
-    ``packs``: tokens of each rank, in sixteenths of ``max_tokens``, and the number of equal sequences that they are of.
+    ``packs``: (tokens of each rank in sixteenths of ``max_tokens``, number of equal sequences) of each pack.
     """
     narrowest = next((width for width in range(2, num_ranks) if num_ranks % width == 0), num_ranks)
     widths = sorted({narrowest, num_ranks} - {1})
@@ -141,10 +154,10 @@ def _rings(max_tokens: int, num_ranks: int, packs: Sequence[tuple[int, int]]) ->
 
 
 def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
-    """Fit the constants of the forward and the backward pass.
+    """Return the fitted constants of the forward and the backward pass.
 
     Raises:
-        ValueError: the times do not grow with tokens and with their square, so they are noise.
+        ValueError: the times do not grow with the tokens and with their square, so they are noise.
     """
     fits = []
     for direction in ("forward", "backward"):
@@ -162,35 +175,37 @@ def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
 def fit_rings(
     fits: tuple[Fit, Fit], timings: Sequence[Timing], received_seconds: tuple[float, float], has_waits: bool = True
 ) -> tuple[Fit, Fit]:
-    """Return the constants with c, h and m.
+    """Return the forward and backward constants with c, h and m of rings added.
+
+    A ring whose exchange takes longer than its attention is not fitted if the times include waiting for the exchange,
+    because the exchange would count twice. Without any fitted ring h and m are 0. Only rings with several sequences
+    distinguish m from h; without them m is 0.
 
     Args:
         fits: forward and backward constants of sequences on one rank.
-        timings: of rings.
-        received_seconds: c of the exchange alone: forward, backward.
-        has_waits: the times include waiting for the exchange, which processor time does not. Then a ring whose exchange
-            takes longer than its attention is left out, because the exchange would be counted twice; if all are left
-            out, h and m are 0. Only rings of several sequences tell m from h; if there are none, m is 0.
+        timings: times of rings.
+        received_seconds: c of the forward and the backward pass, measured for the exchange alone.
+        has_waits: whether the times include waiting for the exchange; processor time does not.
     """
-    found = []
+    ring_fits = []
     for fit, c, direction in zip(fits, received_seconds, ("forward", "backward"), strict=True):
         least = c / fit.layer.a if has_waits else 0.0
-        counted = [one for one in timings if min(one.lengths) >= least * (one.width - 1)]
+        fitted = [timing for timing in timings if min(timing.lengths) >= least * (timing.width - 1)]
         constants = {"h": 0.0, "m": 0.0}
-        if counted:
-            names = ("h", "m") if any(len(one.lengths) > 1 for one in counted) else ("h",)
+        if fitted:
+            names = ("h", "m") if any(len(timing.lengths) > 1 for timing in fitted) else ("h",)
             layers = {"h": replace(fit.layer, h=1.0), "m": replace(fit.layer, m=1.0)}
             units = [replace(fit, layer=layers[name]) for name in names]
-            known = np.array([fit.seconds(one) for one in counted])
-            features = np.array([[unit.seconds(one) for unit in units] for one in counted]) - known[:, None]
-            seconds = np.array([getattr(one, f"{direction}_seconds") for one in counted])
+            known = np.array([fit.seconds(timing) for timing in fitted])
+            features = np.array([[unit.seconds(timing) for unit in units] for timing in fitted]) - known[:, None]
+            seconds = np.array([getattr(timing, f"{direction}_seconds") for timing in fitted])
             constants |= dict(zip(names, fit_constants(features, seconds, known).tolist(), strict=True))
-        found.append(replace(fit, layer=replace(fit.layer, c=c, h=constants["h"], m=constants["m"])))
-    return found[0], found[1]
+        ring_fits.append(replace(fit, layer=replace(fit.layer, c=c, h=constants["h"], m=constants["m"])))
+    return ring_fits[0], ring_fits[1]
 
 
 def _features(timings: Sequence[Timing]) -> Floats:
-    """Return the factors of a, b, g, head and rest in each time: [n, 5], by the cost model with one constant at 1."""
+    """Return the factors of a, b, g, head and rest in the seconds of each timing: [n, 5]."""
     units = (CostModel(a=1.0, b=0.0), CostModel(a=0.0, b=1.0))
     rows = []
     for timing in timings:
@@ -201,37 +216,50 @@ def _features(timings: Sequence[Timing]) -> Floats:
 
 
 def fit_constants(features: Floats, seconds: Floats, known: Floats | float = 0.0) -> Floats:
-    """Return the constants, none below 0, of the least squared relative error: [n, k] and [n] -> [k].
+    """Return the non-negative constants, [k], that minimize the squared relative error of the predicted seconds.
 
-    ``known``: the part of the seconds that needs no constant, [n] or one for all. Exact: the optimum is the
-    unconstrained optimum of some subset of the constants, and k is small.
+    The result is exact: the optimum is the unconstrained optimum of a subset of the constants, and k is small enough to
+    try all subsets.
+
+    Args:
+        features: factor of each constant in each time, [n, k].
+        seconds: measured times, [n].
+        known: part of each time that does not depend on the constants, [n] or a scalar.
     """
     weighted = features / seconds[:, None]
     scale = np.abs(weighted).max(axis=0)
-    weighted, wanted = weighted / scale, 1.0 - known / seconds
-    best, best_loss = np.zeros(features.shape[1]), float(np.square(wanted).sum())
+    weighted, target = weighted / scale, 1.0 - known / seconds
+    best, best_loss = np.zeros(features.shape[1]), float(np.square(target).sum())
     columns = range(features.shape[1])
     for subset in (chosen for size in columns for chosen in combinations(columns, size + 1)):
-        found = np.linalg.lstsq(weighted[:, subset], wanted, rcond=None)[0]
-        loss = float(np.square(weighted[:, subset] @ found - wanted).sum())
-        if (found >= 0).all() and loss < best_loss * (1 - 1e-12):
+        constants = np.linalg.lstsq(weighted[:, subset], target, rcond=None)[0]
+        loss = float(np.square(weighted[:, subset] @ constants - target).sum())
+        if (constants >= 0).all() and loss < best_loss * (1 - 1e-12):
             best, best_loss = np.zeros(len(columns)), loss
-            best[list(subset)] = found
+            best[list(subset)] = constants
     return np.asarray(best / scale)
 
 
-def predictions(fits: tuple[Fit, Fit], timings: Sequence[Timing]) -> list[Prediction]:
+def predict(fits: tuple[Fit, Fit], timings: Sequence[Timing]) -> list[Prediction]:
     """Return measured and predicted seconds of each micro-batch."""
-    found = []
+    predictions = []
     for timing in timings:
         measured, predicted = timing.forward_seconds + timing.backward_seconds, sum(fit.seconds(timing) for fit in fits)
-        found.append(Prediction(timing.num_layers, timing.lengths, measured, predicted, timing.width))
-    return found
+        predictions.append(Prediction(timing.num_layers, timing.lengths, measured, predicted, timing.width))
+    return predictions
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The model and device that costs were measured with; ``source`` describes the measurement for people."""
+    """Model and device of the measurement.
+
+    Attributes:
+        shape: shape of the model.
+        device: name of the device.
+        dtype: parameter type, for example "bfloat16".
+        tensor_parallel: number of tensor-parallel ranks.
+        source: description of the measurement for the reader of the file.
+    """
 
     shape: ModelShape
     device: str
@@ -244,9 +272,9 @@ def model_cost(fits: tuple[Fit, Fit], kept_bytes: tuple[float, float], origin: O
     """Return the content of a cost file.
 
     Args:
-        fits: forward and backward constants, with c, h and m.
-        kept_bytes: bytes of one token in one layer until its backward pass: without and with full recompute.
-        origin: the model and the device.
+        fits: forward and backward constants, including c, h and m.
+        kept_bytes: bytes kept per token and layer until the backward pass, without and with full recomputation.
+        origin: model and device of the measurement.
     """
     forward, backward = (fit.whole_layer(origin.shape.num_layers) for fit in fits)
     return ModelCost(
@@ -264,24 +292,24 @@ def model_cost(fits: tuple[Fit, Fit], kept_bytes: tuple[float, float], origin: O
     )
 
 
-def errors_text(found: Sequence[Prediction]) -> str:
-    """Return the median and worst error as text."""
-    errors = [abs(one.error) for one in found]
+def errors_text(predictions: Sequence[Prediction]) -> str:
+    """Return the median and the worst absolute error as text."""
+    errors = [abs(prediction.error) for prediction in predictions]
     return f"median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
 
 
-def prediction_table(found: Sequence[Prediction]) -> str:
-    """Return a table: lengths, measured and predicted milliseconds, and error of each micro-batch."""
-    lines = [f"{'layers':>6}  {'measured ms':>11}  {'predicted ms':>12}  {'error':>7}  tokens of its sequences"]
-    for one in found:
-        times = f"{1e3 * one.measured_seconds:11.2f}  {1e3 * one.predicted_seconds:12.2f}  {one.error:+7.1%}"
-        ring = f", a ring of {one.width} ranks" if one.width > 1 else ""
-        lines.append(f"{one.num_layers:6d}  {times}  {lengths_text(one.lengths)}{ring}")
+def prediction_table(predictions: Sequence[Prediction]) -> str:
+    """Return a table of layers, measured and predicted milliseconds, error and sequence lengths of each micro-batch."""
+    lines = [f"{'layers':>6}  {'measured ms':>11}  {'predicted ms':>12}  {'error':>7}  sequence lengths"]
+    for item in predictions:
+        times = f"{1e3 * item.measured_seconds:11.2f}  {1e3 * item.predicted_seconds:12.2f}  {item.error:+7.1%}"
+        ring = f", a ring of {item.width} ranks" if item.width > 1 else ""
+        lines.append(f"{item.num_layers:6d}  {times}  {lengths_text(item.lengths)}{ring}")
     return "\n".join(lines)
 
 
 def lengths_text(lengths: Sequence[int]) -> str:
-    """Return lengths as text, runs of equal ones as ``2048 + 4 x 512``."""
+    """Return lengths as text, with runs of equal lengths joined: ``2048 + 4 x 512``."""
     parts: list[list[int]] = []
     for length in lengths:
         if parts and parts[-1][1] == length:
@@ -292,12 +320,15 @@ def lengths_text(lengths: Sequence[int]) -> str:
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation (Spearman 1904); equal values share a rank. None where a side is all equal."""
-    one, other = (_places(np.array(side)) for side in zip(*pairs, strict=True))
-    return float(np.corrcoef(one, other)[0, 1]) if np.ptp(one) and np.ptp(other) else None
+    """Return Spearman's rank correlation (Spearman 1904), or None if all first or all second values are equal.
+
+    Equal values share their mean rank.
+    """
+    first, second = (_doubled_ranks(np.array(side)) for side in zip(*pairs, strict=True))
+    return float(np.corrcoef(first, second)[0, 1]) if np.ptp(first) and np.ptp(second) else None
 
 
-def _places(values: Floats) -> npt.NDArray[np.int64]:
-    """Return twice the mean place of each value in ascending order: [n], as the values."""
+def _doubled_ranks(values: Floats) -> npt.NDArray[np.int64]:
+    """Return twice the mean rank of each value in ascending order, [n], for values [n]."""
     ordered = np.sort(values)
     return np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")

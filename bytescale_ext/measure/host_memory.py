@@ -1,4 +1,4 @@
-"""Free memory of the machine, within the limits of this process's control groups."""
+"""Free memory of the machine, limited by the control groups of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-# Of a control group: its limit, its usage, and the key of cached file pages that it gives up first; versions 2 and 1.
+# Files of a control group, for versions 2 and 1: memory limit, memory usage, and the key in memory.stat of cached file
+# pages, which the kernel reclaims first.
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,15 +17,15 @@ _FILES = (
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this machine has free and that no control group of this process denies it.
+    """Return the free bytes of the machine, or of this process's tightest control group if that has less.
 
-    Containers and SLURM jobs have less memory than their machine says.
+    Containers and SLURM jobs get less memory than the machine reports.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: folder that contains ``proc`` and ``sys``.
     """
     free = int(psutil.virtual_memory().available)
-    return max(0, min([free, *_left_in_groups(root)]))
+    return max(0, min([free, *_free_in_groups(root)]))
 
 
 def local_processes() -> int:
@@ -32,8 +33,8 @@ def local_processes() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield what is left below the memory limit of each control group of this process and of the groups above it."""
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group of this process and of the parent groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -45,15 +46,15 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         mounted = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         group = PurePosixPath(path)
         for folder in (group, *group.parents):
-            yield from _left_in_group(mounted / folder.relative_to("/"))
+            yield from _free_in_group(mounted / folder.relative_to("/"))
 
 
-def _left_in_group(folder: Path) -> Iterator[int]:
+def _free_in_group(folder: Path) -> Iterator[int]:
     for limit_file, used_file, cached in _FILES:
         try:
             limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # not this version, or a group without memory control
+        except (OSError, ValueError):  # the other version, or a group without memory control
             continue
         if limit != "max":
             yield int(limit) - used + int(stat.get(cached, 0))

@@ -1,4 +1,4 @@
-"""Measures a step on this rank: marks in time, spans between them, and figures for the log."""
+"""Metrics of a training step: times on this rank, totals over ranks, and the log line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a step. The phase ``kind`` begins here and lasts until the next mark."""
+    """Start of a phase, which lasts until the next mark.
+
+    Attributes:
+        kind: kind of the phase, such as ``forward``.
+        micro_batch: number of the micro-batch, or None outside of micro-batches.
+        wall_seconds: wall time.
+        busy_seconds: processor time of the thread.
+        event: CUDA event on the stream, or None on CPU.
+    """
 
     kind: str
     micro_batch: int | None
@@ -27,33 +35,33 @@ class Mark:
     event: torch.cuda.Event | None
 
     def stream_seconds(self, following: Mark) -> float:
-        """Return the seconds to a later mark on the CUDA stream, which has passed both."""
+        """Return the seconds to a later mark on the CUDA stream. The stream must have passed both marks."""
         assert self.event is not None and following.event is not None
         return float(self.event.elapsed_time(following.event)) / 1000
 
 
 class StepClock:
-    """Marks the phases of one step.
+    """Times the phases of one step.
 
-    On CPU the work of a rank is its thread's processor time, so that waiting for other ranks or for a core does not
-    count. On CUDA it is the time between events on the stream; only a traced step synchronises the device.
+    On CPU the work of a rank is its thread's processor time, which excludes waiting for other ranks or for a core. On
+    CUDA it is the time between events on the stream; only a traced step synchronizes the device.
     """
 
     def __init__(self, on_cuda: bool, busy_time: Callable[[], float] = time.thread_time) -> None:
-        """``busy_time``: the clock of processor time."""
+        """Create a clock; ``busy_time`` returns the processor time in seconds."""
         self.on_cuda = on_cuda
         self.busy_time = busy_time
         self.traced = False
         self.marks: list[Mark] = []
 
     def begin(self, traced: bool) -> None:
-        """Start a step; ``traced`` steps synchronise the device at each mark, for an exact timeline."""
+        """Start a step. A ``traced`` step synchronizes the device at each mark, for an exact timeline."""
         self.traced = traced
         self.marks.clear()
         self.mark("wait")
 
     def mark(self, kind: str, micro_batch: int | None = None) -> None:
-        """End the running phase and begin ``kind`` ("forward", "backward", "reduce", "wait")."""
+        """End the current phase and start a phase of ``kind``, one of ``timeline.KINDS``."""
         event = None
         if self.on_cuda:
             if self.traced:
@@ -63,7 +71,7 @@ class StepClock:
         self.marks.append(Mark(kind, micro_batch, time.time(), self.busy_time(), event))
 
     def work_seconds(self) -> float:
-        """Return the seconds of forward and backward passes; on CPU, waiting for rings is not counted."""
+        """Return the seconds of forward and backward passes. On CPU they exclude waiting for rings."""
         work = self._phases("forward", "backward")
         if not self.on_cuda:
             return sum(following.busy_seconds - mark.busy_seconds for mark, following in work)
@@ -72,23 +80,32 @@ class StepClock:
         return sum(mark.stream_seconds(following) for mark, following in work)
 
     def backward_seconds(self) -> dict[int, float]:
-        """Return the wall seconds of the backward passes of each micro-batch; on CUDA, of the stream, which must have
-        passed them (``work_seconds`` waits for that)."""
-        found: dict[int, float] = {}
+        """Return the seconds of the backward passes by micro-batch: wall time on CPU, stream time on CUDA.
+
+        On CUDA call ``work_seconds`` first, which waits until the stream has passed all marks.
+        """
+        totals: dict[int, float] = {}
         for mark, following in self._phases("backward"):
             if mark.micro_batch is not None:
                 wall = following.wall_seconds - mark.wall_seconds
                 seconds = mark.stream_seconds(following) if self.on_cuda else wall
-                found[mark.micro_batch] = found.get(mark.micro_batch, 0.0) + seconds
-        return found
+                totals[mark.micro_batch] = totals.get(mark.micro_batch, 0.0) + seconds
+        return totals
 
     def _phases(self, *kinds: str) -> list[tuple[Mark, Mark]]:
-        """Return the first mark of each phase of these kinds, and the mark that ended it."""
+        """Return (first mark, mark that ended the phase) of each phase of these kinds."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [(mark, following) for mark, following in pairs if mark.kind in kinds]
 
     def spans(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[Span]:
-        """Return each phase of the step; as a dict, a span is one line of a timeline file."""
+        """Return the phases of the step.
+
+        Args:
+            step: number of the step.
+            rank: number of this rank.
+            micro_batches: micro-batches of this rank.
+            lengths: lengths of the step's sequences.
+        """
         spans = []
         for mark, following in zip(self.marks, self.marks[1:], strict=False):
             known = mark.micro_batch is not None and mark.micro_batch < len(micro_batches)
@@ -101,7 +118,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RankStep:
-    """Figures of one HDP rank for one step. Adding steps adds all fields but the peaks, which are maxima."""
+    """Metrics of one HDP rank for one step. The sum of steps adds all fields except peaks, which are maxima."""
 
     work_seconds: float = 0.0
     planned_work: float = 0.0
@@ -127,12 +144,13 @@ class RankStep:
         )
 
     def values(self) -> tuple[float, ...]:
-        """Return the fields in order."""
+        """Return the values of the fields in order."""
         return tuple(asdict(self).values())
 
     @classmethod
     def of_stages(cls, stages: Sequence[RankStep]) -> RankStep:
-        """Combine the stages of a pipeline: they share micro-batches; work, ring traffic and memory add up."""
+        """Combine the metrics of pipeline stages: counts are equal on all stages, work, traffic and memory are summed,
+        waiting times and peaks are maxima."""
         return replace(
             stages[0],
             work_seconds=sum(stage.work_seconds for stage in stages),
@@ -198,7 +216,14 @@ class IntervalMetrics:
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
-        """Combine the summed figures of all ranks. ``seconds``: wall time of the steps."""
+        """Combine the metrics of all ranks, each summed over the interval.
+
+        Args:
+            iteration: number of the last step.
+            num_steps: number of steps in the interval.
+            seconds: wall time of the interval.
+            ranks: metrics of each HDP rank.
+        """
         rows = sum(rank.num_rows for rank in ranks)
         tokens = sum(rank.num_tokens for rank in ranks)
         return cls(
@@ -221,14 +246,16 @@ class IntervalMetrics:
         )
 
     def scalars(self) -> dict[str, float]:
-        """Return the figures that are numbers, without those of features that are off."""
+        """Return the float metrics by name, except metrics that still have their default: their feature is off."""
         off = {
-            one.name for one in fields(self) if one.default is not MISSING and getattr(self, one.name) == one.default
+            entry.name
+            for entry in fields(self)
+            if entry.default is not MISSING and getattr(self, entry.name) == entry.default
         }
         return {name: value for name, value in asdict(self).items() if isinstance(value, float) and name not in off}
 
     def line(self) -> str:
-        """Return the line for the log."""
+        """Return the log line."""
         counts = " ".join(f"{count:g}" for count in self.micro_batches_per_rank[:16])
         more = f" ... ({len(self.micro_batches_per_rank)} ranks)" if len(self.micro_batches_per_rank) > 16 else ""
         return (
@@ -265,18 +292,18 @@ def _imbalance(work: Iterable[float]) -> float:
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append one JSON line per row, creating the folder if needed.
+    """Append one JSON line per row, and create the folder if needed.
 
-    A file that cannot be written, on a full disk for example, gives one warning and never ends a training.
+    If the file cannot be written, for example on a full disk, print one warning per file and let training continue.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
-        if path not in _TOLD:
-            print(f"warning: {path} is no longer written ({error.strerror}); the training goes on", file=sys.stderr)
-            _TOLD.add(path)
+        if path not in _WARNED:
+            print(f"warning: {path} is no longer written ({error.strerror}); training continues", file=sys.stderr)
+            _WARNED.add(path)
 
 
-_TOLD: set[Path] = set()
+_WARNED: set[Path] = set()

@@ -1,4 +1,4 @@
-"""Measures the most device memory that a process needs in one step, model states and activations together."""
+"""Peak device memory of a process in one step, including model states and activations."""
 
 from __future__ import annotations
 
@@ -15,52 +15,53 @@ from bytescale_ext.plan.memory.placement import liveness_bound
 
 @dataclass
 class PeakMeter:
-    """Measures one step at a time: on a GPU by torch's allocator, on CPU by the storages of tensors, which is slow."""
+    """Measures the peak memory of a step: from torch's allocator on a GPU, from tensor storages (slowly) on CPU."""
 
     _on_cuda: bool = False
-    _held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _trace: AllocationTrace | None = None
     _runs: bool = False
 
     def begin(self, on_cuda: bool, host: Sequence[torch.Tensor] = ()) -> None:
-        """Start to measure, before the first forward pass.
+        """Start measuring; call it before the first forward pass.
 
         Args:
-            on_cuda: the process computes on a GPU.
-            host: tensors of any shape that are host memory; on CPU they do not count, nor do loaded micro-batches.
+            on_cuda: whether the process computes on a GPU.
+            host: tensors of any shape that stand for host memory. On CPU they are not counted; neither are loaded
+                micro-batches.
         """
         self._on_cuda, self._runs = on_cuda, True
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
             return
         existing = existing_tensors()
-        self._held = {one._cdata: one for one in (tensor.untyped_storage() for tensor in existing)}
+        self._storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in existing)}
         for tensor in (*host, *loaded_tensors()):
-            self._held.pop(tensor.untyped_storage()._cdata, None)
+            self._storages.pop(tensor.untyped_storage()._cdata, None)
         self._trace = AllocationTrace([*existing, *host])
         self._trace.__enter__()  # type: ignore[no-untyped-call]  # torch's, without annotations
 
     def end(self) -> float:
-        """Return the most bytes since ``begin``, after the last backward pass; 0 if nothing is measured."""
+        """Return the peak bytes since ``begin``, or 0 without a ``begin``; call it after the last backward pass."""
         if not self._runs:
             return 0.0
         self._runs = False
         if self._on_cuda:
             return float(torch.cuda.max_memory_allocated())
-        trace, held, self._trace, self._held = self._trace, self._held, None, {}
+        trace, storages, self._trace, self._storages = self._trace, self._storages, None, {}
         assert trace is not None, "begin was called"
         trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's, without annotations
-        return float(sum(one.nbytes() for one in held.values()) + liveness_bound(trace.requests()))
+        return float(sum(storage.nbytes() for storage in storages.values()) + liveness_bound(trace.requests()))
 
 
 def existing_tensors() -> list[torch.Tensor]:
-    """Return the tensors on CPU that Python knows, of all shapes."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return [one for one in found if one.device.type == "cpu" and one.layout == torch.strided]
+    """Return all CPU tensors, of any shape, that Python's garbage collector tracks."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
 
 
 def loaded_tensors() -> list[torch.Tensor]:
-    """Return the tensors, of all shapes, of micro-batches that a loader has made: of this step and of steps ahead."""
-    loaded = [one for one in gc.get_objects() if issubclass(type(one), PackedMicroBatch)]
-    values = [getattr(one, entry.name) for one in loaded for entry in fields(one)]
+    """Return the tensors, of any shape, of all loaded micro-batches, including the micro-batches of later steps."""
+    loaded = [value for value in gc.get_objects() if issubclass(type(value), PackedMicroBatch)]
+    values = [getattr(micro_batch, entry.name) for micro_batch in loaded for entry in fields(micro_batch)]
     return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,11 +1,11 @@
-"""How far a training is: the figures of its last steps that do not depend on how documents were placed."""
+"""Progress of a training run: speed, loss, learning rate, remaining time and MFU."""
 
 from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
 
-# Dense bfloat16 FLOP/s of one device, by a part of its name, from NVIDIA's data sheets; the first that matches counts.
+# Dense bfloat16 FLOP/s of one device by a part of its name, from NVIDIA's data sheets. The first match is used.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -20,7 +20,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device, or None for one that is not in the table, such as a CPU."""
+    """Return the dense bfloat16 FLOP/s of a device, or None for a device that is not in the table, such as a CPU."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
 
 
@@ -47,12 +47,12 @@ class Progress:
     mfu: float | None
 
     def scalars(self) -> dict[str, float]:
-        """Return the figures that are known, by name."""
+        """Return the values that are not None, by name."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return {name: float(value) for name, value in known.items()}
 
     def line(self) -> str:
-        """Return the line for the log."""
+        """Return the log line."""
         parts = [f"{self.step_seconds:.3g} s/step"]
         if self.loss is not None:
             parts.append(f"loss of the last step {self.loss:.4f}")

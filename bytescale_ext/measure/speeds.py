@@ -1,8 +1,8 @@
-"""Measures the speeds that activation plans depend on, in about a second: copies to host memory, and one layer's work.
+"""Measured speeds for activation plans: copies to host memory, and the computation of one layer. Takes about a second.
 
-The layer is the matrix products and the attention of the model's shape, forward and backward, at two lengths, so that
-the cost of starting kernels cancels. Inputs are not random and weights are not the model's: nothing of the training
-changes.
+The layer consists of the matrix products and the attention of the model's shape, forward and backward. It is timed at
+two lengths, so the overhead of kernel launches cancels. The measurement uses its own weights and inputs and leaves the
+random state alone, so training is not affected.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.plan.cost.model_shape import ModelShape
 
 BUDGET_SECONDS: Final = 2.0
-"""No measurement is repeated after this time; each runs at least twice."""
+"""Time after which no measurement is repeated. Each measurement runs at least twice."""
 
 REPEATS: Final = 8
 LINK_BYTES: Final = 1 << 26
 LENGTHS_ON_CUDA: Final = (2048, 8192)
 CPU_FLOPS_PER_PASS: Final = 1e9
-"""On CPU the products of the longer length take this many FLOPs, so that a pass takes a fraction of a second."""
+"""FLOPs of the products at the longer length on CPU: few enough for a fraction of a second."""
 
 WORK: Final = ("products forward", "products backward", "attention forward", "attention backward")
 
 
 @dataclass
 class Timer:
-    """Times work, until a deadline.
+    """Times repeated work within a time budget.
 
     Attributes:
-        clock: seconds.
-        synchronize: waits for the device.
-        budget: seconds after which nothing is repeated.
+        clock: function that returns the time in seconds.
+        synchronize: function that waits for the device.
+        budget: seconds after which no work is repeated.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -54,27 +54,39 @@ class Timer:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the timer was created."""
         return self.clock() - self._begun
 
     def fastest(self, run: Callable[[], object]) -> float:
-        """Return the least seconds of some runs, after one to warm up; other work on the machine only adds time."""
+        """Return the seconds of the fastest run after one for warm-up: other work on the machine only adds time."""
         run()
-        found = math.inf
+        fastest = math.inf
         for _ in range(REPEATS):
             self.synchronize()
             begun = self.clock()
             run()
             self.synchronize()
-            found = min(found, self.clock() - begun)
+            fastest = min(fastest, self.clock() - begun)
             if self.elapsed > self.budget:
                 break
-        return found
+        return fastest
+
+
+def run_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run, including the work that it starts on the device.
+
+    ``Timer`` repeats a run until a deadline, which differs between ranks; collectives need an equal number of runs.
+    """
+    begun = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOPs per second of matrix products, and of attention forward and backward."""
+    """FLOP/s of matrix products, attention forward and attention backward."""
 
     products: float
     attention_forward: float
@@ -82,16 +94,16 @@ class Rates:
 
 
 def copy_seconds_per_byte(host: torch.Tensor, device: torch.device, timer: Timer) -> float:
-    """Return the seconds for each byte between host memory [n], uint8, and the device: of the slower direction."""
+    """Return the seconds per byte between host memory [n], uint8, and the device, in the slower direction."""
     part = host[:LINK_BYTES]
-    near = torch.empty(part.shape, dtype=torch.uint8, device=device)
-    ways = ((part, near), (near, part))
+    on_device = torch.empty(part.shape, dtype=torch.uint8, device=device)
+    ways = ((part, on_device), (on_device, part))
     slower = max(timer.fastest(partial(to.copy_, source, non_blocking=True)) for to, source in ways)
     return slower / part.numel()
 
 
 def product_sizes(shape: ModelShape, tensor_parallel: int = 1) -> tuple[tuple[int, int], ...]:
-    """Return (inputs, outputs) of the products of a dense layer on one of its tensor-parallel ranks."""
+    """Return (inputs, outputs) of each matrix product of a dense layer on one tensor-parallel rank."""
     heads = max(1, shape.num_heads // tensor_parallel) * shape.head_dim
     kv_heads = max(1, shape.num_kv_heads // tensor_parallel) * shape.head_dim
     ffn = max(1, shape.ffn_hidden // tensor_parallel)
@@ -104,12 +116,12 @@ def product_sizes(shape: ModelShape, tensor_parallel: int = 1) -> tuple[tuple[in
 
 
 def product_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Return the FLOPs of one token in these products, forward."""
+    """Return the forward FLOPs of one token in the products of ``product_sizes``."""
     return 2.0 * sum(inputs * outputs for inputs, outputs in product_sizes(shape, tensor_parallel))
 
 
 def measured_lengths(shape: ModelShape, tensor_parallel: int, on_cuda: bool) -> tuple[int, int]:
-    """Return the two lengths at which a layer is measured: equal on all ranks."""
+    """Return the two sequence lengths at which a layer is timed. They are equal on all ranks."""
     if on_cuda:
         return LENGTHS_ON_CUDA
     longer = int(CPU_FLOPS_PER_PASS / product_flops(shape, tensor_parallel))
@@ -120,21 +132,24 @@ def measured_lengths(shape: ModelShape, tensor_parallel: int, on_cuda: bool) -> 
 def layer_seconds(
     shape: ModelShape, tensor_parallel: int, kernel: Kernel, like: torch.Tensor, length: int, timer: Timer
 ) -> tuple[float, float, float, float]:
-    """Return the seconds of ``WORK`` in one layer for one sequence; ``like`` [any shape] has the type and device."""
+    """Return the seconds of each entry of ``WORK`` in one layer, for one sequence.
+
+    ``like``: tensor of any shape, whose type and device are used.
+    """
     sizes = product_sizes(shape, tensor_parallel)
     inputs = [_filled(like, length, size).requires_grad_() for size, _ in sizes]
     weights = [_filled(like, outputs, size).requires_grad_() for size, outputs in sizes]
-    made: list[torch.Tensor] = []
+    products: list[torch.Tensor] = []
 
     def multiply() -> None:
-        made[:] = [torch.nn.functional.linear(*pair) for pair in zip(inputs, weights, strict=True)]
+        products[:] = [torch.nn.functional.linear(*pair) for pair in zip(inputs, weights, strict=True)]
 
     def multiply_back() -> None:
-        torch.autograd.grad(made, [*inputs, *weights], gradients, retain_graph=True)
+        torch.autograd.grad(products, [*inputs, *weights], gradients, retain_graph=True)
 
     with torch.enable_grad():
         forward = timer.fastest(multiply)
-        gradients = [one.detach() for one in made]
+        gradients = [product.detach() for product in products]
         backward = timer.fastest(multiply_back)
     return forward, backward, *_attention_seconds(shape, tensor_parallel, kernel, like, length, timer)
 
@@ -142,7 +157,7 @@ def layer_seconds(
 def _attention_seconds(
     shape: ModelShape, tensor_parallel: int, kernel: Kernel, like: torch.Tensor, length: int, timer: Timer
 ) -> tuple[float, float]:
-    """Return the seconds of causal attention of one sequence, forward and backward; ``like``: [any shape]."""
+    """Return the forward and backward seconds of causal attention of one sequence; ``like``: see ``layer_seconds``."""
     heads = max(1, shape.num_heads // tensor_parallel)
     kv_heads = max(1, shape.num_kv_heads // tensor_parallel)
     offsets = CuSeqlens.of_lengths((length,))
@@ -157,7 +172,7 @@ def _attention_seconds(
 
 
 def _filled(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return a tensor [rows, columns] of different numbers in -1 to 1 that no random state decides."""
+    """Return a tensor [rows, columns] of varied numbers in [-1, 1), without using the random state."""
     numbers = torch.arange(rows * columns, device=like.device, dtype=torch.float32)
     return (numbers.mul_(0.618034).remainder_(2.0) - 1.0).view(rows, columns).to(like.dtype)
 
@@ -165,10 +180,16 @@ def _filled(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def rates_of(
     shape: ModelShape, tensor_parallel: int, lengths: Sequence[int], seconds: Sequence[Sequence[float]]
 ) -> Rates:
-    """Return the rates by which the seconds of ``WORK`` grow between two lengths.
+    """Return the FLOP/s of the work that the longer of two lengths adds to the shorter.
 
-    Where noise makes the longer one faster, its own rate counts. Causal attention of s tokens takes
+    If noise makes the longer length faster, its own FLOP/s are returned. Causal attention of s tokens takes
     ``2 s^2 head_dim num_heads`` FLOPs forward and 2.5 times as many backward (FlashAttention-2, Dao 2023, section 4.1).
+
+    Args:
+        shape: shape of the model.
+        tensor_parallel: number of tensor-parallel ranks.
+        lengths: shorter and longer length.
+        seconds: seconds of each entry of ``WORK``, for each length.
     """
     heads = max(1, shape.num_heads // tensor_parallel)
     products, attention = product_flops(shape, tensor_parallel), 2.0 * shape.head_dim * heads

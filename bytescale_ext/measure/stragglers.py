@@ -1,8 +1,8 @@
-"""Find ranks that compute more slowly than the others, from the seconds of work that needs no other rank.
+"""Stragglers: ranks that compute more slowly than the others.
 
-A rank that waits in a ring for a slow one takes as long as it, so only micro-batches without rings count, and only
-their backward passes: forward passes may wait for parameters. Seconds are wall time (on CUDA, of the stream), because a
-node that is throttled or shared takes no more processor time than others.
+A rank that waits for a straggler in a ring takes as long as the straggler, so only micro-batches without rings are
+compared. Forward passes may wait for parameters, so only backward passes are compared. Times are wall time (stream time
+on CUDA), because a throttled or shared node uses no more processor time than others.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from statistics import median
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 SLOW_FACTOR = 1.5
-"""A rank is slow that takes at least this many times as long as the median of the others for equal work."""
+"""A straggler takes at least this many times as long as the median of the other ranks for equal work."""
 FEWEST_PASSES = 8
-WINDOW_SECONDS = 2.0
-"""Shorter times tell what else a processor did: on a busy host a rank may be 2 times slower for half a second."""
-_LEAST_SHARE = 0.5  # of C: in smaller micro-batches starting kernels takes a large part of the time
+FEWEST_SECONDS = 2.0
+"""Shorter measurements show other load on the host, which can slow a rank by a factor of 2 for half a second."""
+_LEAST_SHARE = 0.5  # of C; in smaller micro-batches kernel launches take a large part of the time
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank: number among all processes, host, and how many times as long as others it takes."""
+    """A slow rank.
+
+    Attributes:
+        rank: number of the rank among all processes.
+        host: name of its host.
+        factor: its time for equal work over the median time of the other ranks.
+    """
 
     rank: int
     host: str
@@ -34,25 +40,29 @@ class Straggler:
 
 
 @dataclass
-class PaceWindow:
-    """The last backward passes of this rank that needed no other rank: (planned work, seconds) of each.
+class PaceMeter:
+    """Pace of this rank in its latest backward passes without rings.
 
-    As few as last ``WINDOW_SECONDS`` and are ``FEWEST_PASSES``.
+    It keeps as few passes as possible, but at least ``FEWEST_PASSES`` that take at least ``FEWEST_SECONDS`` together.
+
+    Attributes:
+        passes: (planned work, seconds) of each pass.
+        seconds: total seconds of the passes.
     """
 
     passes: deque[tuple[float, float]] = field(default_factory=deque)
     seconds: float = 0.0
 
     def add(self, work: float, seconds: float) -> None:
-        """Add a backward pass. ``work``: its planned cost in any unit."""
+        """Add a backward pass; ``work`` is its planned cost in any unit."""
         self.passes.append((work, seconds))
         self.seconds += seconds
-        while len(self.passes) > FEWEST_PASSES and self.seconds - self.passes[0][1] >= WINDOW_SECONDS:
+        while len(self.passes) > FEWEST_PASSES and self.seconds - self.passes[0][1] >= FEWEST_SECONDS:
             self.seconds -= self.passes.popleft()[1]
 
     def seconds_per_work(self) -> float:
-        """Return the median over the work in the window, which outliers do not move; NaN while it is not full."""
-        if len(self.passes) < FEWEST_PASSES or self.seconds < WINDOW_SECONDS:
+        """Return the median seconds per unit of work, weighted by work; NaN until there are enough passes."""
+        if len(self.passes) < FEWEST_PASSES or self.seconds < FEWEST_SECONDS:
             return math.nan
         paces = sorted((seconds / work, work) for work, seconds in self.passes)
         done = list(accumulate(work for _, work in paces))
@@ -60,28 +70,28 @@ class PaceWindow:
 
 
 def counts_for_pace(micro_batch: MicroBatch, tokens_per_rank: int) -> bool:
-    """Return whether a micro-batch runs on its rank alone and is large enough to tell the speed of the rank."""
+    """Return whether a micro-batch needs no other rank and is large enough to show the pace of its rank."""
     is_alone = all(len(shard.ring) == 1 for shard in micro_batch.shards)
     return is_alone and micro_batch.num_tokens >= _LEAST_SHARE * tokens_per_rank
 
 
-def stragglers(paces: Mapping[int, float], hosts: Sequence[str]) -> tuple[Straggler, ...]:
-    """Return the slow ranks of one pipeline stage.
+def find_stragglers(paces: Mapping[int, float], hosts: Sequence[str]) -> tuple[Straggler, ...]:
+    """Return the stragglers of one pipeline stage.
 
     Args:
-        paces: ``PaceWindow.seconds_per_work`` of each rank of the stage.
-        hosts: of all processes.
+        paces: ``PaceMeter.seconds_per_work`` of each rank of the stage.
+        hosts: host of each process.
     """
     known = {rank: pace for rank, pace in paces.items() if not math.isnan(pace)}
-    found = []
+    stragglers = []
     for rank, pace in known.items():
-        others = [other for one, other in known.items() if one != rank]
-        if others and pace >= SLOW_FACTOR * median(others):
-            found.append(Straggler(rank, hosts[rank], round(pace / median(others), 2)))
-    return tuple(found)
+        other_paces = [known[other] for other in known if other != rank]
+        if other_paces and pace >= SLOW_FACTOR * median(other_paces):
+            stragglers.append(Straggler(rank, hosts[rank], round(pace / median(other_paces), 2)))
+    return tuple(stragglers)
 
 
-def stragglers_line(found: Sequence[Straggler]) -> str:
-    """Return the line for the log."""
-    named = ", ".join(f"rank {one.rank} on {one.host} takes {one.factor:.1f} times as long" for one in found)
-    return f" hdp: slow: {named} as the other ranks for equal work (backward passes without rings)"
+def stragglers_line(stragglers: Sequence[Straggler]) -> str:
+    """Return the log line."""
+    slow = ", ".join(f"rank {item.rank} on {item.host} takes {item.factor:.1f} times as long" for item in stragglers)
+    return f" hdp: slow: {slow} as the other ranks for equal work (backward passes without rings)"

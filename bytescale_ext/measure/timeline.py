@@ -1,4 +1,4 @@
-"""Timelines of ranks, measured (one JSON line per event) or planned, and their Perfetto traces."""
+"""Timelines of ranks, measured (one JSON line per span) or planned, and their Perfetto traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILE_NAME = re.compile(r"rank(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class SpanShard:
-    """A shard in a span: ``tokens`` of sequence ``seq`` (of ``length`` tokens), shared by the ranks of ``ring``."""
+    """A shard in a span: ``tokens`` of the ``length`` tokens of sequence ``seq``, which the ranks of ``ring`` share."""
 
     seq: int
     length: int
@@ -33,9 +33,16 @@ class SpanShard:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One phase of one rank, [start, stop) in seconds of a clock that all ranks share.
+    """One phase of one rank.
 
-    ``kind`` is one of KINDS; ``micro_batch`` is None and ``shards`` is empty outside of micro-batches.
+    Attributes:
+        step: number of the step.
+        rank: number of the rank.
+        kind: one of ``KINDS``.
+        micro_batch: number of the micro-batch, or None outside of micro-batches.
+        start: first second, on a clock that all ranks share.
+        stop: last second, on the same clock.
+        shards: shards of the micro-batch; empty outside of micro-batches.
     """
 
     step: int
@@ -66,10 +73,13 @@ class _SpanJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Figures of one rank: its computing time, when that ends, and its share of the step.
+    """Computing time of one rank.
 
-    ``busy`` is the time of forward and backward passes. ``finish`` is the end of the last one, counted from the first
-    event of the step (0 without any).
+    Attributes:
+        rank: number of the rank.
+        busy: total time of forward and backward passes.
+        finish: end of the last forward or backward pass, from the first span of the step on; 0 without passes.
+        busy_share: ``busy`` over the latest ``finish`` of all ranks.
     """
 
     rank: int
@@ -79,14 +89,14 @@ class RankTimes:
 
 
 def read_spans(directory: str | Path, step: int | None = None) -> tuple[Span, ...]:
-    """Read ``rank{r}.jsonl`` of all ranks, ordered by rank and then as in the file.
+    """Read the spans of one step from ``rank{r}.jsonl`` of all ranks, ordered by rank and then as in the file.
 
     Args:
-        directory: holds one file per rank, 0 to n-1.
-        step: number of the step; None: the latest step that every rank has.
+        directory: folder with one file for each of the ranks 0 to n-1.
+        step: number of the step; None for the latest step that every rank has.
 
     Raises:
-        ValueError: no such directory, a rank's file is missing, a line is not an event, or a rank lacks the step.
+        ValueError: the directory or a rank's file is missing, a line is not a span, or a rank lacks the step.
     """
     files = _rank_files(Path(directory))
     spans = [span for rank, path in enumerate(files) for span in _read_file(path, rank)]
@@ -96,26 +106,26 @@ def read_spans(directory: str | Path, step: int | None = None) -> tuple[Span, ..
     common = set.intersection(*steps_of_rank)
     if step is None:
         if not common:
-            raise ValueError(f"no step in {directory} has events of all {len(files)} ranks")
+            raise ValueError(f"no step in {directory} has spans of all {len(files)} ranks")
         step = max(common)
     elif step not in common:
         lacking = [rank for rank, steps in enumerate(steps_of_rank) if step not in steps]
         known = f"steps {min(common)} to {max(common)} are complete" if common else "no step is complete"
-        raise ValueError(f"step {step} has no event of ranks {lacking[:8]} in {directory}; {known}")
+        raise ValueError(f"step {step} has no spans of ranks {lacking[:8]} in {directory}; {known}")
     return tuple(span for span in spans if span.step == step)
 
 
 def spans_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Span, ...]:
-    """Return the timeline of a plan as ``replay`` predicts it, in the unit of the cost model.
+    """Return the timeline of a plan without pipeline stages as ``replay`` predicts it, in the unit of the cost model.
 
-    Each micro-batch is a forward span and, right after it, a backward span twice as long (no pipeline stages).
+    Each micro-batch has a forward span, directly followed by a backward span twice as long.
     """
     result = replay(plan, cost)
     spans: list[Span] = []
     for rank, micro_batches in enumerate(plan.ranks):
         for index, micro_batch in enumerate(micro_batches):
             start = result.starts[rank][index]
-            stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # afterwards it waits for its ring
+            stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # excludes waiting for the ring
             turn = start + (stop - start) / (1.0 + BACKWARD_PER_FORWARD)
             shards = _span_shards(micro_batch, plan)
             spans.append(Span(step, rank, "forward", index, start, turn, shards))
@@ -124,7 +134,7 @@ def spans_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Span,
 
 
 def rank_times(spans: Sequence[Span], num_ranks: int | None = None) -> tuple[RankTimes, ...]:
-    """Return the figures of ranks 0 to n-1; ``num_ranks`` None: up to the highest rank with a span."""
+    """Return the times of ranks 0 to n-1. By default n - 1 is the highest rank with a span."""
     if num_ranks is None:
         num_ranks = max((span.rank for span in spans), default=-1) + 1
     origin = min((span.start for span in spans), default=0.0)
@@ -141,9 +151,9 @@ def rank_times(spans: Sequence[Span], num_ranks: int | None = None) -> tuple[Ran
 
 
 def shard_parts(span: Span) -> Iterator[tuple[SpanShard, float, float]]:
-    """Yield each shard of a span with a part (start, stop) of the span's time, in proportion to the shard's tokens.
+    """Yield each shard of a span with its (start, stop), in proportion to the shard's tokens.
 
-    The parts are for drawing, not measured: the shards of a micro-batch run together.
+    The times are for drawing only: the shards of a micro-batch run together and are not timed separately.
     """
     total = sum(shard.tokens for shard in span.shards)
     done = 0
@@ -154,11 +164,11 @@ def shard_parts(span: Span) -> Iterator[tuple[SpanShard, float, float]]:
 
 
 def write_perfetto(spans: Sequence[Span], path: str | Path) -> None:
-    """Write a Chrome trace (JSON) that Perfetto reads.
+    """Write a Chrome trace (JSON), which Perfetto reads.
 
-    One process "HDP ranks" with one thread per rank. A span is an "X" event in microseconds from the first start;
-    its shards are "X" events inside it; flow arrows ("s" to "f") join the shards of a ring in the order of their
-    starts.
+    The trace has one process "HDP ranks" with one thread per rank. A span is an "X" event, in microseconds since the
+    first start, and its shards are nested "X" events. Flow arrows ("s" to "f") connect the shards of a ring in order of
+    their start.
     """
     events: list[dict[str, object]] = [_metadata("process_name", 0, "HDP ranks")]
     for rank in sorted({span.rank for span in spans}):
@@ -181,14 +191,14 @@ def write_perfetto(spans: Sequence[Span], path: str | Path) -> None:
 
 def _rank_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; give the one that holds rank0.jsonl, rank1.jsonl, ...")
-    found = {int(match[1]): path for path in directory.iterdir() if (match := _FILE_NAME.fullmatch(path.name))}
-    if not found:
-        raise ValueError(f"{directory} holds no rank0.jsonl, rank1.jsonl, ...; did the run write its timeline?")
-    missing = sorted(set(range(max(found) + 1)) - set(found))
+        raise ValueError(f"{directory} is not a directory; give the folder with rank0.jsonl, rank1.jsonl, ...")
+    files = {int(match[1]): path for path in directory.iterdir() if (match := _FILE_NAME.fullmatch(path.name))}
+    if not files:
+        raise ValueError(f"{directory} contains no rank0.jsonl, rank1.jsonl, ...; did the run write its timeline?")
+    missing = sorted(set(range(max(files) + 1)) - set(files))
     if missing:
-        raise ValueError(f"{directory} has rank{max(found)}.jsonl but no files of ranks {missing[:8]}")
-    return [found[rank] for rank in range(len(found))]
+        raise ValueError(f"{directory} has rank{max(files)}.jsonl but no files of ranks {missing[:8]}")
+    return [files[rank] for rank in range(len(files))]
 
 
 def _read_file(path: Path, rank: int) -> Iterator[Span]:
@@ -198,14 +208,14 @@ def _read_file(path: Path, rank: int) -> Iterator[Span]:
         try:
             span = _span_from_json(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} line {number} is not an event: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{path} line {number} is not a span: {type(error).__name__}: {error}") from error
         if span.rank != rank:
-            raise ValueError(f"{path} line {number} is an event of rank {span.rank}")
+            raise ValueError(f"{path} line {number} is a span of rank {span.rank}")
         yield span
 
 
 def _span_from_json(value: _SpanJson) -> Span:
-    """Read one event. Raises KeyError, TypeError, AttributeError or ValueError when the value is not an event."""
+    """Read one span. Raises KeyError, TypeError, AttributeError or ValueError if the value is not a span."""
     shards = tuple(
         SpanShard(
             seq=int(shard["seq"]),
@@ -249,7 +259,7 @@ def _metadata(name: str, tid: int, text: str) -> dict[str, object]:
 
 
 def _micros(seconds: float) -> float:
-    """Return microseconds, rounded to nanoseconds so that an inner event never exceeds the one around it."""
+    """Return microseconds, rounded to nanoseconds so that a nested event never exceeds its parent."""
     return round(seconds * 1e9) / 1e3
 
 
@@ -268,12 +278,11 @@ def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: di
 
 
 def _flows(joins: dict[tuple[int, str, int], list[tuple[float, int]]]) -> Iterator[dict[str, object]]:
-    """Yield arrows between the shards of a ring, from earlier to later starts: a flow must not point back in time."""
+    """Yield arrows between the shards of a ring in order of their start: a flow must not point back in time."""
     number = 0
     for (_, kind, seq), members in joins.items():
-        members = sorted(members)
-        for one, other in itertools.pairwise(members):
+        for (start, rank), (next_start, next_rank) in itertools.pairwise(sorted(members)):
             number += 1
             base = {"name": f"ring of seq {seq}", "cat": kind, "id": number, "pid": 0}
-            yield {**base, "ph": "s", "tid": one[1], "ts": _micros(one[0])}
-            yield {**base, "ph": "f", "bp": "e", "tid": other[1], "ts": _micros(other[0])}
+            yield {**base, "ph": "s", "tid": rank, "ts": _micros(start)}
+            yield {**base, "ph": "f", "bp": "e", "tid": next_rank, "ts": _micros(next_start)}

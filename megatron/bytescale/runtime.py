@@ -21,7 +21,7 @@ from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.measure.peak import PeakMeter
-from bytescale_ext.measure.stragglers import PaceWindow, counts_for_pace
+from bytescale_ext.measure.stragglers import PaceMeter, counts_for_pace
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_cost import model_flops
@@ -138,7 +138,7 @@ class LogState:
     """
 
     totals: Totals = field(default_factory=Totals)
-    pace: PaceWindow = field(default_factory=PaceWindow)
+    pace: PaceMeter = field(default_factory=PaceMeter)
     hosts: tuple[str, ...] = ()
     tokens_so_far: int = 0
     plans_compared: bool = False

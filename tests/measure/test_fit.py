@@ -20,7 +20,7 @@ from bytescale_ext.measure.fit import (
     fitted_lengths,
     fitted_rings,
     model_cost,
-    predictions,
+    predict,
     rank_correlation,
     unseen_lengths,
     unseen_rings,
@@ -62,7 +62,7 @@ def test_exact_times_give_back_their_constants() -> None:
 def test_noisy_times_still_predict_other_lengths() -> None:
     generator = np.random.default_rng(0)
     fits = fit_timings(timings(fitted_lengths(32768), lambda: 1 + 0.02 * generator.standard_normal()))
-    found = predictions(fits, timings(unseen_lengths(32768)))
+    found = predict(fits, timings(unseen_lengths(32768)))
     assert max(abs(one.error) for one in found) < 0.04
     assert fits[0].layer.a == pytest.approx(FORWARD.layer.a, rel=0.2)
 
@@ -128,7 +128,7 @@ def test_rings_give_back_their_constants(width: int, has_waits: bool) -> None:
     for fit, true, ring in zip(found, (FORWARD, BACKWARD), RING, strict=True):
         assert (fit.layer.h, fit.layer.m) == pytest.approx((ring.h, ring.m))
         assert replace(fit, layer=replace(fit.layer, c=0.0, h=0.0, m=0.0)) == true
-    errors = [one.error for one in predictions(found, ring_timings(unseen_rings(32768, width)))]
+    errors = [one.error for one in predict(found, ring_timings(unseen_rings(32768, width)))]
     assert errors == pytest.approx([0.0] * len(errors), abs=1e-12)
 
 

@@ -165,5 +165,5 @@ def test_line() -> None:
 def test_a_full_disk_is_a_warning_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         append_jsonl(Path("/dev/full"), [{"iteration": 1}])
-    warning = "warning: /dev/full is no longer written (No space left on device); the training goes on\n"
+    warning = "warning: /dev/full is no longer written (No space left on device); training continues\n"
     assert capsys.readouterr().err == warning

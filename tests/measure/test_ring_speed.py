@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytescale_ext.measure import ring_speed
+from bytescale_ext.measure import ring_speed, speeds
 from bytescale_ext.measure.ring_speed import (
     REPEATS,
     bytes_per_second_of_nodes,
@@ -76,7 +76,7 @@ def test_the_fastest_exchange_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     durations = [4.0, 2.0, *[3.0] * (REPEATS - 2)]
     readings = iter([reading for duration in durations for reading in (0.0, duration)])
-    monkeypatch.setattr(ring_speed.time, "perf_counter", lambda: next(readings))
+    monkeypatch.setattr(speeds.time, "perf_counter", lambda: next(readings))
     assert exchanged_bytes_per_second(Comm(), torch.device("cpu"), 1000) == 500  # type: ignore[arg-type]
 
 
@@ -87,6 +87,6 @@ def test_two_processes() -> None:
 
 @pytest.mark.ranks
 def test_processes_that_fail_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_speed, "_rank", abs)  # fails at once in the new process
+    monkeypatch.setattr(ring_speed, "_run_rank", abs)  # fails at once in the new process
     with pytest.raises(ValueError, match="give --ring-bytes-per-second"):
         bytes_per_second_of_two_processes(on_cuda=False)

@@ -6,20 +6,20 @@ import math
 
 from bytescale_ext.measure.stragglers import (
     FEWEST_PASSES,
+    FEWEST_SECONDS,
     SLOW_FACTOR,
-    WINDOW_SECONDS,
-    PaceWindow,
+    PaceMeter,
     Straggler,
     counts_for_pace,
-    stragglers,
+    find_stragglers,
 )
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 
 HOSTS = ("a", "a", "b", "b")
 
 
-def window(*passes: tuple[float, float]) -> PaceWindow:
-    found = PaceWindow()
+def window(*passes: tuple[float, float]) -> PaceMeter:
+    found = PaceMeter()
     for work, seconds in passes:
         found.add(work, seconds)
     return found
@@ -28,7 +28,7 @@ def window(*passes: tuple[float, float]) -> PaceWindow:
 def test_a_pace_needs_some_passes_and_some_time() -> None:
     assert math.isnan(window(*[(2.0, 1.0)] * (FEWEST_PASSES - 1)).seconds_per_work())
     assert window(*[(2.0, 1.0)] * FEWEST_PASSES).seconds_per_work() == 0.5
-    short = WINDOW_SECONDS / 64
+    short = FEWEST_SECONDS / 64
     assert math.isnan(window(*[(2.0, short)] * 63).seconds_per_work())
     assert window(*[(2.0, short)] * 64).seconds_per_work() == short / 2
 
@@ -49,15 +49,15 @@ def test_half_a_second_on_a_busy_processor_is_not_slow() -> None:
     """Passes of 10 ms of two ranks; one of them is 2.2 times slower for half a second, as was measured."""
     calm, busy = [(1.0, 0.010)] * 300, [(1.0, 0.022)] * 23
     paces = {0: window(*calm).seconds_per_work(), 1: window(*calm, *busy).seconds_per_work()}
-    assert stragglers(paces, HOSTS) == ()
+    assert find_stragglers(paces, HOSTS) == ()
     slow = window(*calm, *busy * 6).seconds_per_work()
-    assert [one.rank for one in stragglers({0: paces[0], 1: slow}, HOSTS)] == [1]
+    assert [one.rank for one in find_stragglers({0: paces[0], 1: slow}, HOSTS)] == [1]
 
 
 def test_a_rank_is_slow_beside_the_median_of_the_others() -> None:
-    assert stragglers({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.0}, HOSTS) == (Straggler(3, "b", 3.0),)
-    assert stragglers({0: 1.0, 1: 1.0, 2: 0.99 * SLOW_FACTOR, 3: 1.0}, HOSTS) == ()
-    assert stragglers({0: 1.0, 1: 1.0, 2: SLOW_FACTOR, 3: 1.0}, HOSTS) == (Straggler(2, "b", SLOW_FACTOR),)
+    assert find_stragglers({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.0}, HOSTS) == (Straggler(3, "b", 3.0),)
+    assert find_stragglers({0: 1.0, 1: 1.0, 2: 0.99 * SLOW_FACTOR, 3: 1.0}, HOSTS) == ()
+    assert find_stragglers({0: 1.0, 1: 1.0, 2: SLOW_FACTOR, 3: 1.0}, HOSTS) == (Straggler(2, "b", SLOW_FACTOR),)
 
 
 def test_rings_and_small_micro_batches_do_not_count() -> None:

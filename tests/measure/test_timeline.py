@@ -49,13 +49,13 @@ def test_the_latest_step_that_all_ranks_have(tmp_path: Path) -> None:
     )
     assert {span.step for span in read_spans(tmp_path)} == {2}
     assert {(span.step, span.rank) for span in read_spans(tmp_path, step=1)} == {(1, 0), (1, 1)}
-    with pytest.raises(ValueError, match=r"step 3 has no event of ranks \[1\].*steps 1 to 2"):
+    with pytest.raises(ValueError, match=r"step 3 has no spans of ranks \[1\].*steps 1 to 2"):
         read_spans(tmp_path, step=3)
 
 
 def test_no_common_step(tmp_path: Path) -> None:
     write_ranks(tmp_path, [{**REDUCE, "step": 1}], [])
-    with pytest.raises(ValueError, match=r"no step in .* has events of all 2 ranks"):
+    with pytest.raises(ValueError, match=r"no step in .* has spans of all 2 ranks"):
         read_spans(tmp_path)
     with pytest.raises(ValueError, match="no step is complete"):
         read_spans(tmp_path, step=1)
@@ -64,7 +64,7 @@ def test_no_common_step(tmp_path: Path) -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory"):
         read_spans(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"holds no rank0.jsonl"):
+    with pytest.raises(ValueError, match=r"contains no rank0.jsonl"):
         read_spans(tmp_path)
     write_ranks(tmp_path, [REDUCE], [REDUCE], [REDUCE])
     (tmp_path / "rank1.jsonl").unlink()
@@ -75,15 +75,15 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", "line 2 is not an event"),
-        ("[1, 2]", "line 2 is not an event"),
+        ("{not json", "line 2 is not a span"),
+        ("[1, 2]", "line 2 is not a span"),
         (json.dumps({**REDUCE, "kind": "sleep"}), "kind 'sleep' is not one of"),
         (json.dumps({**REDUCE, "start": 4.0}), "start 4.0 is after stop 3.5"),
         (json.dumps({**REDUCE, "start": "NaN"}), "is after stop"),
         (json.dumps({key: value for key, value in REDUCE.items() if key != "stop"}), "KeyError: 'stop'"),
         (json.dumps({**EVENT, "shards": [{"seq": 1}]}), "KeyError: 'length'"),
         (json.dumps({**EVENT, "shards": [{"seq": 1, "length": 2, "tokens": 0, "ring": [0]}]}), "no tokens"),
-        (json.dumps({**REDUCE, "rank": 1}), "line 2 is an event of rank 1"),
+        (json.dumps({**REDUCE, "rank": 1}), "line 2 is a span of rank 1"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, words: str) -> None:

@@ -23,8 +23,8 @@ from bytescale_ext.measure.fit import (
     fitted_lengths,
     fitted_rings,
     model_cost,
+    predict,
     prediction_table,
-    predictions,
     unseen_lengths,
     unseen_rings,
 )
@@ -166,7 +166,7 @@ def measured_cost(
     crosses = num_ranks > subject.cluster.node_ranks
     exchange = subject.ring_seconds(between if crosses else rate)
     fits = fit_rings(fit_timings(seen), rings, exchange, has_waits=not subject.has_processor_time)
-    found = predictions(fits, others)
+    found = predict(fits, others)
     recompute = subject.args.recompute_granularity
     what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
     assert subject.runtime.parts.kernel is not None

@@ -17,7 +17,7 @@ from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
 from bytescale_ext.measure.progress import Progress, peak_flops
-from bytescale_ext.measure.stragglers import Straggler, stragglers, stragglers_line
+from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
 from megatron.bytescale.arguments.options import current, options_of, override_current
 from megatron.bytescale.arguments.running import Batches, SampleKind
 from megatron.bytescale.runtime import Runtime, Totals
@@ -73,7 +73,7 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     metrics = IntervalMetrics.of(iteration, totals.num_steps, totals.seconds, [RankStep(*row[:size]) for row in rows])
     slow: tuple[Straggler, ...] = ()
     for column in range(size, size + len(paces), 2):  # only ranks of one stage have equal layers
-        slow += stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.log.hosts)
+        slow += find_stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.log.hosts)
     runtime.log.totals = Totals()
     return replace(
         metrics,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.func import functional_call
 
-from bytescale_ext.measure.expert_speed import ExpertSize, agreed_cost, link_seconds, measured_lengths, token_seconds
+from bytescale_ext.measure.expert_speed import ExpertSize, agreed_cost, link_seconds, token_counts, token_seconds
 from bytescale_ext.measure.speeds import Timer
 from bytescale_ext.plan.experts.cost import ExpertCost
 from megatron.bytescale.core.transformer.moe.slot_experts import SlotExperts
@@ -39,8 +39,8 @@ def measured_placement_cost(
         expert: torch.nn.Module = experts.local_experts[0]
         first, *_ = parameters = list(expert.parameters())
         size = ExpertSize(sum(one.numel() for one in parameters), experts.config.hidden_size, first.element_size())
-        lengths = measured_lengths(size.weights, on_cuda)
-        of_token = token_seconds(computing(expert, size.hidden, device), lengths, timer)
+        counts = token_counts(size.weights, on_cuda)
+        of_token = token_seconds(computing(expert, size.hidden, device), counts, timer)
         seconds = (of_token, *link_seconds(size, group, device))
     cost = agreed_cost(seconds, device)
     if on_cuda:
