@@ -1,1 +1,1 @@
-"""Model states outside the device: Adam's states in pages of host memory."""
+"""Model states outside the device: Adam's states in pages, hosted gradients and parameters, rows of hash tables."""

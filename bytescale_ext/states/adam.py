@@ -1,7 +1,7 @@
-"""Adam on pages of host memory and of a disk: torch's update, page by page, beside copies to and from a device.
+"""Adam with states in pages of host memory and of a disk. Pages are updated one by one, overlapped with copies.
 
-``PagedAdam`` works through hooks of the optimizer that it takes over, so that whoever saves, loads or schedules that
-optimizer finds what torch would have there: parameters, their states by name, parameter groups.
+``PagedAdam`` hooks into an existing torch optimizer. Code that saves, loads or schedules the optimizer finds
+parameters, states and parameter groups where torch would have them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from bytescale_ext.plan.states.late import late_bytes
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Move, step_moves
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from bytescale_ext.plan.states.tiers import FileLayout, pages_on_disk, tiered_host_bytes
-from bytescale_ext.states.page_file import PageFile, file_of
+from bytescale_ext.states.group_counts import count_update, store_count, update_counts
+from bytescale_ext.states.page_file import PageFile, page_file_path
 from bytescale_ext.states.pages import COPIES, MOMENTS, PageMemory
 from bytescale_ext.states.tiered import TieredMemory
-from bytescale_ext.states.updates.group_counts import count_update, counts_of, take_count
 
 
 @dataclass(frozen=True)
-class Owner:
-    """What the optimizer calls a parameter, and where its result goes.
+class PagedParameter:
+    """A parameter of the optimizer and the parameter of the model that it updates.
 
     Attributes:
-        parameter: of any shape; its gradient is on the device when the optimizer steps.
+        parameter: the optimizer's parameter, of any shape. Its gradient is on the device when the optimizer steps.
         target: the model's parameter [n] on the device. It shares memory with ``parameter``, or has fewer bits.
     """
 
@@ -42,13 +42,13 @@ class Owner:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the float32 value is a copy of the model's parameter."""
+        """Whether pages hold a float32 copy of the parameter, because the model's parameter has fewer bits."""
         return self.target.dtype is not torch.float32
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What Adam reads of a parameter group; a scheduler changes some of it in each step."""
+class Hyperparameters:
+    """Adam's hyperparameters of one parameter group, as set by the scheduler for one step."""
 
     lr: float
     beta1: float
@@ -58,8 +58,8 @@ class Figures:
     decoupled_weight_decay: bool
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, number: int) -> Figures:
-        """Return those of a group of the optimizer."""
+    def of(cls, optimizer: torch.optim.Optimizer, number: int) -> Hyperparameters:
+        """Read the hyperparameters of one parameter group."""
         group = optimizer.param_groups[number]
         beta1, beta2 = group["betas"]
         return cls(
@@ -68,30 +68,43 @@ class Figures:
 
 
 class PagedAdam:
-    """The pages of one optimizer, and its steps.
+    """An optimizer with its states in pages.
 
     Attributes:
-        table: which pages hold what.
-        on_disk: the pages that lie on a disk.
+        table: contents of each page.
+        on_disk: pages that are stored on a disk.
         host: pages in host memory, and the buffers of the link.
         tiers: all pages, in host memory and on the disk; None if no page is on a disk.
-        link: to the device.
-        is_fused: run torch's fused kernel, which takes a third of the time and rounds differently. On CPU the resident
-            optimizer does not run it, so pages do not either; on a GPU no kernel rounds like it anyway.
+        link: link to the device.
+        is_fused: whether updates run torch's fused kernel, which takes a third of the time and rounds differently. On
+            CPU pages do not use it, so that results equal the resident optimizer's. A GPU's optimizer rounds
+            differently from any CPU kernel, so there pages use the fused kernel.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Adam, owners: Sequence[Owner], config: StateConfig, on_cuda: bool, part: int = 0
+        self,
+        optimizer: torch.optim.Adam,
+        parameters: Sequence[PagedParameter],
+        config: StateConfig,
+        on_cuda: bool,
+        part: int = 0,
     ) -> None:
-        """Move all states of ``optimizer`` to pages. ``owners``: one for each of its parameters, in its order.
+        """Move all states of ``optimizer`` to pages.
 
-        ``part``: number of the optimizer on this rank. Raises ValueError where its pages take more host memory, or
-        space of a disk, than they may.
+        Args:
+            optimizer: optimizer whose steps are taken over.
+            parameters: one for each parameter of the optimizer, in its order.
+            config: size of pages, limits of host memory and disk.
+            on_cuda: whether the device is a GPU.
+            part: number of the optimizer on this rank.
+
+        Raises:
+            ValueError: the pages need more host memory or disk space than allowed.
         """
         groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         tensors = [
-            StateTensor(f"{group}.{number}", owner.parameter.numel(), group, owner.has_copy)
-            for number, (group, owner) in enumerate(zip(groups, owners, strict=True))
+            StateTensor(f"{group}.{number}", paged.parameter.numel(), group, paged.has_copy)
+            for number, (group, paged) in enumerate(zip(groups, parameters, strict=True))
         ]
         self.table = lay_out(tensors, config.page_bytes)
         self.on_disk = frozenset[int]()
@@ -104,88 +117,91 @@ class PagedAdam:
         self._moves = step_moves(self.table, self.on_disk)
         check_pages(self.table)
         check_moves(self.table, self._moves, self.on_disk)
-        self._owners = owners
+        self._parameters = parameters
         self._has_host_gradients = config.stage > 1
         self.tiers: TieredMemory | None = None
         if config.nvme is not None and self.on_disk:
-            file = PageFile(file_of(config.nvme.folder, config.nvme.rank, part), FileLayout.of(self.table))
+            file = PageFile(page_file_path(config.nvme.folder, config.nvme.rank, part), FileLayout.of(self.table))
             self.tiers = TieredMemory(self.table, self.on_disk, file, on_cuda)
         self.host = self.tiers.host if self.tiers is not None else PageMemory(self.table, on_cuda)
         self.is_fused = on_cuda
         self.link: Link = make_link(self.host.arena, on_cuda)
-        self._with_copy = [number for number, owner in enumerate(owners) if owner.has_copy]
+        self._with_copy = [number for number, paged in enumerate(parameters) if paged.has_copy]
         for number in self._with_copy:
-            self._of_tensor(COPIES, number).copy_(owners[number].parameter.detach())
+            self._tensor_view(COPIES, number).copy_(parameters[number].parameter.detach())
         self._attach_copies()
         self._bind_states(optimizer)
         self._hook(optimizer)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the pages that do not lie on a disk, of what is under way, and of late updates."""
+        """Host memory of pages that are not on a disk, of buffers, and of late updates."""
         return tiered_host_bytes(self.table, self.on_disk) + self._late_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Space of the disk."""
+        """Size of the file on the disk; 0 without a disk."""
         return FileLayout.of(self.table).num_bytes if self.on_disk else 0
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer's steps, and lend it all states where it saves or loads them."""
+        """Take over the optimizer's steps, and lend it all states before it saves or loads them."""
         optimizer.register_step_pre_hook(self._step)
         optimizer.register_load_state_dict_post_hook(self._bind_states)
         optimizer.register_state_dict_pre_hook(partial(self.lend, changed=False))
         optimizer.register_load_state_dict_pre_hook(partial(self.lend, changed=True))
 
     def begin_step(self) -> None:
-        """Let gradients, on the device or in host memory, be attached to parameters whose values are elsewhere."""
+        """Place parameters that have a float32 copy on the gradients' device, so that gradients can be attached.
+
+        Until the step the parameters are NaN, expanded from a single element.
+        """
         for number in self._with_copy:
-            owner = self._owners[number]
-            device = "cpu" if self._has_host_gradients else owner.target.device
-            stand_in = torch.full((1,), math.nan, dtype=torch.float32, device=device)
-            owner.parameter.data = stand_in.expand(owner.parameter.shape)
+            paged = self._parameters[number]
+            device = "cpu" if self._has_host_gradients else paged.target.device
+            nan = torch.full((1,), math.nan, dtype=torch.float32, device=device)
+            paged.parameter.data = nan.expand(paged.parameter.shape)
 
     def lend(self, optimizer: torch.optim.Optimizer, *_: object, changed: bool) -> None:
-        """Have all states in the optimizer until its next step; ``changed``: they may be written to.
+        """Make all states available in the optimizer until its next step.
 
-        Raises OSError or PagesDamaged where the disk fails.
+        ``changed`` says that the caller may write to them. Raises OSError or PagesDamaged if the disk fails.
         """
         if self.tiers is not None and self.tiers.lend(changed):
             self._attach_copies()
-            for number, owner in enumerate(self._owners):
+            for number, paged in enumerate(self._parameters):
                 for plane, name in enumerate(MOMENTS):
-                    optimizer.state[owner.parameter][name] = self._of_tensor(plane, number)
+                    optimizer.state[paged.parameter][name] = self._tensor_view(plane, number)
 
-    def _of_tensor(self, plane: int, number: int) -> torch.Tensor:
-        """Return a plane's part of a parameter, in its shape."""
-        return (self.tiers or self.host).of_tensor(plane, number, self._owners[number].parameter.shape)
+    def _tensor_view(self, plane: int, number: int) -> torch.Tensor:
+        """Return the part of a plane that belongs to a parameter, in the parameter's shape."""
+        return (self.tiers or self.host).tensor_view(plane, number, self._parameters[number].parameter.shape)
 
     def _attach_copies(self) -> None:
-        """Have the optimizer's parameters with a float32 copy be the copies in the pages."""
+        """Point the optimizer's parameters to their float32 copies in the pages."""
         for number in self._with_copy:
-            self._owners[number].parameter.data = self._of_tensor(COPIES, number)
+            self._parameters[number].parameter.data = self._tensor_view(COPIES, number)
 
     def _bind_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy states that were loaded into the pages, and make the optimizer hold those."""
+        """Copy loaded states into the pages, and make the optimizer's states views of the pages."""
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
-        for number, (owner, group) in enumerate(zip(self._owners, groups, strict=True)):
-            state = optimizer.state[owner.parameter]
+        for number, (paged, group) in enumerate(zip(self._parameters, groups, strict=True)):
+            state = optimizer.state[paged.parameter]
             for plane, name in enumerate(MOMENTS):
-                page = self._of_tensor(plane, number)
+                view = self._tensor_view(plane, number)
                 if name in state:
-                    page.copy_(state[name])
-                state[name] = page
-            take_count(optimizer, group, owner.parameter)
+                    view.copy_(state[name])
+                state[name] = view
+            store_count(optimizer, group, paged.parameter)
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Take the optimizer's step. It then finds no gradients and does nothing."""
+        """Take the optimizer's step, and remove the gradients so that the optimizer itself does nothing."""
         if self.tiers is not None:
             self._hide(optimizer)
             self.tiers.begin_step()
-        _Step(self.tiers or self.host, self.link, optimizer, self._owners, self.is_fused).run(self._moves)
-        for owner in self._owners:
-            owner.parameter.grad = None
+        _Step(self.tiers or self.host, self.link, optimizer, self._parameters, self.is_fused).run(self._moves)
+        for paged in self._parameters:
+            paged.parameter.grad = None
         count_update(optimizer)
         if self.tiers is not None:
             self.tiers.end_step(list(itertools.takewhile(lambda move: move.kind in DISK_KINDS, self._moves)))
@@ -193,52 +209,53 @@ class PagedAdam:
         self._attach_copies()
 
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let go of states that were lent; whoever reads the moments without a hook fails."""
-        for owner in self._owners:
+        """Replace lent states by meta tensors, so that reading the moments without a hook fails."""
+        for paged in self._parameters:
             for name in MOMENTS:
-                optimizer.state[owner.parameter][name] = torch.empty(owner.parameter.shape, device="meta")
+                optimizer.state[paged.parameter][name] = torch.empty(paged.parameter.shape, device="meta")
 
 
 class _Step:
-    """One step of an optimizer."""
+    """One optimizer step over all pages."""
 
     def __init__(
         self,
         memory: PageMemory | TieredMemory,
         link: Link,
         optimizer: torch.optim.Optimizer,
-        owners: Sequence[Owner],
+        parameters: Sequence[PagedParameter],
         is_fused: bool,
     ) -> None:
-        self._memory, self._link, self._optimizer, self._owners = memory, link, optimizer, owners
+        self._memory, self._link, self._optimizer, self._parameters = memory, link, optimizer, parameters
         self._is_fused = is_fused
         self._fetched: dict[int, Ticket] = {}  # by buffer
-        self._returned: dict[int, Ticket] = {}
-        self._counts = counts_of(optimizer)
-        self._gradients = [flat_gradient(owner.parameter) for owner in owners]
+        self._returned: dict[int, Ticket] = {}  # by buffer
+        self._counts = update_counts(optimizer)
+        self._gradients = [flat_gradient(paged.parameter) for paged in parameters]
 
     def run(self, moves: Sequence[Move]) -> None:
-        """Make the moves, and let further computing on the device wait for the results."""
-        kinds = {Kind.FETCH: self._fetch, Kind.UPDATE: self._update, Kind.RETURN: self._return}
+        """Run the moves, and make later work on the device wait for the results."""
+        actions = {Kind.FETCH: self._fetch, Kind.UPDATE: self._update, Kind.RETURN: self._return}
         if isinstance(self._memory, TieredMemory):
-            kinds |= dict.fromkeys(DISK_KINDS, self._memory.move)
+            actions |= dict.fromkeys(DISK_KINDS, self._memory.move)
         for move in moves:
-            kinds[move.kind](move)
+            actions[move.kind](move)
         for ticket in self._returned.values():
             self._link.wait(ticket)
         self._link.settle()
 
     def _fetch(self, move: Move) -> None:
         page = self._memory.table.pages[move.page]
-        if not page.has_copy:  # parameters are copied to where the last results may still be copied from
+        if not page.has_copy:  # the fetch overwrites the buffer's last results, which may still be in transfer
             wait_on_host(self._returned.get(move.buffer))
         pairs = []
         for span in page.spans:
-            here = slice(span.page_start, span.page_start + span.num_elements)
-            there = slice(span.tensor_start, span.tensor_start + span.num_elements)
-            pairs.append((self._memory.gradients[move.buffer][here], self._gradients[span.tensor][there]))
+            in_page = slice(span.page_start, span.page_start + span.num_elements)
+            in_tensor = slice(span.tensor_start, span.tensor_start + span.num_elements)
+            pairs.append((self._memory.gradients[move.buffer][in_page], self._gradients[span.tensor][in_tensor]))
             if not page.has_copy:
-                pairs.append((self._memory.values[move.buffer][here], self._owners[span.tensor].target[there]))
+                target = self._parameters[span.tensor].target
+                pairs.append((self._memory.values[move.buffer][in_page], target[in_tensor]))
         self._fetched[move.buffer] = self._link.write(pairs, [source for _, source in pairs])
 
     def _update(self, move: Move) -> None:
@@ -246,12 +263,12 @@ class _Step:
         wait_on_host(self._fetched[move.buffer])
         wait_on_host(self._returned.get(move.buffer))
         value = memory.values[move.buffer][: page.num_elements]
-        first, second, *copy = memory.of_page(move.page)
+        first, second, *copy = memory.page_views(move.page)
         parameter = copy[0] if copy else value
         step = self._counts[page.spans[0].tensor].clone()
         gradient = memory.gradients[move.buffer][: page.num_elements]
-        figures = Figures.of(self._optimizer, page.group)
-        take_adam_step((parameter, gradient, first, second), step, figures, self._is_fused)
+        hyperparameters = Hyperparameters.of(self._optimizer, page.group)
+        take_adam_step((parameter, gradient, first, second), step, hyperparameters, self._is_fused)
         if page.has_copy:
             self._result(move).copy_(parameter)
 
@@ -259,7 +276,7 @@ class _Step:
         result = self._result(move)
         pairs = [
             (
-                self._owners[span.tensor].target[span.tensor_start : span.tensor_start + span.num_elements],
+                self._parameters[span.tensor].target[span.tensor_start : span.tensor_start + span.num_elements],
                 result[span.page_start : span.page_start + span.num_elements],
             )
             for span in self._memory.table.pages[move.page].spans
@@ -267,36 +284,40 @@ class _Step:
         self._returned[move.buffer] = self._link.read(pairs, None)
 
     def _result(self, move: Move) -> torch.Tensor:
-        """Return the part [elements in use] of a buffer that is returned, in the type of the model's parameters."""
+        """Return the results [elements in use] in a buffer, in the type of the model's parameters."""
         page = self._memory.table.pages[move.page]
-        dtype = self._owners[page.spans[0].tensor].target.dtype
+        dtype = self._parameters[page.spans[0].tensor].target.dtype
         return self._memory.values[move.buffer].view(dtype)[: page.num_elements]
 
 
 def take_adam_step(
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     step: torch.Tensor,
-    figures: Figures,
+    hyperparameters: Hyperparameters,
     is_fused: bool,
 ) -> None:
-    """Update a page: its parameters, gradients and both moments, float32 [n] each.
+    """Update one page in place.
 
-    ``step``: the scalar number of updates before. ``is_fused``: see ``PagedAdam``.
+    Args:
+        states: parameters, gradients, first and second moments, float32 [n] each.
+        step: number of earlier updates, a scalar.
+        hyperparameters: hyperparameters of the page's parameter group.
+        is_fused: see ``PagedAdam``.
     """
     parameter, gradient, first, second = states
     adam(
         [parameter], [gradient], [first], [second], [], [step],
-        fused=is_fused, foreach=False, amsgrad=False, maximize=False, **asdict(figures),
+        fused=is_fused, foreach=False, amsgrad=False, maximize=False, **asdict(hyperparameters),
     )  # fmt: skip
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient [n] of a parameter of any shape."""
+    """Return the flattened gradient [n] of a parameter of any shape."""
     assert parameter.grad is not None, f"{parameter.shape=}"
     return parameter.grad.detach().view(-1)
 
 
 def wait_on_host(ticket: Ticket) -> None:
-    """Wait until copies are done, because the processor goes on with what they wrote or read."""
+    """Block the host until the copies of a ticket are done."""
     if ticket is not None:
         ticket.synchronize()

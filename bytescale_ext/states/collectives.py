@@ -1,8 +1,8 @@
-"""Collectives over tensors in host memory, through chunks of device memory.
+"""Collectives over tensors in host memory, through chunks on the device.
 
-Gradients and parameters that are not on the device are reduced and gathered there all the same, where the network is:
-a chunk is copied to the device, communicated, and its result is copied back. With sharded results each chunk takes the
-same part of every rank's shard, so that shards are those of one collective over the whole tensor:
+Gradients and parameters in host memory use the device's network: each chunk is copied to the device and communicated,
+and its result is copied back. For sharded results a chunk takes the same part of every rank's shard, so that the shards
+equal the shards of one collective over the whole tensor:
 
     shard of     rank 0      rank 1
     whole     |a b c d e f|g h i j k l|
@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """How tensors in host memory are communicated.
+class ChunkedCollectives:
+    """Collectives over tensors in host memory.
 
     Attributes:
-        group: of the ranks that share them.
-        device: of the chunks.
-        num_elements: of a chunk, at most; each rank of the group has one at least.
+        group: ranks that communicate.
+        device: device of the chunks.
+        num_elements: largest number of elements of a chunk. A chunk has at least one element per rank.
     """
 
     group: dist.ProcessGroup
@@ -32,7 +32,7 @@ class Chunks:
     num_elements: int
 
     def reduce(self, whole: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Replace a tensor [n] in host memory by its sum over the ranks of the group, on each of them."""
+        """Replace a tensor [n] in host memory by its sum over the ranks of the group, on every rank."""
         if self.group.size() == 1:
             return
         for part in whole.split(self.num_elements):
@@ -41,7 +41,7 @@ class Chunks:
             part.copy_(chunk)
 
     def reduce_scatter(self, whole: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Replace this rank's shard of a tensor [ranks * n] in host memory by its sum over the ranks of the group."""
+        """Replace this rank's shard of a tensor [ranks * n] in host memory by the sum of the shard over all ranks."""
         if self.group.size() == 1:
             return
         for rows in self._parts(whole):
@@ -51,16 +51,16 @@ class Chunks:
             rows[self.group.rank()].copy_(result)
 
     def gather(self, whole: torch.Tensor) -> None:
-        """Fill a tensor [ranks * n] in host memory with the shards of all ranks; only this rank's must be there."""
+        """Fill a tensor [ranks * n] in host memory with the shards of all ranks. This rank's shard is the input."""
         if self.group.size() == 1:
             return
         for rows in self._parts(whole):
-            mine = rows[self.group.rank()].to(self.device, copy=True)
+            shard = rows[self.group.rank()].to(self.device, copy=True)
             chunk = torch.empty(rows.numel(), dtype=rows.dtype, device=self.device)
-            dist.all_gather_into_tensor(chunk, mine, group=self.group)
+            dist.all_gather_into_tensor(chunk, shard, group=self.group)
             rows.copy_(chunk.view(rows.shape))
 
     def _parts(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the chunks [ranks, m] of a tensor [ranks * n]; they are views."""
+        """Return the chunks [ranks, m] of a tensor [ranks * n], as views."""
         num_ranks = self.group.size()
         return torch.split(whole.view(num_ranks, -1), max(1, self.num_elements // num_ranks), dim=1)

@@ -1,4 +1,4 @@
-"""Checks of the folder that pages go to, before training: a local disk, writable, not in use, and what it has free."""
+"""Checks of the folder for page files before training: local disk, writable, unused; and its free space."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ _LOCAL_FUSE: Final = "fuse.fuse-overlayfs"
 
 
 def check_disk(folder: Path, rank: int, flag: str) -> None:
-    """Raise ValueError, naming the flag, for what is no writable folder of a local disk, or has files in use.
+    """Raise ValueError unless a folder is writable, on a local disk, and its files of this rank can be replaced.
 
-    ``rank``: of the process, whose files of an earlier run are replaced.
+    Args:
+        folder: folder for page files.
+        rank: number of the process, which replaces its files of an earlier run.
+        flag: flag that names the folder, for the error message.
     """
     if not folder.is_dir():
-        raise ValueError(f"{flag} {folder} is not a folder: make it on a local disk")
+        raise ValueError(f"{flag} {folder} is not a folder: create it on a local disk")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{flag} {folder} is not writable")
     kind = file_system_of(folder)
     if kind in IN_MEMORY:
-        raise ValueError(f"{flag} {folder} is {kind}, which is host memory: give a folder of a local disk")
+        raise ValueError(f"{flag} {folder} is {kind}, which is host memory: give a folder on a local disk")
     if kind in DISTANT or (kind.startswith("fuse.") and kind != _LOCAL_FUSE):
-        raise ValueError(f"{flag} {folder} is on {kind}, a file system over a network: give a folder of a local disk")
+        raise ValueError(f"{flag} {folder} is on {kind}, a network file system: give a folder on a local disk")
     for path in sorted(folder.glob(PATTERN.replace("*", f"{rank:05}-*"))):
         check_replaceable(path)
 
 
 def file_system_of(folder: Path) -> str:
-    """Return the type of the file system that a folder is on, "" where that is not known."""
-    place = folder.resolve()
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
-    return next((mounts[one] for one in (place, *place.parents) if one in mounts), "")
+    """Return the type of the file system of a folder, or "" if it is unknown."""
+    path = folder.resolve()
+    types = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    return next((types[parent] for parent in (path, *path.parents) if parent in types), "")
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Return what the disk of a folder has free, with the pages that dead processes have left there."""
-    left = sum(path.stat().st_size for path in folder.glob(PATTERN) if not is_in_use(path))
-    return shutil.disk_usage(folder).free + left
+    """Return the free bytes of a folder's disk, including page files that dead processes have left."""
+    abandoned = sum(path.stat().st_size for path in folder.glob(PATTERN) if not is_in_use(path))
+    return shutil.disk_usage(folder).free + abandoned

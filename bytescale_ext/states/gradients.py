@@ -1,8 +1,7 @@
-"""Sums of gradients in host memory: each gradient leaves the device as soon as autograd has computed it.
+"""Gradient sums in host memory: each gradient leaves the device as soon as autograd has computed it.
 
-A gradient is copied to slots of pinned memory beside further computing, and one thread adds the slots to the sum in the
-order in which they came. Each element is thus added in the same order and precision as on a device, so that sums are
-equal to the last bit.
+A gradient is copied to slots of pinned memory, which overlaps with computation. One thread adds the slots to the sum in
+order of arrival. The order and precision of the additions are the same as on a device, so the sums are bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS as NUM_SLOTS
 
 
 def host_block(num_elements: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    """Return zeros [num_elements] of host memory, pinned for a GPU as one block."""
+    """Allocate zeros [num_elements] in host memory as one block; ``pinned`` registers it with the GPU."""
     memory = torch.zeros(num_elements * dtype.itemsize, dtype=torch.uint8)
     if pinned:
         pin(memory)
@@ -25,10 +24,10 @@ def host_block(num_elements: int, dtype: torch.dtype, pinned: bool) -> torch.Ten
 
 
 class GradientSums:
-    """Adds gradients of a device to tensors in host memory.
+    """Adds gradients on a device to tensors in host memory.
 
     Attributes:
-        slots: uint8 [slots, slot_bytes], where gradients wait to be added.
+        slots: buffers for gradients that are not added yet, uint8 [slots, slot_bytes].
     """
 
     def __init__(self, slot_bytes: int, on_cuda: bool) -> None:
@@ -36,14 +35,11 @@ class GradientSums:
         self.slots = memory.view(NUM_SLOTS, slot_bytes)
         self._link = make_link(HostArena(memory), on_cuda)
         self._thread = ThreadPoolExecutor(1, "gradients")
-        self._added: list[Future[None] | None] = [None] * NUM_SLOTS  # the last addition of each slot
+        self._additions: list[Future[None] | None] = [None] * NUM_SLOTS  # the last addition of each slot
         self._next = 0
 
     def add(self, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient on the device to a contiguous sum in host memory; both have the same shape.
-
-        Returns before it is added; see ``finish``.
-        """
+        """Start to add a gradient on the device to a contiguous sum of equal shape in host memory; see ``finish``."""
         sums, parts = total.view(-1), gradient.detach().reshape(-1)
         length = self.slots.shape[1] // gradient.element_size()
         starts = range(0, parts.numel(), length)
@@ -52,8 +48,8 @@ class GradientSums:
             self._send([(sums[piece], parts[piece]) for piece in pieces], gradient)
 
     def _send(self, pieces: list[tuple[torch.Tensor, torch.Tensor]], gradient: torch.Tensor) -> None:
-        """Copy at most as many pieces as there are slots, and have them added once they have come."""
-        numbers = [(self._next + place) % NUM_SLOTS for place in range(len(pieces))]
+        """Start to copy (sum, gradient) pieces to slots and to add them; there are at most ``NUM_SLOTS`` pieces."""
+        numbers = [(self._next + index) % NUM_SLOTS for index in range(len(pieces))]
         self._next = (self._next + len(pieces)) % NUM_SLOTS
         targets = []
         for number, (_, part) in zip(numbers, pieces, strict=True):
@@ -63,16 +59,16 @@ class GradientSums:
             [(target, part) for target, (_, part) in zip(targets, pieces, strict=True)], [gradient]
         )
         for number, target, (total, _) in zip(numbers, targets, pieces, strict=True):
-            self._added[number] = self._thread.submit(_add, total, target, ticket)
+            self._additions[number] = self._thread.submit(_add, total, target, ticket)
 
     def _wait(self, number: int) -> None:
-        """Wait until a slot is free. Raises what its addition has raised."""
-        done = self._added[number]
-        if done is not None:
-            done.result()
+        """Wait until a slot is free. Re-raises the exception of its addition."""
+        addition = self._additions[number]
+        if addition is not None:
+            addition.result()
 
     def finish(self) -> None:
-        """Wait until all gradients have been added. Raises what an addition has raised."""
+        """Wait until all gradients have been added. Re-raises the exception of an addition."""
         for number in range(NUM_SLOTS):
             self._wait(number)
         self._link.settle()

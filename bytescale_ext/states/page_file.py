@@ -1,7 +1,7 @@
-"""The file of a disk that holds pages: direct I/O, checksums, and two versions of which one is always whole.
+"""File of pages on a disk, with direct I/O, checksums, and two versions, at least one of them complete at any time.
 
-A file belongs to one process, which holds a lock on it and removes it at its end. It is scratch: what a run goes on
-from is Megatron's checkpoint, because pages in host memory are in no file.
+A file belongs to one process, which holds a lock on it and removes it when it ends. The file is scratch space: a run
+resumes from Megatron's checkpoint, because the file lacks the pages in host memory.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _HEADER: Final = struct.Struct(f"<{len(MAGIC)}sQQQQI")  # step, pages, copies, b
 
 
 class PagesDamaged(RuntimeError):
-    """A page is not what was written; the run cannot go on."""
+    """A page read from disk differs from the page written. The run cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a file says of its newest whole version.
+    """Record of the newest complete version of a file.
 
     Attributes:
-        step: of the optimizer.
-        version: which one.
-        layout: of the file.
-        checksums: uint32 [pages of all planes]; 0 for pages that were never written.
+        step: step of the optimizer.
+        version: number of the version.
+        layout: layout of the file.
+        checksums: checksum of each page of all planes, uint32 [pages]; 0 for pages that were never written.
     """
 
     step: int
@@ -49,48 +49,48 @@ class Record:
     checksums: np.ndarray
 
 
-def file_of(folder: Path, rank: int, part: int) -> Path:
-    """Return the file of a part of a rank's optimizer."""
+def page_file_path(folder: Path, rank: int, part: int) -> Path:
+    """Return the path of the page file of one optimizer part of a rank."""
     return folder / f"rank-{rank:05}-part-{part}.pages"
 
 
 def read_record(path: Path) -> Record | None:
-    """Return the newest whole record of a file, or None where it has none.
+    """Return the newest complete record of a file, or None without one.
 
-    Raises ValueError where the file is no file of pages.
+    Raises ValueError if the file is not a page file, and OSError.
     """
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
         if not head.strip(b"\0"):
-            return None  # ended before its first record
+            return None  # its process ended before the first record
         if len(head) < _HEADER.size or not head.startswith(MAGIC):
-            raise ValueError(f"{path} is not a file of pages: remove it or give another folder")
+            raise ValueError(f"{path} is not a page file: remove it or give another folder")
         _, _, pages, copies, page_bytes, _ = _HEADER.unpack(head)
         layout = FileLayout(pages, copies, page_bytes)
         file.seek(0)
-        records = [_record(file.read(layout.record_bytes), version) for version in range(NUM_VERSIONS)]
-    return max((one for one in records if one is not None), key=lambda one: one.step, default=None)
+        records = [_parse_record(file.read(layout.record_bytes), version) for version in range(NUM_VERSIONS)]
+    return max((record for record in records if record is not None), key=lambda record: record.step, default=None)
 
 
-def _record(content: bytes, version: int) -> Record | None:
-    """Return a record, or None where it is torn or was never written."""
+def _parse_record(content: bytes, version: int) -> Record | None:
+    """Return a record, or None if it is incomplete or was never written."""
     if len(content) < HEADER_BYTES or not content.startswith(MAGIC):
         return None
-    _, step, pages, copies, page_bytes, check = _HEADER.unpack_from(content)
-    if _record_check(content) != check:
+    _, step, pages, copies, page_bytes, checksum = _HEADER.unpack_from(content)
+    if _record_checksum(content) != checksum:
         return None
     layout = FileLayout(pages, copies, page_bytes)
     checksums = np.frombuffer(content, np.uint32, layout.version_pages, HEADER_BYTES)
     return Record(step, version, layout, checksums)
 
 
-def _record_check(content: bytes) -> int:
-    """Return the checksum of a record without the field that holds it."""
+def _record_checksum(content: bytes) -> int:
+    """Return the checksum of a record, without the checksum field itself."""
     return zlib.crc32(content[HEADER_BYTES:], zlib.crc32(content[: _HEADER.size - CHECKSUM_BYTES]))
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether a living process holds the file."""
+    """Return whether a running process has locked the file."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -100,29 +100,29 @@ def is_in_use(path: Path) -> bool:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ValueError unless a file is one of pages that no living process uses."""
+    """Raise ValueError unless a file is a page file that no running process uses."""
     try:
         read_record(path)
         in_use = is_in_use(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if in_use:
-        raise ValueError(f"{path} belongs to another run, which uses it: give each run a folder of its own")
+        raise ValueError(f"{path} is in use by another run: give each run its own folder")
 
 
 class PageFile:
-    """The open file of one process, whose space is reserved when it is made.
+    """Open page file of one process.
 
     Attributes:
-        path: where it is.
-        layout: where pages lie in it.
-        is_direct: reads and writes pass the cache of the operating system by.
+        path: path of the file.
+        layout: offsets of pages in the file.
+        is_direct: whether reads and writes bypass the page cache of the operating system.
     """
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
-        """Make the file, in place of one that a dead process has left.
+        """Create the file and reserve its space. A file that a dead process has left is replaced.
 
-        Raises ValueError where another process uses the file, it is no file of pages, or the disk is too small.
+        Raises ValueError if another process uses the file, it is not a page file, or the disk has too little space.
         """
         if path.exists():
             check_replaceable(path)
@@ -151,9 +151,9 @@ class PageFile:
         self._remove()
 
     def read(self, version: int, plane: int, page: int, buffer: np.ndarray) -> None:
-        """Fill a buffer uint8 [page_bytes] that begins at a multiple of ``BLOCK_BYTES``.
+        """Read a page into a buffer, uint8 [page_bytes], whose address is a multiple of ``BLOCK_BYTES``.
 
-        Raises PagesDamaged where the page is not what was written, OSError where the disk fails.
+        Raises PagesDamaged if the page differs from the page written, OSError if the disk fails.
         """
         offset, done = self.layout.offset(version, plane, page), 0
         while done < len(buffer):
@@ -164,12 +164,15 @@ class PageFile:
         index = self.layout.index(plane, page)
         if self._is_known[version, index] and zlib.crc32(buffer) != self._checksums[version, index]:
             raise PagesDamaged(
-                f"page {page} of plane {plane} in {self.path} is not what was written (its checksum differs): check "
-                "the disk, and go on from the last checkpoint"
+                f"page {page} of plane {plane} in {self.path} differs from the page written (by its checksum): check "
+                "the disk, and resume from the last checkpoint"
             )
 
     def write(self, version: int, plane: int, page: int, buffer: np.ndarray) -> None:
-        """Write a buffer uint8 [page_bytes] that begins at a multiple of ``BLOCK_BYTES``. Raises OSError."""
+        """Write a page from a buffer, uint8 [page_bytes], whose address is a multiple of ``BLOCK_BYTES``.
+
+        Raises OSError if the disk fails.
+        """
         offset, done = self.layout.offset(version, plane, page), 0
         index = self.layout.index(plane, page)
         self._is_known[version, index] = False
@@ -179,31 +182,32 @@ class PageFile:
         self._is_known[version, index] = True
 
     def commit(self, version: int, step: int) -> None:
-        """Record that a version is whole and holds the states after ``step``. Raises OSError."""
+        """Record that a version is complete and holds the states after ``step``. Raises OSError if the disk fails."""
         layout = self.layout
         rest = self._checksums[version].tobytes().ljust(layout.record_bytes - HEADER_BYTES, b"\0")
         fields = (MAGIC, step, layout.num_pages, layout.num_copies, layout.page_bytes)
         unchecked = _HEADER.pack(*fields, 0).ljust(HEADER_BYTES, b"\0") + rest
-        record, done = _HEADER.pack(*fields, _record_check(unchecked)) + unchecked[_HEADER.size :], 0
+        record, done = _HEADER.pack(*fields, _record_checksum(unchecked)) + unchecked[_HEADER.size :], 0
         while done < len(record):
             done += os.pwrite(self._file, record[done:], version * layout.record_bytes + done)
 
     def mapped(self, version: int) -> tuple[mmap.mmap, int]:
-        """Return a version as memory, which the operating system writes back, and where in it the version begins.
+        """Return (memory map, offset of the version in the map).
 
-        Nobody reads or writes pages of the version meanwhile.
+        The operating system writes changes back. While the map is in use, ``read`` and ``write`` must not touch the
+        version.
         """
-        begin = self.layout.version_offset(version)
-        start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        return mmap.mmap(self._file, begin - start + self.layout.version_bytes, offset=start), begin - start
+        offset = self.layout.version_offset(version)
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        return mmap.mmap(self._file, offset - start + self.layout.version_bytes, offset=start), offset - start
 
-    def forget(self, version: int) -> None:
-        """Expect no checksums of a version, which was changed as memory."""
+    def forget_checksums(self, version: int) -> None:
+        """Stop checking the pages of a version, because they were changed through a memory map."""
         self._is_known[version] = False
 
 
 def _open_direct(path: Path, offset: int) -> list[int]:
-    """Return a handle for direct I/O, or none where the file system has none. Writes zeros at an unused offset."""
+    """Return [handle for direct I/O], or [] if the file system does not support it. Writes zeros at ``offset``."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
@@ -219,7 +223,7 @@ def _open_direct(path: Path, offset: int) -> list[int]:
 
 
 def _remove(handles: list[int], path: Path, process: int) -> None:
-    """Remove a file at the end of the process that made it, not of one that was forked from it."""
+    """Close the handles, and remove the file if this is the process that created it and not a fork of it."""
     if handles and os.getpid() == process:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -229,13 +233,13 @@ def _remove(handles: list[int], path: Path, process: int) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path, layout: FileLayout) -> Iterator[None]:
-    """Turn what the system says of a new file into a ValueError that says what to do."""
+    """Turn an OSError about a new file into a ValueError that says what to do."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ValueError(f"pages cannot be in {path.parent}: {error.strerror}") from error
+            raise ValueError(f"pages cannot be stored in {path.parent}: {error.strerror}") from error
         raise ValueError(
-            f"pages take {layout.num_bytes / 1e9:.3f} GB of {path.parent}, which has less: free that much, or give "
-            "another --state-nvme"
+            f"pages need {layout.num_bytes / 1e9:.3f} GB in {path.parent}, which has less: free space, or give another "
+            "--state-nvme"
         ) from error

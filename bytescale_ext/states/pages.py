@@ -1,4 +1,4 @@
-"""Host memory of a page table: the planes of Adam's states, and the buffers of pages under way."""
+"""Host memory of a page table: planes of Adam's states, and buffers of the pages that are being updated."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from bytescale_ext.activation.arena import ALIGNMENT, HostArena, pin
 from bytescale_ext.plan.states.pages import NUM_BUFFERS, PageTable
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""Adam's states, by the names that torch gives them."""
+"""Torch's names of Adam's states."""
 
 
 class PageMemory:
-    """Planes and buffers in one block of host memory, which is pinned for a GPU.
+    """Planes and buffers in one block of host memory.
 
     Attributes:
-        table: what lies where.
-        arena: the memory, for a link to the device.
-        planes: float32 [n] each, those of the moments and of float32 parameters; without the pages left out.
-        gradients, values: a page [n] for each buffer, float32.
+        table: contents of each page.
+        arena: the block of memory, for a link to the device.
+        planes: planes of the moments and of float32 parameters, float32 [n] each, without the excluded pages.
+        gradients: gradients of a page, float32 [n], for each buffer.
+        values: parameters of a page, float32 [n], for each buffer.
+        places: position of each page in the planes, by number of the page.
     """
 
-    def __init__(self, table: PageTable, pinned: bool, left_out: Collection[int] = ()) -> None:
-        """``left_out``: pages that lie elsewhere."""
+    def __init__(self, table: PageTable, pinned: bool, excluded: Collection[int] = ()) -> None:
+        """Allocate the memory of a table, pinned for a GPU; ``excluded`` pages are stored elsewhere."""
         self.table = table
-        here = [number for number in range(len(table.pages)) if number not in left_out]
-        counts = [*[len(here)] * len(MOMENTS), sum(number < table.num_copies for number in here)]
+        included = [number for number in range(len(table.pages)) if number not in excluded]
+        counts = [*[len(included)] * len(MOMENTS), sum(number < table.num_copies for number in included)]
         num_pages = sum(counts) + 2 * NUM_BUFFERS
         memory = torch.empty(num_pages * table.page_bytes + _PARTS * ALIGNMENT, dtype=torch.uint8)
         if pinned:
@@ -37,16 +39,16 @@ class PageMemory:
         self.planes = [self._take(count).zero_() for count in counts]
         self.gradients = [self._take(1) for _ in range(NUM_BUFFERS)]
         self.values = [self._take(1) for _ in range(NUM_BUFFERS)]
-        self.places = {number: place for place, number in enumerate(here)}
+        self.places = {number: place for place, number in enumerate(included)}
 
     def _take(self, num_pages: int) -> torch.Tensor:
-        """Return pages [n] that lie end to end, float32."""
+        """Allocate contiguous pages, float32 [n]."""
         block = self.arena.take(num_pages * self.table.page_bytes)
         assert block is not None, f"{num_pages=} {self.arena.used_bytes=} {self.arena.num_bytes=}"
         return self.arena.view(block, (num_pages * self.table.page_elements,), torch.float32)
 
-    def of_tensor(self, plane: int, number: int, shape: torch.Size) -> torch.Tensor:
-        """Return the part of a plane that belongs to a tensor, in the tensor's shape, where no page is left out."""
+    def tensor_view(self, plane: int, number: int, shape: torch.Size) -> torch.Tensor:
+        """Return the part of a plane that belongs to a tensor, in ``shape``. Requires that no page is excluded."""
         start = self.table.starts[number]
         return self.planes[plane][start : start + self.table.tensors[number].num_elements].view(shape)
 
@@ -55,8 +57,8 @@ class PageMemory:
         start = self.places[number] * self.table.page_elements
         return self.planes[plane][start : start + self.table.page_elements]
 
-    def of_page(self, number: int) -> list[torch.Tensor]:
-        """Return the moments and, where the page has one, the copy [elements in use] of a page."""
+    def page_views(self, number: int) -> list[torch.Tensor]:
+        """Return the moments of a page and its float32 copy, if it has one, each [elements in use]."""
         page = self.table.pages[number]
         count = len(MOMENTS) + page.has_copy
         return [self.whole_page(plane, number)[: page.num_elements] for plane in range(count)]
@@ -65,4 +67,4 @@ class PageMemory:
 COPIES: Final = len(MOMENTS)
 """Number of the plane of float32 parameters."""
 
-_PARTS: Final = len(MOMENTS) + 1 + 2 * NUM_BUFFERS  # each begins at a multiple of ``ALIGNMENT``
+_PARTS: Final = len(MOMENTS) + 1 + 2 * NUM_BUFFERS  # allocations, each aligned to ``ALIGNMENT``

@@ -1,6 +1,6 @@
-"""A table of rows shared out over ranks, one owner a row: reads and updates are exchanges between all ranks of a group.
+"""Table of rows sharded over ranks: each row has one owner, and reads and updates are all-to-all exchanges.
 
-Every rank of the group calls each method equally often, whatever rows it needs. Host memory holds all of it, so the
+Every rank of the group calls each method equally often, whichever rows it needs. All data is in host memory, so the
 group's backend is gloo.
 """
 
@@ -18,57 +18,56 @@ from bytescale_ext.states.rows import Answer, Push, RowTable
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ShardedRows:
-    """One rank's view of the whole table.
+    """Access of one rank to the whole table.
 
     Attributes:
-        shard: the rows that this rank owns: ``len(shard.values)`` from that many times its rank on; equally many on all
-            ranks, so the last rows may belong to nobody.
-        group: the ranks that share the table.
+        shard: rows that this rank owns. Rank r owns the rows from ``r * len(shard.values)`` on. All shards have equal
+            size, so the last rows may be unused.
+        group: ranks that share the table.
     """
 
     shard: RowTable
     group: dist.ProcessGroup
 
     def answer(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> Answer:
-        """Return the rows int64 [n], ascending, that are newer than copies of these versions [n]; see ``RowTable``."""
+        """Return the rows that are newer than the worker's copies; see ``RowTable.answer``. Collective.
+
+        ``rows``: int64 [n], ascending; ``versions``: int64 [n].
+        """
         bounds = self._bounds(rows)
-        asked_rows, asked_versions = (self._exchange(np.split(one, bounds[1:-1])) for one in (rows, versions))
-        answers = [
-            self.shard.answer(self._local(wanted), known, read_bound)
-            for wanted, known in zip(asked_rows, asked_versions, strict=True)
-        ]
-        places = self._exchange([one.asked for one in answers])
+        requests = zip(*(self._exchange(np.split(column, bounds[1:-1])) for column in (rows, versions)), strict=True)
+        answers = [self.shard.answer(self._local(rows), versions, read_bound) for rows, versions in requests]
+        positions = self._exchange([answer.asked for answer in answers])
         return Answer(
-            np.concatenate([place + start for place, start in zip(places, bounds[:-1], strict=True)]),
-            np.concatenate(self._exchange([one.values for one in answers])),
-            np.concatenate(self._exchange([one.squares for one in answers])),
-            np.concatenate(self._exchange([one.versions for one in answers])),
+            np.concatenate([position + start for position, start in zip(positions, bounds[:-1], strict=True)]),
+            np.concatenate(self._exchange([answer.values for answer in answers])),
+            np.concatenate(self._exchange([answer.squares for answer in answers])),
+            np.concatenate(self._exchange([answer.versions for answer in answers])),
         )
 
     def apply(self, push: Push, rate: float) -> None:
-        """Update the owners' rows with the pushes of all ranks, added up in the order of ranks."""
+        """Update the owners' rows with the pushes of all ranks, summed in rank order. Collective."""
         order = np.argsort(push.rows)
         bounds = self._bounds(push.rows[order])
         columns = (push.rows, push.gradients, push.updates, push.squares)
-        parts = (np.split(one[order], bounds[1:-1]) for one in columns)
-        received = [self._exchange(one) for one in parts]
+        received = [self._exchange(np.split(column[order], bounds[1:-1])) for column in columns]
         pushes = [Push(self._local(rows), *others) for rows, *others in zip(*received, strict=True)]
         self.shard.apply(pushes, rate)
 
     def _bounds(self, rows: np.ndarray) -> np.ndarray:
-        """Return where the rows of each owner begin among ascending rows [n], and n."""
+        """Return the index of each owner's first row among ascending rows [n], followed by n: [ranks + 1]."""
         return np.searchsorted(rows, len(self.shard.values) * np.arange(self.group.size() + 1))
 
     def _local(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers of rows [n] in this rank's shard."""
+        """Return the indices in this rank's shard of rows [n]."""
         return rows - self.group.rank() * len(self.shard.values)
 
     def _exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Send part i [n, ...] to rank i; return what each rank has sent. Collective."""
+        """Send part i, [n, ...], to rank i, and return the part received from each rank. Collective."""
         sent = torch.tensor([len(part) for part in parts])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        whole = torch.from_numpy(np.concatenate(parts))
-        result = whole.new_empty((int(received.sum()), *whole.shape[1:]))
-        dist.all_to_all_single(result, whole, received.tolist(), sent.tolist(), group=self.group)
+        source = torch.from_numpy(np.concatenate(parts))
+        result = source.new_empty((int(received.sum()), *source.shape[1:]))
+        dist.all_to_all_single(result, source, received.tolist(), sent.tolist(), group=self.group)
         return np.split(result.numpy(), np.cumsum(received.numpy())[:-1])

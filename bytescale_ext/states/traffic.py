@@ -1,4 +1,4 @@
-"""What a cache of table rows saves on given token ids, counted by running the cache itself with rows of one number."""
+"""Traffic of a cache of table rows for given token ids, counted by running the cache with rows of width 1."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from bytescale_ext.states.cache import CacheSettings, RowCache
 from bytescale_ext.states.rows import Push, RowTable
 
 CLOCK_BYTES: Final = 16
-"""Of a row's number and its version, which are sent for every row that is asked for or pushed."""
+"""Bytes of a row's number and version, which are sent for every row that is requested or pushed."""
 FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTraffic:
-    """What all workers have read and sent over the steps.
+    """Number of rows that all workers have read and transferred.
 
     Attributes:
-        num_steps: how many steps.
-        num_read: rows of batches, each once in a batch; without a cache each is fetched and its gradient pushed.
-        num_fetched: rows that came from the table.
-        num_pushed: rows whose gradients went to it.
-        num_staged: rows that were fetched while the step before was computed.
+        num_steps: number of steps.
+        num_read: rows of batches, counted once per batch. Without a cache each is fetched and its gradient pushed.
+        num_fetched: rows fetched from the table.
+        num_pushed: rows whose updates were sent to the table.
+        num_staged: rows that were fetched during the step before the step that reads them.
     """
 
     num_steps: int
@@ -37,21 +37,21 @@ class CacheTraffic:
 
     @property
     def hit_rate(self) -> float:
-        """Share of reads that needed no row of the table."""
+        """Fraction of reads that needed no row of the table."""
         return 1.0 - self.num_fetched / self.num_read
 
     @property
-    def waited(self) -> float:
-        """Share of reads for which a step waits, because their rows were not fetched ahead or have changed since."""
+    def wait_rate(self) -> float:
+        """Fraction of reads that make a step wait, because the row was not staged or has changed since."""
         return (self.num_fetched - self.num_staged) / self.num_read
 
     @property
-    def saved(self) -> float:
-        """Share of the rows, fetched and pushed, that a run without a cache would also send."""
+    def saving(self) -> float:
+        """Fraction of the transfers of a run without a cache that the cache saves."""
         return 1.0 - (self.num_fetched + self.num_pushed) / (2 * self.num_read)
 
     def step_bytes(self, dim: int) -> float:
-        """Return the bytes that all workers send and receive in a step, for rows of ``dim`` float32 numbers."""
+        """Return the bytes that all workers send and receive per step, for rows of ``dim`` float32 numbers."""
         rows = self.num_fetched + self.num_pushed
         return (rows * (dim + 1) * FLOAT_BYTES + (self.num_read + self.num_pushed) * CLOCK_BYTES) / self.num_steps
 
@@ -59,35 +59,40 @@ class CacheTraffic:
 def step_rows(
     rule: GramRule, documents: Iterator[np.ndarray], num_workers: int, num_tokens: int
 ) -> Iterator[list[np.ndarray]]:
-    """Yield for each step the rows int64 [n] of each worker's batch, each once.
+    """Yield the unique rows, int64 [n], of each worker's batch, step by step.
 
-    Batches are packs of ``num_tokens`` tokens, filled with documents (ids [t]) in order; a last step that is not full
-    is left out.
+    A batch is a pack of ``num_tokens`` tokens of consecutive documents. A last, incomplete step is dropped.
+
+    Args:
+        rule: rule that hashes tokens to rows.
+        documents: token ids of each document, [t].
+        num_workers: number of batches per step.
+        num_tokens: tokens of a batch.
     """
-    waiting: list[np.ndarray] = []
-    num_waiting, wanted = 0, num_tokens * num_workers
+    unused: list[np.ndarray] = []
+    num_unused, step_tokens = 0, num_tokens * num_workers
     for document in documents:
-        waiting.append(rule.rows_of(document))
-        num_waiting += len(document)
-        if num_waiting < wanted:
+        unused.append(rule.rows_of(document))
+        num_unused += len(document)
+        if num_unused < step_tokens:
             continue
-        rows = np.concatenate(waiting)
-        full = num_waiting // wanted * wanted
-        for begin in range(0, full, wanted):
-            yield [np.unique(part) for part in np.split(rows[begin : begin + wanted], num_workers)]
-        waiting, num_waiting = [rows[full:]], num_waiting - full
+        rows = np.concatenate(unused)
+        full = num_unused // step_tokens * step_tokens
+        for begin in range(0, full, step_tokens):
+            yield [np.unique(part) for part in np.split(rows[begin : begin + step_tokens], num_workers)]
+        unused, num_unused = [rows[full:]], num_unused - full
 
 
 def measure_traffic(
     steps: Sequence[Sequence[np.ndarray]], num_rows: int, settings: CacheSettings, ahead: bool = False
 ) -> CacheTraffic:
-    """Run the workers of all steps and count their rows.
+    """Run the caches of all workers over all steps, and count the rows that they transfer.
 
     Args:
-        steps: the rows [n] of each worker's batch, each once.
-        num_rows: of the table.
-        settings: of each worker's cache.
-        ahead: rows of the next step are fetched while a step is computed, as in training.
+        steps: unique rows [n] of each worker's batch, by step.
+        num_rows: number of rows of the table.
+        settings: size and bounds of each worker's cache.
+        ahead: whether the rows of the next step are fetched during a step, as in training.
     """
     table = RowTable(np.zeros((num_rows, 1), np.float32), np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int64))
     caches = [RowCache(settings, num_rows, 1) for _ in steps[0]]
@@ -102,11 +107,10 @@ def measure_traffic(
             for cache, rows in zip(caches, batches, strict=True)
         ]
         table.apply(pushes, 0.0)
-    counted = [cache.traffic for cache in caches]
     return CacheTraffic(
         len(steps),
-        sum(one.num_read for one in counted),
-        sum(one.num_fetched for one in counted),
-        sum(one.num_pushed for one in counted),
-        sum(one.num_staged for one in counted),
+        sum(cache.traffic.num_read for cache in caches),
+        sum(cache.traffic.num_fetched for cache in caches),
+        sum(cache.traffic.num_pushed for cache in caches),
+        sum(cache.traffic.num_staged for cache in caches),
     )

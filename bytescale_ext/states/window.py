@@ -1,10 +1,10 @@
-"""A window of layers on the device: parameters are in host memory, and come ahead of the passes that need them.
+"""Window of layers on the device: parameters are in host memory, and are copied before the pass that needs them.
 
     layer      0 1 2 3 4 5 6 7
-    forward    . . x x . . . .      layer 2 computes, layer 3 is on its way
-    backward   . . . . x x . .      layer 5 computes, layer 4 is on its way
+    forward    . . x x . . . .      layer 2 computes, layer 3 is being copied
+    backward   . . . . x x . .      layer 5 computes, layer 4 is being copied
 
-Passes do not change parameters, so a layer that leaves the window is just dropped.
+Passes do not change parameters, so a layer that leaves the window is dropped without a copy back.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.link import Link, Ticket, make_link
 
 
-class Away:
-    """Parameters in host memory that come to the device together.
+class HostedParameters:
+    """Parameters in host memory that are copied to the device together.
 
     Attributes:
-        is_here: whether they have come or are on their way.
+        on_device: whether the parameters are on the device or being copied to it.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        """``parameters``: of any shapes, in host memory."""
+        """Remember ``parameters`` of any shape, which are in host memory."""
         self._host = {parameter: parameter.data for parameter in parameters}
         self._device = device
-        self._coming: tuple[list[torch.Tensor], Ticket] | None = None
-        self.is_here = False
+        self._copying: tuple[list[torch.Tensor], Ticket] | None = None
+        self.on_device = False
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the parameters."""
+        """Bytes of the parameters."""
         return sum(host.nbytes for host in self._host.values())
 
     def fetch(self, link: Link) -> None:
-        """Start to copy the parameters to the device."""
-        if not self.is_here:
+        """Start copying the parameters to the device."""
+        if not self.on_device:
             tensors = [torch.empty_like(host, device=self._device) for host in self._host.values()]
-            self._coming = tensors, link.read(list(zip(tensors, self._host.values(), strict=True)), None)
-            self.is_here = True
+            self._copying = tensors, link.read(list(zip(tensors, self._host.values(), strict=True)), None)
+            self.on_device = True
 
     def hold(self, link: Link) -> None:
-        """Have the parameters on the device."""
+        """Copy the parameters to the device, unless they are there, and make later work on the device wait for them."""
         self.fetch(link)
-        if self._coming is not None:
-            tensors, ticket = self._coming
+        if self._copying is not None:
+            tensors, ticket = self._copying
             link.wait(ticket)
             for parameter, tensor in zip(self._host, tensors, strict=True):
                 parameter.data = tensor
-            self._coming = None
+            self._copying = None
 
     def release(self, link: Link) -> None:
-        """Drop what is on the device."""
-        if self._coming is not None:
-            link.wait(self._coming[1])  # its memory is free for computing, which must not come before the copy
-            self._coming = None
+        """Free the parameters on the device."""
+        if self._copying is not None:
+            link.wait(self._copying[1])  # the memory is reused by later work, which must wait for the copy
+            self._copying = None
         for parameter, host in self._host.items():
             parameter.data = host
-        self.is_here = False
+        self.on_device = False
 
 
 class LayerWindow:
-    """The layers of one part of a model, and its other parameters, which are on the device all through a step.
+    """Layers of one model chunk. Hosted parameters outside of layers are on the device throughout a step.
 
     Attributes:
-        num_layers: on the device at a time, with those on their way.
+        num_layers: number of layers on the device at a time, including layers that are being copied.
     """
 
     def __init__(
@@ -80,12 +80,21 @@ class LayerWindow:
         num_layers: int,
         device: torch.device,
     ) -> None:
-        """Hook ``layers`` of ``part``, in the order of the forward pass; ``hosted`` parameters are in host memory."""
+        """Hook a model chunk.
+
+        Args:
+            part: model chunk.
+            layers: its layers in the order of the forward pass.
+            hosted: parameters in host memory.
+            num_layers: number of layers on the device at a time.
+            device: device of the passes.
+        """
         self.num_layers = num_layers
-        of_layers = [[one for one in layer.parameters() if one in hosted] for layer in layers]
-        inside = {one for layer in of_layers for one in layer}
-        self._layers = [Away(layer, device) for layer in of_layers]
-        self._others = Away([one for one in part.parameters() if one in hosted and one not in inside], device)
+        by_layer = [[parameter for parameter in layer.parameters() if parameter in hosted] for layer in layers]
+        in_layers = {parameter for parameters in by_layer for parameter in parameters}
+        others = [parameter for parameter in part.parameters() if parameter in hosted and parameter not in in_layers]
+        self._layers = [HostedParameters(parameters, device) for parameters in by_layer]
+        self._others = HostedParameters(others, device)
         self._link = make_link(HostArena(torch.empty(0, dtype=torch.uint8)), device.type == "cuda")
         part.register_forward_pre_hook(self._before_part, prepend=True)
         for number, layer in enumerate(layers):
@@ -94,26 +103,29 @@ class LayerWindow:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the parameters that are there now."""
-        return sum(one.num_bytes for one in (*self._layers, self._others) if one.is_here)
+        """Bytes of hosted parameters that are on the device now."""
+        return sum(hosted.num_bytes for hosted in (*self._layers, self._others) if hosted.on_device)
 
     def enter(self, number: int, step: int) -> None:
-        """Have a layer on the device, and the next ones on their way; ``step``: 1 in a forward pass, -1 in backward."""
+        """Move the window so that a layer is on the device and the next layers are being copied.
+
+        ``step`` is 1 in a forward pass and -1 in a backward pass.
+        """
         first = number - (self.num_layers - 1 if step < 0 else 0)
-        first = max(0, min(first, len(self._layers) - self.num_layers))  # at an end: those of the way back
-        wanted = range(first, min(first + self.num_layers, len(self._layers)))
+        first = max(0, min(first, len(self._layers) - self.num_layers))  # the window does not extend past either end
+        inside = range(first, min(first + self.num_layers, len(self._layers)))
         for other, layer in enumerate(self._layers):
-            if other not in wanted and layer.is_here:
+            if other not in inside and layer.on_device:
                 layer.release(self._link)
         self._layers[number].hold(self._link)
-        for other in wanted[::step]:
+        for other in inside[::step]:
             self._layers[other].fetch(self._link)
 
     def release(self) -> None:
-        """Have no parameters on the device, because they are about to change."""
-        for one in (*self._layers, self._others):
-            if one.is_here:
-                one.release(self._link)
+        """Free all hosted parameters on the device, because the optimizer is about to change them."""
+        for hosted in (*self._layers, self._others):
+            if hosted.on_device:
+                hosted.release(self._link)
 
     def _before_part(self, *_: object) -> None:
         self._others.hold(self._link)
@@ -123,10 +135,10 @@ class LayerWindow:
         self.enter(number, -1 if is_recomputed else 1)
 
     def _after_forward(self, number: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        """Have the layer return before its backward pass, which begins with the gradient of an output."""
-        for one in output if isinstance(output, tuple) else (output,):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(partial(self._before_backward, number))
+        """Hook the outputs of a layer: its backward pass starts with the gradient of an output."""
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, number))
 
     def _before_backward(self, number: int, _gradient: torch.Tensor) -> None:
         self.enter(number, -1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bytescale_ext.config.memory.states import StateConfig
-from bytescale_ext.states.adam import Owner, PagedAdam
+from bytescale_ext.states.adam import PagedAdam, PagedParameter
 
 SHAPES = ((5, 3), (1,), (40, 7), (2, 2), (9,), (33,))
 GROUPS = ((0, 2, 3, 5), (1, 4))  # the second one without weight decay
@@ -63,8 +63,8 @@ class Paged(Resident):
     def __init__(self, dtype: torch.dtype, is_decoupled: bool = True, config: StateConfig = AMPLE) -> None:
         super().__init__(dtype, is_decoupled)
         targets = [one.view(-1) for one in in_order(self.model)]
-        owners = [Owner(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
-        self.adam = PagedAdam(self.optimizer, owners, config, on_cuda=False)
+        parameters = [PagedParameter(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
+        self.adam = PagedAdam(self.optimizer, parameters, config, on_cuda=False)
 
     def step(self, number: int) -> None:
         self.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)

@@ -39,7 +39,7 @@ class CheckedTable(RowTable):
 
 
 def drawn() -> RowTable:
-    table = RowTable.drawn(range(NUM_ROWS), DIM, 1.0, 0)
+    table = RowTable.random(range(NUM_ROWS), DIM, 1.0, 0)
     return CheckedTable(table.values, table.squares, table.versions)
 
 
@@ -86,8 +86,8 @@ def sent_of(cache: RowCache) -> np.ndarray:
 def check_lines(cache: RowCache) -> None:
     """Check that lines and rows name each other."""
     used = np.flatnonzero(cache.row >= 0)
-    assert (cache.slot_of[cache.row[used]] == used).all()
-    assert (cache.slot_of >= 0).sum() == len(used)
+    assert (cache.line[cache.row[used]] == used).all()
+    assert (cache.line >= 0).sum() == len(used)
     assert not cache.pending[cache.updates == 0].any()
 
 
@@ -108,7 +108,7 @@ def test_a_worker_alone_reads_all_its_updates_however_stale_it_may_be(
     cache, table = RowCache(CacheSettings(num_lines, policy, 100, write_bound), NUM_ROWS, DIM), drawn()
     steps = [step[0] for step in batches(seed, 15)]
     for (rows, gradients), (next_rows, _) in itertools.pairwise(steps):
-        expected, slots = table.values[rows], cache.slot_of[rows]
+        expected, slots = table.values[rows], cache.line[rows]
         held, squares = slots >= 0, table.squares[rows]
         waiting = (of[slots[held]] for of in (cache.pending, cache.updates))
         expected[held] -= np.float32(RATE) * as_steps(*waiting, squares[held], cache.added[slots[held]])
@@ -186,7 +186,7 @@ def test_without_staleness_training_is_that_without_a_cache(num_lines: int, poli
 
 def test_a_run_without_a_cache_is_plain_adagrad() -> None:
     table, _, _ = run(CacheSettings(0), seed=2)
-    values, squares = RowTable.drawn(range(NUM_ROWS), DIM, 1.0, 0).values.astype(np.float64), np.zeros(NUM_ROWS)
+    values, squares = RowTable.random(range(NUM_ROWS), DIM, 1.0, 0).values.astype(np.float64), np.zeros(NUM_ROWS)
     for step in batches(2, 40):
         total = np.zeros((NUM_ROWS, DIM))
         for rows, gradients in step:

@@ -11,7 +11,7 @@ import pytest
 
 from bytescale_ext.plan.states.tiers import FileLayout
 from bytescale_ext.states.disks import check_disk, file_system_of, free_disk_bytes
-from bytescale_ext.states.page_file import PageFile, file_of
+from bytescale_ext.states.page_file import PageFile, page_file_path
 
 LAYOUT = FileLayout(2, 2, 4096)
 
@@ -34,10 +34,10 @@ def test_local_disks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("tmpfs", "is tmpfs, which is host memory: give a folder of a local disk"),
-        ("nfs4", "is on nfs4, a file system over a network"),
-        ("lustre", "is on lustre, a file system over a network"),
-        ("fuse.sshfs", "is on fuse.sshfs, a file system over a network"),
+        ("tmpfs", "is tmpfs, which is host memory: give a folder on a local disk"),
+        ("nfs4", "is on nfs4, a network file system"),
+        ("lustre", "is on lustre, a network file system"),
+        ("fuse.sshfs", "is on fuse.sshfs, a network file system"),
     ],
 )
 def test_what_is_no_local_disk(kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,22 +48,22 @@ def test_what_is_no_local_disk(kind: str, message: str, tmp_path: Path, monkeypa
 
 def test_only_files_of_this_rank_must_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount(monkeypatch, tmp_path, "ext4")
-    used = PageFile(file_of(tmp_path, 1, 1), LAYOUT)
+    used = PageFile(page_file_path(tmp_path, 1, 1), LAYOUT)
     check_disk(tmp_path, 0, "--flag")
-    with pytest.raises(ValueError, match=r"rank-00001-part-1\.pages belongs to another run"):
+    with pytest.raises(ValueError, match=r"rank-00001-part-1\.pages is in use by another run"):
         check_disk(tmp_path, 1, "--flag")
     used.close()
     check_disk(tmp_path, 1, "--flag")
-    file_of(tmp_path, 0, 0).write_text("something else")
-    with pytest.raises(ValueError, match="is not a file of pages"):
+    page_file_path(tmp_path, 0, 0).write_text("something else")
+    with pytest.raises(ValueError, match="is not a page file"):
         check_disk(tmp_path, 0, "--flag")
 
 
 def test_pages_of_dead_runs_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    used = PageFile(file_of(tmp_path, 0, 0), LAYOUT)
+    used = PageFile(page_file_path(tmp_path, 0, 0), LAYOUT)
     assert free_disk_bytes(tmp_path) == 1000
     left = used.path.read_bytes()
     used.close()
-    file_of(tmp_path, 5, 0).write_bytes(left)
+    page_file_path(tmp_path, 5, 0).write_bytes(left)
     assert free_disk_bytes(tmp_path) == 1000 + LAYOUT.num_bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS
 from bytescale_ext.states import gradients
-from bytescale_ext.states.collectives import Chunks
+from bytescale_ext.states.collectives import ChunkedCollectives
 from bytescale_ext.states.gradients import GradientSums
 from tests.harness import run_ranks
 
@@ -53,7 +53,7 @@ def test_slots_are_not_overwritten_before_they_are_added(monkeypatch: pytest.Mon
 
 def test_a_failed_addition_is_raised() -> None:
     sums = GradientSums(SLOT_BYTES, on_cuda=False)
-    sums._added[3] = sums._thread.submit(gradients._add, torch.zeros(2), torch.zeros(3), None)
+    sums._additions[3] = sums._thread.submit(gradients._add, torch.zeros(2), torch.zeros(3), None)
     with pytest.raises(RuntimeError, match="size"):
         sums.finish()
 
@@ -66,7 +66,7 @@ def compare(rank: int, world: int) -> list[tuple[str, bool]]:
     mine = slice(rank * SHARD, (rank + 1) * SHARD)
     found = []
     for size in CHUNK_SIZES:
-        chunks = Chunks(group, torch.device("cpu"), size)
+        chunks = ChunkedCollectives(group, torch.device("cpu"), size)
         total = whole[rank].clone()
         chunks.reduce(total)
         found.append((f"reduce {size}", torch.equal(total, whole.sum(0))))
@@ -94,7 +94,7 @@ def alone(rank: int, world: int) -> bool:
     """Return whether one rank leaves its tensor as it is, without a device."""
     group = dist.group.WORLD
     assert group is not None
-    chunks, whole = Chunks(group, torch.device("meta"), 2), torch.arange(6.0)
+    chunks, whole = ChunkedCollectives(group, torch.device("meta"), 2), torch.arange(6.0)
     chunks.reduce(whole)
     chunks.reduce_scatter(whole)
     chunks.gather(whole)

@@ -17,7 +17,7 @@ import pytest
 
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES, FileLayout
 from bytescale_ext.states import page_file
-from bytescale_ext.states.page_file import PageFile, PagesDamaged, file_of, is_in_use, read_record
+from bytescale_ext.states.page_file import PageFile, PagesDamaged, is_in_use, page_file_path, read_record
 
 LAYOUT = FileLayout(num_pages=5, num_copies=3, page_bytes=2 * BLOCK_BYTES)
 PLACES = [(plane, page) for plane, count in enumerate((5, 5, 3)) for page in range(count)]
@@ -25,7 +25,7 @@ PLACES = [(plane, page) for plane, count in enumerate((5, 5, 3)) for page in ran
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return file_of(tmp_path, 3, 0)
+    return page_file_path(tmp_path, 3, 0)
 
 
 def buffer() -> np.ndarray:
@@ -88,7 +88,7 @@ def test_a_damaged_page_is_named(path: Path) -> None:
         if (plane, page) != (1, 4):
             file.read(1, plane, page, buffer())
     with pytest.raises(
-        PagesDamaged, match=r"^page 4 of plane 1 in .*/rank-00003-part-0\.pages is not what was written"
+        PagesDamaged, match=r"^page 4 of plane 1 in .*/rank-00003-part-0\.pages differs from the page written"
     ):
         file.read(1, 1, 4, buffer())
     os.truncate(path, LAYOUT.offset(1, 2, 0))
@@ -119,7 +119,7 @@ def test_the_newest_whole_record_counts(path: Path) -> None:
 def test_a_file_in_use_is_another_runs(path: Path) -> None:
     file = PageFile(path, LAYOUT)
     assert is_in_use(path)
-    with pytest.raises(ValueError, match="belongs to another run, which uses it"):
+    with pytest.raises(ValueError, match="is in use by another run"):
         PageFile(path, LAYOUT)
     assert path.exists()
     file.close()
@@ -141,7 +141,7 @@ def test_what_a_dead_run_has_left_is_replaced(path: Path) -> None:
 @pytest.mark.parametrize("text", [b"x" * 200, b"notes"])
 def test_a_foreign_file_stays(path: Path, text: bytes) -> None:
     path.write_bytes(text)
-    with pytest.raises(ValueError, match="is not a file of pages: remove it or give another folder"):
+    with pytest.raises(ValueError, match="is not a page file: remove it or give another folder"):
         PageFile(path, LAYOUT)
     assert path.read_bytes() == text
 

@@ -25,22 +25,22 @@ def test_tensors_and_pages_are_views_of_the_same_elements() -> None:
     memory = PageMemory(TABLE, pinned=False)
     assert not memory.planes[1].any()
     for number, tensor in enumerate(TENSORS):
-        view = memory.of_tensor(1, number, torch.Size([1, tensor.num_elements]))
+        view = memory.tensor_view(1, number, torch.Size([1, tensor.num_elements]))
         assert view.shape == (1, tensor.num_elements)
         view.fill_(number + 1)
     for number, page in enumerate(TABLE.pages):
-        states = memory.of_page(number)
+        states = memory.page_views(number)
         assert len(states) == 2 + page.has_copy
         found = [int(value) for value in states[1]]
         assert found == [span.tensor + 1 for span in page.spans for _ in range(span.num_elements)]
 
 
 def test_pages_that_lie_elsewhere_take_no_memory() -> None:
-    memory = PageMemory(TABLE, pinned=False, left_out={0, 3, 6})
+    memory = PageMemory(TABLE, pinned=False, excluded={0, 3, 6})
     length = TABLE.page_elements
     assert [plane.numel() for plane in memory.planes] == [4 * length, 4 * length, 4 * length]
     assert memory.places == {1: 0, 2: 1, 4: 2, 5: 3}
     for number in memory.places:
         memory.whole_page(0, number).fill_(number)
     assert [int(page[0]) for page in memory.planes[0].view(4, -1)] == [1, 2, 4, 5]
-    assert [len(part) for part in memory.of_page(5)] == [TABLE.pages[5].num_elements] * 3
+    assert [len(part) for part in memory.page_views(5)] == [TABLE.pages[5].num_elements] * 3

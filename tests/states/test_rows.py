@@ -24,7 +24,7 @@ def test_adagrad_by_hand() -> None:
 
 
 def test_pushes_of_a_step_are_summed_before_the_update() -> None:
-    table = RowTable.drawn(range(6), 2, 1.0, 3)
+    table = RowTable.random(range(6), 2, 1.0, 3)
     before = table.values.copy()
     of_workers = push([1, 4], [[1, 2], [3, 4]], [1, 1], [2.5, 12.5]), push([4, 0], [[-1, 0], [5, 6]], [1, 3], [0.5, 40])
     table.apply(of_workers, 0.1)
@@ -39,7 +39,7 @@ def test_pushes_of_a_step_are_summed_before_the_update() -> None:
 @pytest.mark.parametrize("updates", [1, 3])
 def test_a_worker_that_waited_is_shortened_by_the_squares_of_the_others(updates: int) -> None:
     """Its three steps, or its one gradient of 2, count beside ten updates of another worker with squares of 32."""
-    table = RowTable.drawn(range(1), 2, 1.0, 3)
+    table = RowTable.random(range(1), 2, 1.0, 3)
     before = table.values.copy()
     mine = push([0], [[2, 2]], [updates], [4.0])
     table.apply([mine, push([0], [[0, 0]], [10], [32.0])], 0.1)
@@ -50,7 +50,7 @@ def test_a_worker_that_waited_is_shortened_by_the_squares_of_the_others(updates:
 
 
 def test_only_copies_that_are_too_old_are_sent() -> None:
-    table = RowTable.drawn(range(5), 3, 1.0, 0)
+    table = RowTable.random(range(5), 3, 1.0, 0)
     table.versions[:] = [0, 4, 4, 4, 9]
     rows, versions = np.array([4, 1, 2, 3, 0]), np.array([9, 4, 2, 1, -1])
     answer = table.answer(rows, versions, 2)

@@ -26,7 +26,7 @@ def train(
     group = dist.group.WORLD
     assert group is not None
     own = -(-NUM_ROWS // world)
-    table = ShardedRows(RowTable.drawn(range(rank * own, (rank + 1) * own), DIM, 1.0, 0), group)
+    table = ShardedRows(RowTable.random(range(rank * own, (rank + 1) * own), DIM, 1.0, 0), group)
     cache, read = RowCache(options, NUM_ROWS, DIM), []
     other = dist.new_group(backend="gloo")
     steps = [step[rank] for step in batches(7, num_steps)]
@@ -46,7 +46,7 @@ def train(
 )
 def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings, ahead: bool) -> None:
     found = run_ranks(train, WORKERS, options, 12, ahead)
-    table = RowTable.drawn(range(NUM_ROWS), DIM, 1.0, 0)
+    table = RowTable.random(range(NUM_ROWS), DIM, 1.0, 0)
     caches = [RowCache(options, NUM_ROWS, DIM) for _ in range(WORKERS)]
     steps = list(batches(7, 12))
     for number, step in enumerate(steps):

@@ -131,7 +131,7 @@ def test_a_full_disk_costs_no_step(
     """The step ends with what could not be written in host memory, once it is said why; a save then has all of it."""
     run = Tiered(dtype, tmp_path, 9)
     said: list[str] = []
-    run.tiers.say_failure = said.append
+    run.tiers.report_failure = said.append
     run.run(range(3))
     allowed = {"first write": 0, "middle": 31, "record": 10**9}[when]
     lock = threading.Lock()

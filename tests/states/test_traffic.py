@@ -32,7 +32,7 @@ def test_without_a_cache_every_row_moves_twice() -> None:
     assert traffic.num_steps == 4
     assert traffic.num_read == sum(len(rows) for step in steps for rows in step)
     assert traffic.num_fetched == traffic.num_pushed == traffic.num_read
-    assert traffic.hit_rate == traffic.saved == 0
+    assert traffic.hit_rate == traffic.saving == 0
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lfuopt"])
@@ -58,7 +58,7 @@ def test_rows_of_the_next_step_come_ahead() -> None:
     steps = [[np.array([0, step, 10 + step])] for step in range(1, 6)]
     alone = measure_traffic(steps, 20, CacheSettings(20), ahead=True)
     assert (alone.num_fetched, alone.num_staged) == (11, 8)  # all but the first three rows, and row 0 is a copy
-    assert alone.waited == pytest.approx(3 / 15)
+    assert alone.wait_rate == pytest.approx(3 / 15)
     both = measure_traffic([[one[0], one[0] + 1] for one in steps], 20, CacheSettings(0), ahead=True)
     assert both.num_fetched > both.num_read == 30
     assert both.num_staged > both.num_fetched - both.num_read

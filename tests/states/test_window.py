@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from bytescale_ext.states import window
-from bytescale_ext.states.window import Away, LayerWindow
+from bytescale_ext.states.window import HostedParameters, LayerWindow
 
 NUM_LAYERS, WIDTH = 6, 8
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -64,18 +64,18 @@ class Live:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.storages: list[tuple[StorageWeakRef, int]] = []
-        self.most, fetch = 0, Away.fetch
+        self.most, fetch = 0, HostedParameters.fetch
 
-        def fetch_and_count(away: Away, link: window.Link) -> None:
-            was_here = away.is_here
-            fetch(away, link)
-            if not was_here and away._coming is not None:
+        def fetch_and_count(hosted: HostedParameters, link: window.Link) -> None:
+            was_on_device = hosted.on_device
+            fetch(hosted, link)
+            if not was_on_device and hosted._copying is not None:
                 self.storages += [
-                    (StorageWeakRef(one.untyped_storage()), one.nbytes) for one in away._coming[0]
+                    (StorageWeakRef(one.untyped_storage()), one.nbytes) for one in hosted._copying[0]
                 ]  # fmt: skip
             self.most = max(self.most, self.now)
 
-        monkeypatch.setattr(Away, "fetch", fetch_and_count)
+        monkeypatch.setattr(HostedParameters, "fetch", fetch_and_count)
 
     @property
     def now(self) -> int:
@@ -89,16 +89,16 @@ def test_passes_are_those_of_resident_layers(
 ) -> None:
     torch.manual_seed(2)
     resident = Part(is_recomputed)
-    away = copy.deepcopy(resident)
-    live, its_window = Live(monkeypatch), windowed(away, num_layers)
+    hosted = copy.deepcopy(resident)
+    live, its_window = Live(monkeypatch), windowed(hosted, num_layers)
     tokens = torch.tensor([0, 3, 3, 1])
     for _ in range(2):
-        losses = [part(tokens) for part in (resident, away)]
+        losses = [part(tokens) for part in (resident, hosted)]
         for loss in losses:
             loss.backward()
         assert torch.equal(*losses)
         its_window.release()
-        for expected, found in zip(resident.parameters(), away.parameters(), strict=True):
+        for expected, found in zip(resident.parameters(), hosted.parameters(), strict=True):
             assert expected.grad is not None
             assert found.grad is not None
             assert torch.equal(expected.grad, found.grad)
@@ -113,17 +113,17 @@ def test_passes_fetch_ahead_in_their_direction(monkeypatch: pytest.MonkeyPatch) 
     part = Part()
     fetched: list[object] = []
     its_window = windowed(part, 2)
-    fetch = Away.fetch
+    fetch = HostedParameters.fetch
 
-    def fetch_and_note(away: Away, link: window.Link) -> None:
-        if not away.is_here:
-            fetched.append(its_window._layers.index(away) if away in its_window._layers else "others")
-        fetch(away, link)
+    def fetch_and_note(hosted: HostedParameters, link: window.Link) -> None:
+        if not hosted.on_device:
+            fetched.append(its_window._layers.index(hosted) if hosted in its_window._layers else "others")
+        fetch(hosted, link)
 
-    monkeypatch.setattr(Away, "fetch", fetch_and_note)
+    monkeypatch.setattr(HostedParameters, "fetch", fetch_and_note)
     part(torch.tensor([1, 2])).backward()
     assert fetched == ["others", 0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
-    assert [one.is_here for one in its_window._layers] == [True] * 2 + [False] * 4  # for a next forward pass
+    assert [one.on_device for one in its_window._layers] == [True] * 2 + [False] * 4  # for a next forward pass
 
 
 def test_a_pass_without_gradients_leaves_its_last_layers() -> None:
@@ -132,7 +132,7 @@ def test_a_pass_without_gradients_leaves_its_last_layers() -> None:
     assert its_window.device_bytes == 0
     with torch.no_grad():
         part(torch.tensor([1]))
-    assert [one.is_here for one in its_window._layers] == [False] * 4 + [True] * 2
+    assert [one.on_device for one in its_window._layers] == [False] * 4 + [True] * 2
     assert its_window.device_bytes == 2 * LAYER_BYTES + OTHER_BYTES
     its_window.release()
     assert its_window.device_bytes == 0

@@ -108,11 +108,11 @@ def read_cached(table: RowTable, steps: list[Step], device: torch.device, ahead:
 def start(num_rows: int, dim: int) -> tuple[RowTable, dict[str, float]]:
     """Return a table, and how long it and its cache took to start and how much memory they took."""
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    table = RowTable.drawn(range(num_rows), dim, 0.02, 0)
+    table = RowTable.random(range(num_rows), dim, 0.02, 0)
     cache = RowCache(CacheSettings(int(SHARE * num_rows)), num_rows, dim)
     seconds = time.perf_counter() - begun
     arrays = (
-        cache.slot_of,
+        cache.line,
         cache.row,
         cache.version,
         cache.updates,
@@ -124,7 +124,7 @@ def start(num_rows: int, dim: int) -> tuple[RowTable, dict[str, float]]:
     for one in (table.squares, table.versions, *arrays, cache._uses, cache._last_use):
         one.fill(0)  # so that all pages exist
     cache.row.fill(-1)
-    cache.slot_of.fill(-1)
+    cache.line.fill(-1)
     took = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     forecast = HostTables(cache.settings, RATE).num_bytes(num_rows, dim, 1)
     return table, {"seconds": seconds, "bytes": took, "forecast_bytes": forecast}

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.config.memory.states import StateConfig  # noqa: E402
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds  # noqa: E402
-from bytescale_ext.states.adam import Owner, PagedAdam  # noqa: E402
+from bytescale_ext.states.adam import PagedAdam, PagedParameter  # noqa: E402
 
 LARGEST = 1 << 24  # elements of a parameter, as of a matrix of a 7B model
 HALF_BYTES, FLOAT_BYTES = 2, 4
@@ -84,8 +84,8 @@ class PagedArm(Arm):
 
     def __init__(self, num_parameters: int, device: torch.device, page_bytes: int) -> None:
         super().__init__(num_parameters, device)
-        owners = [Owner(*pair) for pair in zip(self.main, self.model, strict=True)]
-        self.adam = PagedAdam(self.optimizer, owners, StateConfig(page_bytes, math.inf), device.type == "cuda")
+        parameters = [PagedParameter(*pair) for pair in zip(self.main, self.model, strict=True)]
+        self.adam = PagedAdam(self.optimizer, parameters, StateConfig(page_bytes, math.inf), device.type == "cuda")
 
     def step(self) -> None:
         """Update the parameters page by page."""

@@ -23,7 +23,7 @@ def test_rows_of_steps() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_cache_reads_and_learns_what_a_gather_does(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, device = gpu_ngram.drawn_steps(200, 20, 6, seed=0), torch.device("cpu")
-    tables = [RowTable.drawn(range(200), 4, 1.0, 0) for _ in range(2)]
+    tables = [RowTable.random(range(200), 4, 1.0, 0) for _ in range(2)]
     read: list[torch.Tensor] = []
 
     def keep(values: np.ndarray, places: np.ndarray, device: torch.device) -> torch.Tensor:

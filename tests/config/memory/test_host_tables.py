@@ -13,7 +13,7 @@ from bytescale_ext.states.rows import RowTable
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_bytes_on_the_host_are_those_of_the_arrays(num_ranks: int) -> None:
     dim, host = 8, HostTables(CacheSettings(200), 0.1)
-    table = RowTable.drawn(range(-(-1000 // num_ranks)), dim, 1.0, 0)
+    table = RowTable.random(range(-(-1000 // num_ranks)), dim, 1.0, 0)
     cache = RowCache(host.cache, 1000, dim)
     arrays = [one for owner in (table, cache) for one in arrays_of(owner)]
     assert host.num_bytes(1000, dim, num_ranks) == sum(one.nbytes for one in arrays)

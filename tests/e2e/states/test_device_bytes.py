@@ -30,18 +30,18 @@ most = [0]  # bytes of those that were alive at a time
 
 def count_fetched() -> None:
     """Follow what comes to the window, once in a process."""
-    from bytescale_ext.states.window import Away
+    from bytescale_ext.states.window import HostedParameters
 
-    fetch = Away.fetch
+    fetch = HostedParameters.fetch
 
-    def fetch_and_count(away: Any, link: Any) -> None:
-        was_here = away.is_here
-        fetch(away, link)
-        if not was_here:
-            fetched.extend((StorageWeakRef(one.untyped_storage()), one.nbytes) for one in away._coming[0])
+    def fetch_and_count(hosted: Any, link: Any) -> None:
+        was_on_device = hosted.on_device
+        fetch(hosted, link)
+        if not was_on_device:
+            fetched.extend((StorageWeakRef(one.untyped_storage()), one.nbytes) for one in hosted._copying[0])
         most[0] = max(most[0], sum(size for storage, size in fetched if not storage.expired()))
 
-    Away.fetch = fetch_and_count  # type: ignore[method-assign]
+    HostedParameters.fetch = fetch_and_count  # type: ignore[method-assign]
 
 
 def print_live_bytes(runtime: Any, model: torch.nn.Module) -> None:

@@ -1,5 +1,5 @@
 """Runs whose updates run beside training: all layouts train alike, and a run goes on from its checkpoint as if it had
-never ended. That an update is the right one is in tests/states/updates.
+never ended. That an update is the right one is in tests/states/test_lock_free.py.
 """
 
 from __future__ import annotations

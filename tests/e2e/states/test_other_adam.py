@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.corpora import write_documents
 from tests.e2e.states.test_paged import BF16, PAGED
 from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_ranks
-from tests.states.updates.test_group_counts import FusedAdam
+from tests.states.test_group_counts import FusedAdam
 
 pytestmark = pytest.mark.ranks
 

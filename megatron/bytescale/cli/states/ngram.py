@@ -138,8 +138,8 @@ def text_of(rows: list[Row], num_touched: int, args: argparse.Namespace) -> str:
             f"{row.share:.1%}",
             f"{row.num_lines:,}",
             f"{row.traffic.hit_rate:.1%}",
-            f"{row.traffic.waited:.1%}",
-            f"{row.traffic.saved:.1%}",
+            f"{row.traffic.wait_rate:.1%}",
+            f"{row.traffic.saving:.1%}",
             f"{row.traffic.step_bytes(args.dim) / 1e6:.3f}",
             f"{row.traffic.num_pushed / row.traffic.num_read:.1%}",
         ]
@@ -161,8 +161,8 @@ def json_of(rows: list[Row], num_touched: int, dim: int) -> str:
             "share": row.share,
             "rows": row.num_lines,
             "hit_rate": row.traffic.hit_rate,
-            "waited": row.traffic.waited,
-            "saved": row.traffic.saved,
+            "waited": row.traffic.wait_rate,
+            "saved": row.traffic.saving,
             "bytes_a_step": row.traffic.step_bytes(dim),
             **asdict(row.traffic),
         }

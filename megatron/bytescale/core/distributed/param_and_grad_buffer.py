@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 
 from bytescale_ext.config.memory.states import StateConfig
-from bytescale_ext.states.collectives import Chunks
+from bytescale_ext.states.collectives import ChunkedCollectives
 from bytescale_ext.states.gradients import GradientSums, host_block
 from bytescale_ext.states.window import LayerWindow
 
@@ -170,11 +170,11 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self._chunks(bucket.param_data.dtype).gather(bucket.param_data)
         self.param_gather_dispatched = True
 
-    def _chunks(self, dtype: torch.dtype) -> Chunks:
+    def _chunks(self, dtype: torch.dtype) -> ChunkedCollectives:
         """Return how tensors of a type are communicated."""
         shares = self.ddp_config.use_distributed_optimizer
         group = self.intra_distributed_optimizer_instance_group if shares else self.data_parallel_group
-        return Chunks(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
+        return ChunkedCollectives(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
 
 
 def taking_gradients(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:

@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from bytescale_ext.config.memory.states import StateConfig
-from bytescale_ext.states.updates.group_counts import GroupCountingAdam
+from bytescale_ext.states.group_counts import GroupCountingAdam
 from megatron.bytescale.core.distributed.distributed_data_parallel import move_states
 from megatron.bytescale.core.distributed.host_build import CopiesInHostMemory
 from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gradients

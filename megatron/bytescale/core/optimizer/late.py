@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bytescale_ext.states.updates.lock_free import LockFreeAdam
+from bytescale_ext.states.lock_free import LockFreeAdam
 
 if TYPE_CHECKING:
     import torch

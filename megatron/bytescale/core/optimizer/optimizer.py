@@ -18,9 +18,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.moves import traffic
-from bytescale_ext.states.adam import Owner, PagedAdam
-from bytescale_ext.states.updates.group_counts import GroupCountingAdam
-from bytescale_ext.states.updates.lock_free import LockFreeAdam
+from bytescale_ext.states.adam import PagedAdam, PagedParameter
+from bytescale_ext.states.group_counts import GroupCountingAdam
+from bytescale_ext.states.lock_free import LockFreeAdam
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -63,19 +63,19 @@ def page_parts(parts: Sequence[MegatronOptimizer], config: StateConfig, on_cuda:
 
     Raises ValueError where the pages take more host memory, or space of a disk, than they may.
     """
-    owners = {number: found for number, part in enumerate(parts) if (found := owners_of(part))}
-    sizes = {number: sum(one.parameter.numel() for one in found) for number, found in owners.items()}
-    for number, found in owners.items():
+    by_part = {number: parameters for number, part in enumerate(parts) if (parameters := paged_parameters(part))}
+    sizes = {number: sum(paged.parameter.numel() for paged in parameters) for number, parameters in by_part.items()}
+    for number, parameters in by_part.items():
         part = parts[number]
-        share = config.share(sizes[number] / sum(sizes.values()), any(one.has_copy for one in found))
+        share = config.share(sizes[number] / sum(sizes.values()), any(paged.has_copy for paged in parameters))
         kind = LockFreeAdam if config.update_steps else PagedAdam
-        part.paged_adam = kind(part.optimizer, found, share, on_cuda, number)
+        part.paged_adam = kind(part.optimizer, parameters, share, on_cuda, number)
         part.__class__ = PAGED.get(type(part), type(part))
         config = config.without(part.paged_adam.host_bytes, part.paged_adam.file_bytes)
         del sizes[number]
         if part.paged_adam.tiers is not None:
             assert config.nvme is not None
-            part.paged_adam.tiers.say_failure = partial(save_and_stop, config.nvme.exit_signal)
+            part.paged_adam.tiers.report_failure = partial(save_and_stop, config.nvme.exit_signal)
             print(f"> bytescale: {described(part.paged_adam)}", flush=True)
 
 
@@ -104,8 +104,8 @@ def save_and_stop(exit_signal: int, failure: str) -> None:
     signal.raise_signal(exit_signal)
 
 
-def owners_of(part: MegatronOptimizer) -> list[Owner]:
-    """Return the parameters of a part in its order, each with the model's parameter that gets its result."""
+def paged_parameters(part: MegatronOptimizer) -> list[PagedParameter]:
+    """Return the parameters of a part in its order, each with the model's parameter that it updates."""
     if part.is_stub_optimizer:
         return []
     of_model, copies = [], []
@@ -119,4 +119,4 @@ def owners_of(part: MegatronOptimizer) -> list[Owner]:
         for target, copy in zip(of_group, of_copies, strict=True)
     }
     parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-    return [Owner(parameter, targets.get(parameter, parameter).detach().view(-1)) for parameter in parameters]
+    return [PagedParameter(parameter, targets.get(parameter, parameter).detach().view(-1)) for parameter in parameters]

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.tiers import least_host_bytes
-from megatron.bytescale.core.optimizer.optimizer import PAGED, owners_of, page_parts, save_and_stop
+from megatron.bytescale.core.optimizer.optimizer import PAGED, page_parts, paged_parameters, save_and_stop
 
 AMPLE = StateConfig(4096, math.inf)
 CONFIG = SimpleNamespace(timers=None, reuse_grad_buf_for_mxfp8_param_ag=False)
@@ -71,7 +71,7 @@ def test_a_shard_returns_to_the_models_parameter() -> None:
         DistributedOptimizer, optimizer=torch.optim.AdamW([shards[1], copy]),
         shard_float16_groups=[[shards[0]]], shard_fp32_from_float16_groups=[[copy]],
     )  # fmt: skip
-    single, half = owners_of(part)
+    single, half = paged_parameters(part)
     assert (single.has_copy, half.has_copy) == (False, True)
     assert single.target.data_ptr() == shards[1].data_ptr()
     assert half.target.data_ptr() == shards[0].data_ptr()

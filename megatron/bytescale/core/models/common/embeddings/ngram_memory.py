@@ -58,7 +58,7 @@ class NgramMemory(torch.nn.Module):
 
     def drawn_rows(self, rows: range) -> RowTable:
         """Return rows as they are before training."""
-        return RowTable.drawn(rows, self.settings.dim, self.config.init_method_std, self.draw_seed)
+        return RowTable.random(rows, self.settings.dim, self.config.init_method_std, self.draw_seed)
 
     def values_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the values [t, columns, dim] of rows [t, columns]."""

@@ -27,7 +27,7 @@ class Owner(torch.nn.Module):
     def __init__(self, settings: HostTables = FRESH) -> None:
         super().__init__()
         self.config = SimpleNamespace(sequence_parallel=False)
-        self.host = HostTable(settings, NUM_ROWS, lambda rows: RowTable.drawn(rows, DIM, 1.0, 0), torch.device("cpu"))
+        self.host = HostTable(settings, NUM_ROWS, lambda rows: RowTable.random(rows, DIM, 1.0, 0), torch.device("cpu"))
 
 
 def step_of(*rows: int, number: int = 0) -> Any:
@@ -88,7 +88,7 @@ def test_rows_that_come_ahead_are_those_of_the_table() -> None:
         assert not none
         for name in ("memory.rows", "memory.squares"):
             assert (entries[name] == others_entries[name]).all()
-    drawn = torch.from_numpy(RowTable.drawn(range(NUM_ROWS), DIM, 1.0, 0).values)
+    drawn = torch.from_numpy(RowTable.random(range(NUM_ROWS), DIM, 1.0, 0).values)
     assert torch.equal(found[0][0][0], drawn[[0, 1, 5]])
     # Row 0 has the gradients 1 and 2 of both ranks, divided by 2 labels, in each of three steps.
     steps = RATE * (1 + 1 / 2**0.5 + 1 / 3**0.5)

@@ -16,9 +16,9 @@ import torch
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.late import late_bytes
-from bytescale_ext.states.adam import Owner
+from bytescale_ext.states.adam import PagedParameter
+from bytescale_ext.states.lock_free import LockFreeAdam
 from bytescale_ext.states.page_file import PagesDamaged
-from bytescale_ext.states.updates.lock_free import LockFreeAdam
 from tests.states.test_adam import PAGE_BYTES, Resident, assert_equal, in_order, load
 
 STEPS = 8
@@ -103,8 +103,8 @@ class LockFree(Resident):
     def __init__(self, dtype: torch.dtype, config: StateConfig, submit: Submit) -> None:
         super().__init__(dtype)
         targets = [one.view(-1) for one in in_order(self.model)]
-        owners = [Owner(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
-        self.adam = LockFreeAdam(self.optimizer, owners, config, on_cuda=False)
+        parameters = [PagedParameter(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
+        self.adam = LockFreeAdam(self.optimizer, parameters, config, on_cuda=False)
         self.adam.submit = submit
 
     def step(self, number: int) -> None:
@@ -175,8 +175,8 @@ class LockFreeLarge(LockFree):
         self.model = [torch.randn(9000, dtype=torch.bfloat16), torch.randn(30, 40, dtype=torch.bfloat16)]
         self.main = [one.float() for one in self.model]
         self.optimizer = torch.optim.AdamW(self.main, lr=1e-2)
-        owners = [Owner(main, one.view(-1)) for main, one in zip(self.main, self.model, strict=True)]
-        self.adam = LockFreeAdam(self.optimizer, owners, config, on_cuda=False)
+        parameters = [PagedParameter(main, one.view(-1)) for main, one in zip(self.main, self.model, strict=True)]
+        self.adam = LockFreeAdam(self.optimizer, parameters, config, on_cuda=False)
         self.adam.submit = submit
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.adam import adam
 
-from bytescale_ext.states.adam import Owner, PagedAdam
-from bytescale_ext.states.updates.group_counts import GroupCountingAdam, counts_of
+from bytescale_ext.states.adam import PagedAdam, PagedParameter
+from bytescale_ext.states.group_counts import GroupCountingAdam, count_update, store_count, update_counts
 from tests.states.test_adam import AMPLE, Resident, in_order
 
 
@@ -71,8 +71,8 @@ class PagedFused(Fused):
         super().__init__(is_decoupled)
         self.optimizer = GroupCountingAdam.taking_over(self.optimizer, is_decoupled)
         targets = [one.view(-1) for one in in_order(self.model)]
-        owners = [Owner(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
-        self.adam = PagedAdam(self.optimizer, owners, AMPLE, on_cuda=False)
+        parameters = [PagedParameter(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
+        self.adam = PagedAdam(self.optimizer, parameters, AMPLE, on_cuda=False)
 
     def step(self, number: int) -> None:
         self.adam.begin_step()
@@ -121,4 +121,18 @@ def test_states_of_torch_are_loaded_with_their_count() -> None:
     paged = PagedFused()
     paged.optimizer.load_state_dict(copy.deepcopy(torchs.optimizer.state_dict()))
     assert [group["step"] for group in paged.optimizer.param_groups] == [3, 3]
-    assert [float(one) for one in counts_of(paged.optimizer)] == [3.0] * 6
+    assert [float(one) for one in update_counts(paged.optimizer)] == [3.0] * 6
+
+
+def test_counts_of_both_kinds() -> None:
+    one, other = torch.ones(3), torch.ones(2)
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": []}]
+    plain, counting = torch.optim.Adam([other]), GroupCountingAdam.taking_over(FusedAdam(groups), True)
+    for optimizer, parameter in ((plain, other), (counting, one)):
+        store_count(optimizer, optimizer.param_groups[0], parameter)
+        for expected in (0.0, 1.0):
+            assert [float(count) for count in update_counts(optimizer)] == [expected]
+            count_update(optimizer)
+    assert "step" not in counting.state[one]
+    assert "step" not in counting.param_groups[1]
+    assert all(group["decoupled_weight_decay"] for group in counting.param_groups)

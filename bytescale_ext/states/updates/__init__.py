@@ -1,1 +1,0 @@
-"""Updates of Adam's states that do not hold a step up."""
