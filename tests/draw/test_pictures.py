@@ -13,11 +13,9 @@ import pytest
 
 from bytescale_ext.draw import activations
 from bytescale_ext.draw.activations import draw_policies
-from bytescale_ext.draw.charts import draw_bars, draw_dots, draw_loss, running_mean
-from bytescale_ext.draw.experts import draw_loads
-from bytescale_ext.draw.ngram import draw_hit_rates
+from bytescale_ext.draw.charts import draw_bars, draw_dots, draw_hit_rates, draw_loads, draw_loss, running_mean
 from bytescale_ext.draw.schedule import draw_schedule
-from bytescale_ext.draw.sculpt import draw_clusters, plane
+from bytescale_ext.draw.sculpt import draw_clusters, principal_components
 from bytescale_ext.draw.search import draw_strategies, frontier
 from bytescale_ext.draw.states import draw_moves
 from bytescale_ext.draw.timeline import draw_timeline
@@ -107,7 +105,7 @@ def test_a_running_mean_begins_with_the_values_there_are() -> None:
 
 def test_the_plane_of_clusters_shows_the_largest_differences() -> None:
     vectors = np.array([[0, 0, 3.0], [0, 0, -3], [1, 0, 0], [-1, 0, 0]])
-    assert np.allclose(np.abs(plane(vectors)), [[3, 0], [3, 0], [0, 1], [0, 1]])
+    assert np.allclose(np.abs(principal_components(vectors)), [[3, 0], [3, 0], [0, 1], [0, 1]])
 
 
 def test_the_frontier_of_strategies_gains_time_for_memory() -> None:
