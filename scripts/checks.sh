@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks of both launchers, which source this file with their own name as its argument.
+# Checks of both launchers, which source this file with their own name as the argument.
 set -euo pipefail
 program=$1
 
@@ -8,7 +8,7 @@ fail() {
   exit 2
 }
 
-# whole_number NAME [LEAST]: replaces the variable of this name by a whole number; 32K is 32768, 2M is 2097152.
+# whole_number NAME [LEAST]: replaces the value of a variable by a whole number; 32K is 32768, 2M is 2097152.
 whole_number() {
   local -n value=$1
   [[ $value =~ ^([0-9]{1,9})([KM]?)$ ]] || fail "$1=$value is not a whole number, such as 8 or 32K"
@@ -20,10 +20,10 @@ whole_number() {
   ((value >= ${2:-1})) || fail "$1=$value: give at least ${2:-1}"
 }
 
-# check_data ARGUMENTS: the data set DATA is there, or the arguments name other data.
+# check_data ARGUMENTS: fails unless the data set DATA exists or the arguments name other data.
 check_data() {
   [[ " $*" =~ " --"([a-z-]+-)?(data-path|data-args-path|hdp-loader) ]] && return
-  [[ -f $DATA.idx && -f $DATA.bin ]] || fail "DATA=$DATA: there is no $DATA.idx and .bin; bytescale corpus makes them"
+  [[ -f $DATA.idx && -f $DATA.bin ]] || fail "DATA=$DATA: there is no $DATA.idx and .bin; bytescale corpus writes them"
 }
 
 check_out() {

@@ -1,6 +1,6 @@
-"""``make demo``: train on real text with several ranks, draw the loss and a timeline. Writes runs/demo/.
+"""``make demo``: train on real text with several ranks, and draw the loss and a timeline in runs/demo/.
 
-The first steps are trained again with static context parallelism, whose losses must be the same.
+The first steps are trained again with static context parallelism; both losses must be equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bytescale_ext.draw.timeline import draw_timeline
 from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_spans, write_perfetto
 
 ROOT = Path(__file__).resolve().parent.parent
-# (share of the samples, files, tokens) of each corpus: Python files are long, C headers short.
+# Share of the samples, files and tokens of each corpus: Python files are long, C headers short.
 CORPORA = {"python": (0.35, "*.py", 20_000_000), "headers": (0.65, "*.h", 8_000_000)}
 TIMELINE_STEP = 14  # rings of 4 and of 2 ranks, and packs
 STATIC_STEPS = 5
@@ -51,7 +51,7 @@ class Demo:
     """Number of ranks, device and folder of a demo.
 
     Attributes:
-        is_static: the run beside it, in which every document is cut over all ranks.
+        is_static: whether this is the second run, which splits every document over all ranks.
     """
 
     num_ranks: int
@@ -61,7 +61,7 @@ class Demo:
 
     @property
     def run_folder(self) -> Path:
-        """Where this run writes."""
+        """Folder of this run."""
         return self.folder / "static" if self.is_static else self.folder
 
     @property
@@ -80,7 +80,7 @@ class Demo:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of pretrain_gpt_hdp.py. C is a quarter of the context, or more where few ranks must hold it."""
+        """Flags of pretrain_gpt_hdp.py. C is a quarter of the context, or more if few ranks must hold the context."""
         context = int(CONTEXT[1])
         blend = [str(part) for name, (share, _, _) in CORPORA.items() for part in (share, self.corpus(name))]
         flags = [*MODEL, *CONTEXT, *TRAIN, "--data-path", *blend, "--hybrid-data-parallel"]
@@ -95,13 +95,13 @@ class Demo:
 
     @property
     def command(self) -> list[str]:
-        """The training command."""
+        """Training command."""
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
         return [*launch, str(ROOT / "pretrain_gpt_hdp.py"), *self.flags]
 
     @property
     def key(self) -> str:
-        """Hash of the command; only a finished run with the same hash is skipped."""
+        """Hash of the command. A finished run with the same hash is skipped."""
         return hashlib.sha256("\0".join(self.command[1:]).encode()).hexdigest()[:16]
 
 
@@ -138,7 +138,7 @@ def train(demo: Demo, console: Console) -> None:
     demo.run_folder.mkdir(parents=True, exist_ok=True)
     for stale in (metrics_path, *(demo.run_folder / "timeline").glob("rank*.jsonl")):
         stale.unlink(missing_ok=True)
-    # With more threads than cores, ranks would wait for each other.
+    # With more threads than cores, ranks wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ",".join(QUIET)}
     words = "static context parallelism" if demo.is_static else "training"
     columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total}", TimeRemainingColumn(),
@@ -181,7 +181,7 @@ def draw(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str,
 
 
 def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the run; means leave out the first step, which warms up."""
+    """Return the figures of the run; means exclude the first step, which warms up."""
     steady = steps[1:] or steps
     mean = {name: sum(s[name] for s in steady) / len(steady) for name in
             ("tokens_per_second", "planned_imbalance", "measured_imbalance", "padding_share")}  # fmt: skip
@@ -194,7 +194,7 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict
         "first_loss": steps[0]["lm loss"],
         "last_loss": steps[-1]["lm loss"],
         "largest_loss_difference_to_static": max(
-            abs(one["lm loss"] - other["lm loss"]) for one, other in zip(steps, static, strict=False)
+            abs(a["lm loss"] - b["lm loss"]) for a, b in zip(steps, static, strict=False)
         ),
         **{name: round(value, 4) for name, value in mean.items()},
         "micro_batches_per_rank": [round(sum(counts) / len(steady), 2) for counts in
@@ -214,7 +214,7 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
         f"in the first {STATIC_STEPS}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s on {demo.num_ranks} {demo.device} ranks",
         "micro-batches": "  ".join(f"{count:g}" for count in summary["micro_batches_per_rank"])
-        + "  (of each rank, mean of a step)",
+        + "  (per rank, mean of a step)",
         "imbalance": f"planned {summary['planned_imbalance']:.2f}, measured {summary['measured_imbalance']:.2f} "
         "(busiest rank / mean)",
         "padding": f"{100 * summary['padding_share']:.2f} %",
@@ -222,7 +222,7 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
         f"rings of {', '.join(map(str, summary['ring_widths_of_timeline']))} ranks",
         "files": f"{shown(demo.folder)}/: train.log, loss.png, timeline.png, timeline.json (open in ui.perfetto.dev), "
         "tensorboard/, metrics.jsonl, summary.json",
-        "next": "sudo make cluster: both beside each other on an emulated cluster with links, in five minutes",
+        "next": "sudo make cluster: both on an emulated cluster with links, in five minutes",
     }
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", value)
@@ -242,7 +242,7 @@ def main() -> int:
         type=int,
         choices=RANKS,
         default=4,
-        help="number of ranks, a divisor of the documents of a step (%(default)s); on GPUs if there are enough",
+        help="number of ranks, a divisor of a step's documents (%(default)s); on GPUs if there are enough",
     )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
     args = parser.parse_args()
@@ -260,9 +260,9 @@ def main() -> int:
             console.print(f"training: done already; remove {shown(demo.folder)} to train again")
         else:
             runs = []
-            for one in (demo, replace(demo, is_static=True)):
-                train(one, console)
-                runs.append(read_metrics(one.run_folder / "metrics.jsonl"))
+            for run in (demo, replace(demo, is_static=True)):
+                train(run, console)
+                runs.append(read_metrics(run.run_folder / "metrics.jsonl"))
             draw(demo, *runs)
             summary = summarize(demo, *runs)
             summary_path.write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Trains a GPT on this machine with hybrid data parallelism: on its GPUs, or on CPU ranks where there are none.
+# Trains a GPT on this machine with hybrid data parallelism, on its GPUs or, without GPUs, on CPU ranks.
 #
 #   make setup                                          # once
 #   .venv/bin/bytescale corpus --output data/python     # once: real text to train on
-#   scripts/train_local.sh                              # with the values below
+#   scripts/train_local.sh                              # trains with the values below
 #   LAYERS=2 HIDDEN=128 FFN=352 HEADS=4 KV_HEADS=2 ITERS=50 scripts/train_local.sh --lr 1e-3
 #
 # Arguments go to pretrain_gpt_hdp.py after the flags of this script and override them. DRY_RUN=1 only prints the
 # command. A run continues from the last checkpoint in $OUT; on SIGTERM it saves and ends.
-# Exit code: 0 also after a save on SIGTERM, 2 when arguments or data were refused, else torchrun's.
+# Exit code: 0 also after a save on SIGTERM, 2 if arguments or data are refused, else torchrun's.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bin=$root/.venv/bin
@@ -16,7 +16,7 @@ bin=$root/.venv/bin
 source "$root/scripts/checks.sh" train_local.sh
 [[ -x $bin/python ]] || fail "there is no $bin/python; run 'make setup' first"
 
-# The devices. GPUS defaults to the number that torch sees; GPUS=0 trains on CPU.
+# The devices. GPUS defaults to the number of GPUs that torch sees; GPUS=0 trains on CPU.
 GPUS=${GPUS:-$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')}
 whole_number GPUS 0
 RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 4))}
@@ -32,14 +32,14 @@ DATA=${DATA:-$root/data/python}
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size 257}
 SEQ_LENGTH=${SEQ_LENGTH:-32768}
 whole_number SEQ_LENGTH
-# C, the most tokens of a micro-batch on one rank: 8192, or more where the longest sample needs it.
+# C, the most tokens of a micro-batch on one rank: 8192, or more if the longest sample needs it.
 smallest=$(((SEQ_LENGTH + RANKS - 1) / RANKS))
 TOKENS_PER_RANK=${TOKENS_PER_RANK:-$((smallest > 8192 ? smallest : 8192))}
 # The run. BATCH counts documents and is a multiple of the data-parallel ranks.
 BATCH=${BATCH:-$((16 * RANKS))}
 ITERS=${ITERS:-1000}
 OUT=${OUT:-$root/runs/local}
-# How often the ranks are started again, from the last checkpoint, after one of them has died.
+# Restarts of the ranks from the last checkpoint after a rank has died.
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 for name in LAYERS HIDDEN FFN HEADS KV_HEADS TOKENS_PER_RANK BATCH ITERS; do whole_number "$name"; done
 whole_number MAX_RESTARTS 0
@@ -82,12 +82,12 @@ fi
 check_data "$@"
 check_out
 
-# Micro-batches differ in size; segments that grow leave less memory unused between them.
+# Micro-batches differ in size; expandable segments leave less memory unused between blocks.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # with more threads than cores, ranks wait for each other
 log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
 mkfifo "$log.pipe"
-(trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when the last writer has closed the pipe
+(trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when the last writer closes the pipe
 copy=$!
 "${command[@]}" >"$log.pipe" 2>&1 &
 torchrun=$!
@@ -102,7 +102,7 @@ while kill -0 "$torchrun" 2>/dev/null; do # a trap ended the wait while torchrun
 done
 wait "$copy"
 rm "$log.pipe"
-# Printed again, because torchrun prints more after it.
+# The error is printed again, because torchrun prints more after it.
 if ((status)) && grep -m 1 '^pretrain_gpt_hdp.py: error: ' "$log" >&2; then
   status=2
 fi

@@ -1,4 +1,4 @@
-"""The demo and the benchmark around training: their flags, figures and files (training itself is in tests/e2e)."""
+"""The demo and the bench of its training: flags, figures and files. tests/e2e trains."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from scripts import demo
+from scripts.bench.common import printed_by
 from scripts.bench.plan import hdp_e2e
-from scripts.bench.plan.launch import printed_by
 from tests.harness import run_ranks
 
 
@@ -65,10 +65,10 @@ def test_flags_are_taken_by_megatron(num_ranks: int, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_known_by_its_command(tmp_path: Path) -> None:
-    one = demo.Demo(4, on_cpu=True, folder=tmp_path)
-    assert one.key == demo.Demo(4, on_cpu=True, folder=tmp_path).key
-    assert one.key != demo.Demo(2, on_cpu=True, folder=tmp_path).key
-    assert one.key != demo.Demo(4, on_cpu=False, folder=tmp_path).key
+    run = demo.Demo(4, on_cpu=True, folder=tmp_path)
+    assert run.key == demo.Demo(4, on_cpu=True, folder=tmp_path).key
+    assert run.key != demo.Demo(2, on_cpu=True, folder=tmp_path).key
+    assert run.key != demo.Demo(4, on_cpu=False, folder=tmp_path).key
 
 
 def test_summary_and_pictures(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_half_a_line_of_metrics_is_left_for_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert demo.read_metrics(path) == []
     path.write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:20])
-    assert [found["iteration"] for found in demo.read_metrics(path)] == [1]
+    assert [line["iteration"] for line in demo.read_metrics(path)] == [1]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_arms_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert tuple(piped) == ("eager", "slices", "1f1b")
     assert piped["1f1b"][2:] == ["--pipeline-model-parallel-size", "2", "--hdp-tokens-per-rank", "4096"]
     assert piped["slices"] == [*piped["1f1b"], "--seq1f1b-slices", "4"]
-    seen: list[list[str]] = []
-    monkeypatch.setattr(hdp_e2e, "printed_by", seen.append)
-    one = demo.Demo(2, on_cpu=True, folder=tmp_path)
-    hdp_e2e.measure_cost(one, tmp_path / "cost.json")
-    (command,) = seen
+    commands: list[list[str]] = []
+    monkeypatch.setattr(hdp_e2e, "printed_by", commands.append)
+    run = demo.Demo(2, on_cpu=True, folder=tmp_path)
+    hdp_e2e.measure_cost(run, tmp_path / "cost.json")
+    (command,) = commands
     script = command.index("--no-python") + 1
-    assert command[: script - 1] == one.command[: script - 1]
+    assert command[: script - 1] == run.command[: script - 1]
     assert "--nproc-per-node=2" in command[:script]
     assert command[script].endswith("bytescale")
     assert command[script + 1] == "profile"
-    assert command[command.index("--") + 1 :] == one.flags
+    assert command[command.index("--") + 1 :] == run.flags
 
 
 @pytest.mark.ranks
@@ -163,11 +163,11 @@ def test_a_command_that_fails_shows_the_end_of_what_it_printed() -> None:
 
 def test_benchmark_compares_equal_steps() -> None:
     arms = {
-        "hdp": [step(1), step(2, tokens_per_second=300.0), step(3, tokens_per_second=300.0)],
-        "naive": [step(1), step(2, tokens_per_second=300.0), step(3, tokens_per_second=240.0)],
-        "static": [step(1), step(2, tokens_per_second=100.0), step(3, tokens_per_second=200.0)],
+        "hdp": [step(2, tokens_per_second=300.0), step(3, tokens_per_second=300.0)],
+        "naive": [step(2, tokens_per_second=300.0), step(3, tokens_per_second=240.0)],
+        "static": [step(2, tokens_per_second=100.0), step(3, tokens_per_second=200.0)],
     }
-    figures = hdp_e2e.compare([arms, arms])
+    figures = hdp_e2e.compare({arm: 2 * steps for arm, steps in arms.items()})
     assert figures["num_steps"] == 4
     assert figures["speedup"]["static"] == {"median": 2.25, "lowest": 1.5, "highest": 3.0}
     assert figures["speedup"]["naive"] == {"median": 1.125, "lowest": 1.0, "highest": 1.25}

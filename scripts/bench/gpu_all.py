@@ -1,12 +1,12 @@
-"""Run the GPU benchmarks in half an hour on one GPU, the most valuable first, and keep what they found.
+"""Run the GPU benches in half an hour on one GPU, the most valuable first, and keep their results.
 
     .venv/bin/python scripts/bench/gpu_all.py --dry-run     # the predicted minutes of each command
-    .venv/bin/python scripts/bench/gpu_all.py               # run what fits; the same command goes on where it ended
+    .venv/bin/python scripts/bench/gpu_all.py               # run what fits; a second call continues
 
 Each command has its own process and is ended after ``--budget-per-command`` minutes. A command that would not end
-within ``--minutes`` is not started, but shorter ones after it are. What each of them printed and its JSON are in the
-folder ``--output``, with the table and ``summary.json``, written after each command. Finished commands are skipped
-unless ``--again`` is given. Predictions are at the rates that plans are made with.
+within ``--minutes`` is not started, but shorter commands after it are. The folder ``--output`` has the output and the
+JSON of each command, and after each command a new table and ``summary.json``. Finished commands are skipped unless
+``--again`` is given.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it also runs as a file
+
+from scripts.bench.common import ROOT
+from scripts.bench.progress import progress
 
 DONE, SKIPPED = "done", "done before"
 SECONDS_TO_END = 10.0
@@ -32,14 +34,14 @@ SECONDS_TO_END = 10.0
 
 @dataclass(frozen=True)
 class Command:
-    """One benchmark.
+    """One bench.
 
     Attributes:
-        name: of its files.
-        words: the command line; ``{output}`` is the folder of results. It ends with a line of JSON.
-        minutes: predicted.
-        headline: returns the most important figure of its JSON as text.
-        reads: a flag and a file that an earlier command writes, left out where it did not; none if empty.
+        name: name of its files.
+        words: command line; ``{output}`` is the folder of results. The output ends with a line of JSON.
+        minutes: predicted minutes.
+        headline: function that returns the most important figure of the JSON as text.
+        reads: a flag and a file that an earlier command writes; left out if the file is missing, or if empty.
     """
 
     name: str
@@ -50,13 +52,13 @@ class Command:
 
     def words_for(self, output: Path) -> list[str]:
         """Return the command line that writes to a folder."""
-        words, reads = ([word.replace("{output}", str(output)) for word in some] for some in (self.words, self.reads))
+        words, reads = ([word.replace("{output}", str(output)) for word in part] for part in (self.words, self.reads))
         return [*words, *(reads if reads and Path(reads[-1]).exists() else ())]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a command: ``status`` is "done", "done before" or why there are no figures."""
+    """Result of a command; ``status`` is "done", "done before" or the reason why there are no figures."""
 
     name: str
     status: str
@@ -73,11 +75,11 @@ class Limits:
 
 
 def run_all(commands: Sequence[Command], limits: Limits, output: Path, again: bool = False) -> list[Result]:
-    """Run the commands that fit, in order; results are written to ``output`` after each."""
+    """Run the commands that fit, in order, and write the results to ``output`` after each."""
     output.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     results: list[Result] = []
-    for command in commands:
+    for command in progress(commands, lambda command: command.name):
         left = limits.minutes - (time.monotonic() - begun) / 60
         before = None if again else finished(command, output)
         if before is not None:
@@ -96,14 +98,14 @@ def finished(command: Command, output: Path) -> Result | None:
     path = output / f"{command.name}.json"
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    if found["words"] != list(command.words) or found["status"] != DONE:
+    earlier = json.loads(path.read_text())
+    if earlier["words"] != list(command.words) or earlier["status"] != DONE:
         return None
-    return Result(command.name, SKIPPED, found["minutes"], found["figures"])
+    return Result(command.name, SKIPPED, earlier["minutes"], earlier["figures"])
 
 
 def run_one(command: Command, minutes: float, output: Path) -> Result:
-    """Run a command for at most some minutes; what it printed until then is kept."""
+    """Run a command for at most ``minutes``; its output is kept in any case."""
     words = command.words_for(output)
     begun = time.monotonic()
     log = output / f"{command.name}.log"
@@ -130,7 +132,7 @@ def run_one(command: Command, minutes: float, output: Path) -> Result:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started; do nothing to what has ended."""
+    """End a process and all its children, if they still run."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -142,10 +144,10 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 def json_of(lines: Sequence[str]) -> dict[str, Any] | None:
     """Return the JSON object of the last line, or None."""
     try:
-        found = json.loads(lines[-1]) if lines else None
+        value = json.loads(lines[-1]) if lines else None
     except json.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def write_summary(commands: Sequence[Command], results: Sequence[Result], output: Path) -> None:
@@ -156,7 +158,7 @@ def write_summary(commands: Sequence[Command], results: Sequence[Result], output
 
 
 def row_text(command: Command, result: Result) -> str:
-    """Return one line of the table: the headline, or why there is none."""
+    """Return one line of the table: the headline, or the reason why there is none."""
     text = result.status
     if result.figures is not None:
         try:
@@ -167,7 +169,7 @@ def row_text(command: Command, result: Result) -> str:
 
 
 def plan_text(commands: Sequence[Command], limits: Limits) -> str:
-    """Return the predicted minutes of each command, and which are started if predictions are right."""
+    """Return the predicted minutes of each command, and the commands that start if predictions are right."""
     lines, left = [], limits.minutes
     for command in commands:
         minutes = min(command.minutes, limits.per_command)
@@ -184,12 +186,14 @@ def main() -> int:
     from scripts.bench.gpu_commands import gpu_commands
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="of the whole run (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="limit of the whole run (%(default)s)")
     parser.add_argument("--budget-per-command", type=float, default=9.0, metavar="M", help="minutes (%(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", help="folder of results (runs/gpu)")
     parser.add_argument("--again", action="store_true", help="run finished commands again")
     parser.add_argument("--dry-run", action="store_true", help="print the predicted minutes of each command")
-    parser.add_argument("--device-gb", type=float, default=70.0, help="for activations, in predictions (%(default)s)")
+    parser.add_argument(
+        "--device-gb", type=float, default=70.0, help="memory for activations, in predictions (%(default)s)"
+    )
     args = parser.parse_args()
     commands, limits = gpu_commands(args.device_gb), Limits(args.minutes, args.budget_per_command)
     print(plan_text(commands, limits))

@@ -1,7 +1,6 @@
-"""The benchmarks that ``gpu_all.py`` runs, most valuable first: command lines, predicted minutes, headlines.
+"""The benches that ``gpu_all.py`` runs, the most valuable first: command lines, predicted minutes, headlines.
 
-Predictions are in seconds, at the rates that activation plans are made with. ``device_gb`` is device memory for
-activations.
+Predictions are seconds at the rates of activation plans; ``device_gb`` is device memory for activations.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from scripts.bench.activation.activation_arms import (
     load_of,
     predicted_seconds,
 )
-from scripts.bench.activation.gpu_options import SHAPE
+from scripts.bench.activation.models import SHAPE
 from scripts.bench.attention.gpu_attention import Settings as AttentionSettings
 from scripts.bench.gpu_all import Command
 from scripts.bench.pipeline.gpu_seq1f1b import LENGTHS as SLICED_LENGTHS
@@ -34,10 +33,10 @@ BENCH = Path(__file__).resolve().parent
 CALIBRATED = "{output}/cost.json"
 ATTENTION_RATE, BACKWARD_RATE = RATES[1:]
 MOE_SECONDS = 13.0
-"""Of ``gpu_moe.py``: torch's start, and some ninety passes of about 15 ms."""
+"""Seconds of ``gpu_moe.py``: torch's start, and about ninety passes of 15 ms."""
 COMPILE_SECONDS, CORPUS_SECONDS, START_OF_MEGATRON_SECONDS = 30.0, 40.0, 60.0
 TRAINING_STEPS, TRAINING_TOKENS, TRAINING_RATE = 10, 16 * 16384, 200e12
-"""Steps of ``gpu_training.py``, the most tokens of a step, and a cautious rate with optimizer and short documents."""
+"""Steps of ``gpu_training.py``, tokens of its largest step, and a cautious FLOP/s of whole steps."""
 
 
 def gpu_commands(device_gb: float) -> list[Command]:
@@ -108,14 +107,14 @@ def calibration_seconds(device_gb: float) -> float:
 
 
 def training_seconds() -> float:
-    """Return the seconds of ``gpu_training.py``: the corpora, Megatron's start, and steps of its longest documents."""
+    """Return the seconds of ``gpu_training.py``: the corpora, Megatron's start, and steps of the longest documents."""
     shape = replace(SHAPE, num_kv_heads=8)
     step = model_flops(shape, [16384] * (TRAINING_TOKENS // 16384)) / TRAINING_RATE
     return CORPUS_SECONDS + START_OF_MEGATRON_SECONDS + TRAINING_STEPS * step
 
 
 def slices_seconds(device_gb: float) -> float:
-    """Return the seconds of ``gpu_seq1f1b.py``: five measurements of a layer for each length, one of half of it."""
+    """Return the seconds of ``gpu_seq1f1b.py``: five measurements of a layer for each length."""
     loads = loads_of(device_gb, SLICED_LENGTHS)
     return START_SECONDS + 4 * 5 * sum(load.forward_seconds + load.backward_seconds for load in loads)
 
@@ -149,29 +148,29 @@ def merge_headline(figures: dict[str, Any]) -> str:
 
 
 def moe_headline(figures: dict[str, Any]) -> str:
-    """Return what slots cost a balanced rank, and what replicas gain a busy one."""
+    """Return the overhead of slots on a balanced rank, and the gain of replicas on a busy rank."""
     overhead, speedup = figures["balanced"]["overhead"], figures["busy"]["speedup"]
     return f"slots {100 * overhead:+.1f} % when balanced, busy rank {speedup:.2f}x as fast with replicas"
 
 
 def calibration_headline(figures: dict[str, Any]) -> str:
-    """Return the speed of the link while it is used both ways, and the error of the fitted layer."""
+    """Return the speed of the link in both directions together, and the error of the fitted layer."""
     error = max(figures["largest_fit_error"].values())
     shared = figures["shared_link"]["gpus_per_link"]
     return f"link {figures['link_gb_per_second']['each_of_both']:.1f} GB/s, --gpus-per-link {shared}, fit {error:.1%}"
 
 
 def arms_headline(figures: dict[str, Any]) -> str:
-    """Return the step times of the arms that ran, relative to full recompute, for the last length and host budget."""
+    """Return the speed of each arm over full recompute, for the last length and host budget."""
     last = (figures["rows"][-1]["num_tokens"], figures["rows"][-1]["host_budget_gb"])
     rows = [row for row in figures["rows"] if (row["num_tokens"], row["host_budget_gb"]) == last]
     seconds = {row["arm"]: row["step_seconds"] for row in rows if "error" not in row}
     whole = seconds["full recompute"]
-    return "; ".join(f"{arm} {whole / one:.3f}x" for arm, one in seconds.items() if arm != "full recompute")
+    return "; ".join(f"{arm} {whole / step:.3f}x" for arm, step in seconds.items() if arm != "full recompute")
 
 
 def training_headline(figures: dict[str, Any]) -> str:
-    """Return tokens and FLOPs a second."""
+    """Return tokens and FLOPs per second."""
     return f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['tflops_per_gpu']} TFLOP/s"
 
 

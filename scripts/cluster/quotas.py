@@ -12,10 +12,10 @@ PERIOD_US = 10_000
 
 
 class QuotaGroups:
-    """One control group for each rank, under one for the cluster: version 1 (``cpu``) or version 2.
+    """A control group for the cluster with one group for each rank: version 1 (``cpu``) or version 2.
 
-    Beside them is a group of helpers, the processes that ranks start: it has no quota, and gets the time that ranks
-    leave.
+    The processes that ranks start, such as the planner, are helpers. They have a group without a quota and with the
+    least weight, so they run while ranks leave cores free.
 
     Raises:
         ValueError: neither version is mounted with its cpu controller.
@@ -33,7 +33,7 @@ class QuotaGroups:
         self.helpers = self.top / "helpers"
 
     def create(self) -> None:
-        """Make the groups, without quotas."""
+        """Create the groups without quotas."""
         if not self.is_v1:
             (self.base / "cgroup.subtree_control").write_text("+cpu")
         self.top.mkdir()
@@ -45,7 +45,7 @@ class QuotaGroups:
         (self.helpers / name).write_text(str(least))
 
     def limit(self, cores: float) -> None:
-        """Give every rank this much processor time per second."""
+        """Limit every rank to this share of a core."""
         quota = max(1000, round(cores * PERIOD_US))
         for folder in self.folders:
             if self.is_v1:
@@ -55,7 +55,7 @@ class QuotaGroups:
                 (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
 
     def release_helpers(self, rank: int, pid: int) -> None:
-        """Move what a rank's process ``pid`` has started to the group of helpers."""
+        """Move the processes that a rank's process ``pid`` has started to the group of helpers."""
         for helper in self.processes(rank):
             if helper != pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -66,7 +66,7 @@ class QuotaGroups:
         return [int(pid) for pid in (self.folders[rank] / "cgroup.procs").read_text().split()]
 
     def remove(self) -> None:
-        """Kill what still runs in the groups, and remove the groups, also those of an earlier run with this name."""
+        """Kill all processes in the groups and remove the groups, also groups of an earlier run with this name."""
         if not self.top.exists():
             return
         folders = [path for path in self.top.iterdir() if path.is_dir()]

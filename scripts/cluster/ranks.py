@@ -21,7 +21,7 @@ from scripts.cluster.topology import Topology
 
 _MASTER_PORT = "29500"
 _KEEPING = (("MALLOC_TRIM_THRESHOLD_", -1, (1 << 31) - 1), ("MALLOC_MMAP_MAX_", -4, 0))
-"""Variables of the C library (mallopt(3)), their numbers and values, with which it keeps memory that is freed.
+"""Variables of the C library, with their mallopt(3) numbers and values, that make it keep freed memory.
 
 A GPU's allocator keeps it too. Otherwise some ranks get new pages from the system in every step, and others do not.
 """
@@ -29,14 +29,14 @@ A GPU's allocator keeps it too. Otherwise some ranks get new pages from the syst
 
 @dataclass(frozen=True)
 class Launch:
-    """What every rank runs.
+    """The program of every rank.
 
     Attributes:
-        command: a Python script and its arguments.
-        log_dir: rank r prints to ``rank{r}.log`` there.
-        quota_after: quotas are set when rank 0 has printed this; empty: at once.
-        timeout: seconds until the ranks are ended.
-        is_warm: ranks are forks of this process, which has called ``preload``.
+        command: Python script and its arguments.
+        log_dir: folder in which rank r writes ``rank{r}.log``.
+        quota_after: text after which quotas are set, once rank 0 has printed it; empty: from the start.
+        timeout: seconds after which the ranks are ended.
+        is_warm: whether ranks are forks of this process, which has called ``preload``.
     """
 
     command: tuple[str, ...]
@@ -46,20 +46,20 @@ class Launch:
     is_warm: bool = False
 
     def log(self, rank: int) -> Path:
-        """Return what a rank prints to."""
+        """Return the log of a rank."""
         return self.log_dir / f"rank{rank}.log"
 
 
 class Rank(Protocol):
-    """A process that was started."""
+    """A started process."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
 
     def wait(self) -> int:
-        """Return its exit code once it has ended."""
+        """Wait for the end and return the exit code."""
 
 
 @dataclass
@@ -87,13 +87,13 @@ class ForkedRank:
 
 
 def preload() -> None:
-    """Import torch and Megatron on CPU here, once, so that warm ranks start with them."""
+    """Import torch and Megatron on CPU in this process, so warm ranks start with them."""
     os.environ["OMP_NUM_THREADS"] = "1"
     for _, number, value in _KEEPING:
         ctypes.CDLL(None).mallopt(number, value)
     import torch
 
-    torch.set_num_threads(1)  # torch may have been imported before
+    torch.set_num_threads(1)  # an earlier import of torch may have started more
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
@@ -108,7 +108,7 @@ def preload() -> None:
     ):
         importlib.import_module(f"megatron.bytescale.{name}")
     gc.collect()
-    gc.freeze()  # ranks neither visit nor copy what is here
+    gc.freeze()  # garbage collection in ranks neither visits nor copies these objects
 
 
 def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: int) -> Rank:
@@ -133,7 +133,7 @@ def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: in
 
 
 def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
-    """Return what a rank finds in its environment: torchrun's variables, one thread, no GPU, freed memory kept."""
+    """Return the environment of a rank: torchrun's variables, one thread, no GPU, and freed memory kept."""
     node, place = divmod(rank, topology.ranks_per_node)
     return {
         **{name: str(value) for name, _, value in _KEEPING},
@@ -165,7 +165,7 @@ def _fork(child: Callable[[], int]) -> ForkedRank:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # this is no second run of the parent
+        os._exit(code)  # the child must not run the rest of the parent
 
 
 def _run_warm(command: tuple[str, ...], environment: Mapping[str, str], log: int, enter: Callable[[], None]) -> int:

@@ -1,8 +1,8 @@
-"""Links of an emulated cluster that match a real one: the same time to receive keys for the same attention.
+"""Links of an emulated cluster that match a real cluster: the same time to receive keys for the same attention.
 
 On a real cluster a rank computes the causal attention of S tokens in ``a S^2`` seconds a layer and receives the keys
-and values of one token in ``c`` seconds. On the emulated one a document is ``scale`` times shorter, a token costs
-``a'`` and ``c'``. Exchange hides behind attention equally where ``c' s / (a' s^2) = c S / (a S^2)``, hence
+and values of a token in ``c`` seconds. On the emulated cluster a document is ``scale`` times shorter, and a token costs
+``a'`` and ``c'``. The same share of the exchange overlaps with attention if ``c' s / (a' s^2) = c S / (a S^2)``, hence
 
     bytes'/s = bytes/s x scale x (bytes' of a token / bytes of a token) x (a / a')
 """
@@ -22,9 +22,9 @@ class Spec:
     """A real cluster.
 
     Attributes:
-        tflops: what one GPU reaches in the forward pass of causal attention, in 10^12 a second.
-        nvlink_gbps, nic_gbps: what one GPU sends to its own node and to others, in Gbit/s.
-        shape: the model, in bfloat16.
+        tflops: TFLOP/s of one GPU in the forward pass of causal attention.
+        nvlink_gbps, nic_gbps: Gbit/s from one GPU to its own node and to other nodes.
+        shape: model, in bfloat16.
     """
 
     tflops: float
@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def seconds_per_square(self) -> float:
-        """Return the seconds of attention of one layer for each squared token: a."""
+        """Seconds of attention in one layer for a squared token: a."""
         return attention_flops_per_square(self.shape) / self.shape.num_layers / (self.tflops * 1e12)
 
 
@@ -44,13 +44,14 @@ SPECS = {
     "H100-ETH": Spec(341.0, 3600.0, 100.0),
     "A100-IB": Spec(180.0, 2400.0, 200.0),
 }
-"""Name -> cluster. NVLink and NIC are the vendors' rates in one direction. Attention: for Hopper what DistCA measured
-with flash-attn 2 on an H100 (64 heads of 128, 64K tokens: 206 ms), for A100 FlashAttention-2 (Dao 2023, figure 4)."""
+"""Clusters by name. NVLink and NIC have the vendors' rates in one direction. Attention on Hopper has the rate that
+DistCA measured with flash-attn 2 on an H100 (64 heads of 128, 64K tokens: 206 ms), on A100 the rate of FlashAttention-2
+(Dao 2023, figure 4)."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Links of an emulated rank in Gbit/s, and how they follow."""
+    """Links of an emulated rank in Gbit/s, and their derivation as text."""
 
     inter_gbps: float
     intra_gbps: float
@@ -61,12 +62,13 @@ def matched_links(spec: Spec, cost: ModelCost, cores_per_rank: float, scale: flo
     """Return the links that match a cluster.
 
     Args:
-        cost: of the emulated ranks, in processor seconds, as ``bytescale profile`` writes it on CPU.
-        cores_per_rank: processor seconds in a second of an emulated rank.
-        scale: tokens of a real document for each one of the emulated.
+        spec: real cluster.
+        cost: costs of the emulated ranks in processor seconds, as ``bytescale profile`` writes them on CPU.
+        cores_per_rank: share of a core of an emulated rank.
+        scale: tokens of a real document per token of an emulated document.
 
     Raises:
-        ValueError: a scale that is not positive, or an unknown type of numbers.
+        ValueError: the scale is not positive, or the type of the numbers is unknown.
     """
     if scale <= 0:
         raise ValueError(f"--length-scale {scale:g} must be positive")

@@ -1,15 +1,15 @@
-"""Describe an emulated cluster as a value, and the commands that build its network. Runs nothing.
+"""An emulated cluster as a value, and the commands that build its network. Runs nothing.
 
-Every rank has a network namespace with one interface, its own NIC. The interfaces are connected by a switch: a bridge
-in one more namespace. Each interface shapes its traffic with two classes, one for ranks of its own node and one for all
-others, so nodes differ from each other only in speed::
+Every rank has a network namespace with one interface, its own NIC. A switch connects the interfaces: a bridge in a
+namespace of its own. Each interface shapes its traffic with two classes, for ranks of its own node and for all other
+ranks, so nodes are only a matter of speed::
 
     rank 0 (node 0)  --eth0--+
     rank 1 (node 0)  --eth0--+-- switch (bridge) --+-- eth0--  rank 2 (node 1)
                                                    +-- eth0--  rank 3 (node 1)
 
-Rank r of node n has the address 10.77.n.(r + 1). The addresses exist inside the namespaces only; the bridge has none,
-so nothing leaves the machine.
+Rank r of node n has the address 10.77.n.(r + 1). The addresses exist only inside the namespaces, and the bridge has no
+address, so nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BETWEEN_NODES = "1:2"
 """The class of traffic to other nodes."""
 
 _UNLIMITED_GBPS = 100.0  # faster than the kernel copies
-_BURST_BYTES = 64 << 10  # sent at full speed after a pause, as token buckets require at these rates
+_BURST_BYTES = 64 << 10  # bytes at full speed after a pause, which token buckets need at these rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,11 @@ class Topology:
     """An emulated cluster.
 
     Attributes:
-        num_nodes, ranks_per_node: its shape.
-        inter_gbps, intra_gbps: what a rank can send per second to ranks of other nodes and of its own, in gigabits;
-            0: as fast as the kernel copies.
-        latency_us: added to each packet between ranks, in microseconds.
-        cores_per_rank: processor time of each rank per second of wall time.
-        name: prefix of every namespace, interface and control group, by which a later start finds what to clean up.
+        num_nodes, ranks_per_node: shape of the cluster.
+        inter_gbps, intra_gbps: Gbit/s from a rank to other nodes and to its own node; 0: as fast as the kernel copies.
+        latency_us: delay of each packet between ranks, in microseconds.
+        cores_per_rank: share of a core of each rank.
+        name: prefix of every namespace and control group, by which a later start finds leftovers.
     """
 
     num_nodes: int
@@ -64,7 +63,7 @@ class Topology:
 
     @property
     def switch(self) -> str:
-        """The namespace of the bridge."""
+        """Namespace of the bridge."""
         return f"{self.name}-switch"
 
     def namespace(self, rank: int) -> str:
@@ -99,9 +98,9 @@ def network_commands(topology: Topology) -> Iterator[tuple[str, ...]]:
 
 
 def _shaping_commands(topology: Topology, rank: int) -> Iterator[tuple[str, ...]]:
-    """Yield the ``tc`` commands of one rank: class 1:1 is its own node, class 1:2 everything else.
+    """Yield the ``tc`` commands of one rank: class 1:1 is its own node, class 1:2 all other nodes.
 
-    Between several nodes unlimited links have classes too, because these count the bytes.
+    With several nodes, unlimited links have classes too, because classes count the bytes.
     """
     if topology.num_nodes == 1 and not (topology.intra_gbps or topology.latency_us):
         return

@@ -1,9 +1,9 @@
-"""Where the time of emulated ranks goes: computing, sending, other threads, waiting; and bytes between nodes.
+"""Shares of the time of emulated ranks (computing, sending, other threads, waiting), and bytes between nodes.
 
-Processor time is read by thread from ``/proc``: a rank's main thread computes, gloo's threads carry messages, and the
-others load data, and plan where that takes no process of its own. A rank with a share of a core cannot do these at
-once, so in wall time each takes its processor time over the share; the rest is waiting. Main threads also copy into
-sockets, so "sending" is a lower bound.
+``/proc`` has the processor time of each thread: a rank's main thread computes, gloo's threads carry messages, and the
+other threads load data and make plans. A rank with a share of a core does one of these at a time, so each takes its
+processor time over the share in wall time; the rest is waiting. Main threads also copy into sockets, so *sending* is a
+lower bound.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Sample:
-    """Totals of all ranks since they started.
+    """Totals of all ranks since their start.
 
     Attributes:
-        wall: seconds of a clock.
-        seconds: processor time of each of ``KINDS``.
-        between_bytes: sent to ranks of other nodes.
+        wall: clock in seconds.
+        seconds: processor seconds of each of ``KINDS``.
+        between_bytes: bytes sent to other nodes.
     """
 
     wall: float
@@ -40,12 +40,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Split:
-    """The time of all ranks between two samples, in the mean of its steps.
+    """The time of all ranks between two samples, mean per step.
 
     Attributes:
-        wall_seconds: of a step.
-        computing, sending, other, waiting: shares of the time of all ranks, which add up to 1.
-        between_bytes: sent between nodes, in a step.
+        wall_seconds: seconds of a step.
+        computing, sending, other, waiting: shares of the time of all ranks, with the sum 1.
+        between_bytes: bytes sent between nodes.
     """
 
     wall_seconds: float
@@ -57,7 +57,7 @@ class Split:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], topology: Topology) -> Split:
-        """Return what was spent from the first of several samples to the last; there is a step between two."""
+        """Return the split from the first to the last of several samples, which are one step apart."""
         first, last, num_steps = samples[0], samples[-1], len(samples) - 1
         wall = last.wall - first.wall
         capacity = wall * topology.num_ranks * topology.cores_per_rank
@@ -66,13 +66,13 @@ class Split:
         return cls(wall / num_steps, *shares, waiting, (last.between_bytes - first.between_bytes) / num_steps)
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return the shares as one line."""
         shares = ", ".join(f"{kind} {getattr(self, kind):.0%}" for kind in (*KINDS, "waiting"))
         return f"{self.wall_seconds:.1f} s a step: {shares}; {self.between_bytes / 1e6:.1f} MB between nodes"
 
 
 def take_sample(topology: Topology, groups: QuotaGroups) -> Sample:
-    """Return the totals of this moment."""
+    """Return the current totals."""
     totals = [0.0] * len(KINDS)
     for rank in range(topology.num_ranks):
         for pid in groups.processes(rank):
@@ -82,9 +82,9 @@ def take_sample(topology: Topology, groups: QuotaGroups) -> Sample:
 
 
 def processor_seconds(process: Path) -> tuple[float, ...]:
-    """Return the processor time of a process (a folder of ``/proc``) by ``KINDS``; zeros once it has ended.
+    """Return the processor seconds of a process (a folder of ``/proc``) by ``KINDS``; zeros if it has ended.
 
-    Threads that have ended count as "other".
+    Ended threads count as "other".
     """
     main = sending = 0.0
     try:
@@ -105,7 +105,7 @@ def _name_and_seconds(folder: Path) -> tuple[str, float]:
 
 
 def bytes_between_nodes(topology: Topology) -> int:
-    """Return the bytes that all ranks have sent to other nodes, by the counters of their links."""
+    """Return the bytes that all ranks have sent to other nodes, from the counters of their links."""
     if topology.num_nodes == 1:
         return 0
     total = 0
@@ -116,8 +116,8 @@ def bytes_between_nodes(topology: Topology) -> int:
 
 
 def sent_by_class(classes: str) -> int:
-    """Return the bytes of the class between nodes, as ``tc -s class show`` prints it. Raises ValueError without it."""
-    found = re.search(rf"^class htb {BETWEEN_NODES} .*\n Sent (\d+) bytes", classes, re.MULTILINE)
-    if found is None:
+    """Parse the bytes between nodes from ``tc -s class show``. Raises ValueError if their class is missing."""
+    line = re.search(rf"^class htb {BETWEEN_NODES} .*\n Sent (\d+) bytes", classes, re.MULTILINE)
+    if line is None:
         raise ValueError(f"tc shows no class {BETWEEN_NODES}: {classes!r}")
-    return int(found[1])
+    return int(line[1])

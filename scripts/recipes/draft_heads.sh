@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Train a small model of bytes, then Clover and Medusa heads on it, side by side and for equally long, and decode with
-# both: accepted guesses a forward pass by the shape of the tree.
+# Trains a small model of bytes, then Clover and Medusa heads on it at the same time and for the same time, and decodes
+# with both. Prints accepted guesses per forward pass by the shape of the tree.
 #
 #   scripts/recipes/draft_heads.sh
 #   OUT=runs/drafts STEPS=3000 MINUTES=5 SEEDS="1 2 3" scripts/recipes/draft_heads.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-BYTESCALE=${BYTESCALE:-.venv/bin/bytescale} # the console command
-OUT=${OUT:-runs/draft-heads}                # the folder for data, checkpoints and logs
-STEPS=${STEPS:-1400}                        # of the model's training
-MINUTES=${MINUTES:-3}                       # of the training of each kind of heads
-SEEDS=${SEEDS:-1}                           # of the order of documents while heads train
+BYTESCALE=${BYTESCALE:-.venv/bin/bytescale} # console command
+OUT=${OUT:-runs/draft-heads}                # folder for data, checkpoints and logs
+STEPS=${STEPS:-1400}                        # steps of the model's training
+MINUTES=${MINUTES:-3}                       # training of each kind of heads
+SEEDS=${SEEDS:-1}                           # order of the documents of the heads
 TEXTS=${TEXTS:-40}                          # prompts
-TOKENS=${TOKENS:-96}                        # generated after each
+TOKENS=${TOKENS:-96}                        # generated tokens per prompt
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 mkdir -p "$OUT"
 
@@ -32,7 +32,7 @@ if [ ! -e "$OUT/model/latest_checkpointed_iteration.txt" ]; then
   "$BYTESCALE" train "${COMMON[@]}" --lr 3e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-decay-iters "$STEPS" \
     --train-iters "$STEPS" --save "$OUT/model" > "$OUT/model.log" 2>&1
 fi
-for seed in $SEEDS; do # both kinds at the same time, so that others on the machine slow both
+for seed in $SEEDS; do # both kinds at the same time, so other work on the machine slows both
   for kind in clover medusa; do
     heads="$OUT/$kind-$seed"
     [ -e "$heads/latest_checkpointed_iteration.txt" ] && continue
@@ -44,7 +44,7 @@ for seed in $SEEDS; do # both kinds at the same time, so that others on the mach
   wait
 done
 
-# Lines of the library of Python, far apart, as prompts.
+# Prompts: lines of Python's standard library, far apart.
 [ -e "$OUT/prompts" ] || find "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
   -maxdepth 1 -name '*.py' -print0 | sort -z | xargs -0 cat | grep -E '^[ -~]{30,90}$' |
   awk -v texts="$TEXTS" 'NR % 997 == 0 && found++ < texts' > "$OUT/prompts"

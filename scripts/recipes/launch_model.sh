@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs or shows a recipe of scripts/recipes/models/, which sets the values and calls this:
+# Runs or prints a recipe of scripts/recipes/models/, which sets the values and calls this script:
 #
-#   scripts/recipes/models/open/llama-3.1-8b.sh dry-run      # plan, messages and memory of a step; needs no GPU
+#   scripts/recipes/models/open/llama-3.1-8b.sh dry-run      # plan, messages and memory of a step, without a GPU
 #   scripts/recipes/models/open/llama-3.1-8b.sh print        # the lines for torchrun and for SLURM
 #   HEAD_NODE=node0 scripts/recipes/models/open/llama-3.1-8b.sh torchrun      # on each node
 #   scripts/recipes/models/open/llama-3.1-8b.sh slurm --account=ACCOUNT       # options of sbatch
-#   scripts/recipes/models/open/llama-3.1-8b.sh flags        # the flags of the training alone
+#   scripts/recipes/models/open/llama-3.1-8b.sh flags        # only the flags of the training
 #
-# DATA, TOKENIZER (flags), OUT and ITERS may be given, as for scripts/train_slurm.sbatch.
+# The variables DATA, TOKENIZER (flags), OUT and ITERS work as for scripts/train_slurm.sbatch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-how=${1:-print}
+action=${1:-print}
 shift || true
 DATA=${DATA:-data/documents}
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB}
@@ -31,7 +31,7 @@ launch=(
   "${model[@]}" "${flags[@]}" --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 500
 )
 export MODEL_FLAGS DATA TOKENIZER ITERS OUT SEQ_LENGTH TOKENS_PER_RANK BATCH GPUS_PER_NODE
-case $how in
+case $action in
   flags) printf '%s\n' "${model[@]}" "${flags[@]}" ;;
   print)
     printf '%s ' "${launch[@]}"
@@ -45,7 +45,7 @@ case $how in
     ;;
   dry-run)
     lengths=(--sampler "$SAMPLER")
-    if [[ $SAMPLER == equal ]]; then # all samples are of one length
+    if [[ $SAMPLER == equal ]]; then # all samples have one length
       mkdir -p "$OUT"
       "$root/.venv/bin/python" -c 'import sys, numpy; numpy.save(sys.argv[1], [int(sys.argv[2])])' \
         "$OUT/lengths.npy" "$SEQ_LENGTH"
@@ -59,7 +59,7 @@ case $how in
     exec sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$@" "$root/scripts/train_slurm.sbatch" "${run[@]}"
     ;;
   *)
-    echo "launch_model.sh: error: $how: give dry-run, print, torchrun, slurm or flags" >&2
+    echo "launch_model.sh: error: $action: give dry-run, print, torchrun, slurm or flags" >&2
     exit 2
     ;;
 esac

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# From text to training on long contexts: clean two sources, mix them, make windows of related documents, and train on
-# the windows with hybrid data parallelism. The sources are the demo's kinds of text: Python files and C headers.
+# From text to training on long contexts: cleans two sources, mixes them, makes windows of related documents, and trains
+# on the windows with hybrid data parallelism. The sources are Python files and C headers, as in the demo.
 #
 #   scripts/recipes/long_context_data.sh
 #   OUT=runs/mine CONTEXT=32K STEPS=200 PYTHON_TEXTS=src HEADER_TEXTS=include scripts/recipes/long_context_data.sh
 #
-# A second call goes on where the first one was stopped: tasks of cleaning, the mixture, the windows of each data set
-# and the checkpoints of the training. Stages that are finished are skipped.
+# A second call continues where the first ended and skips finished stages: tasks of cleaning, the mixture, the windows
+# of each data set, and the checkpoints of the training.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-BYTESCALE=${BYTESCALE:-.venv/bin/bytescale} # the console command
+BYTESCALE=${BYTESCALE:-.venv/bin/bytescale} # console command
 PYTHON=${PYTHON:-.venv/bin/python}          # starts the ranks
-OUT=${OUT:-runs/long-context-data}          # the folder for texts, windows, checkpoints and logs
+OUT=${OUT:-runs/long-context-data}          # folder for texts, windows, checkpoints and logs
 CONTEXT=${CONTEXT:-16K}                     # tokens of a window; a token is a byte
-STEPS=${STEPS:-30}                          # of the training
-RANKS=${RANKS:-2}                           # that it runs on
-WORKERS=${WORKERS:-$(nproc)}                # tasks of cleaning at a time
+STEPS=${STEPS:-30}                          # steps of the training
+RANKS=${RANKS:-2}                           # ranks of the training
+WORKERS=${WORKERS:-$(nproc)}                # parallel tasks of cleaning
 purelib=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 PYTHON_TEXTS=${PYTHON_TEXTS:-$purelib/megatron}
 HEADER_TEXTS=${HEADER_TEXTS:-$purelib/torch/include/torch}
@@ -28,8 +28,8 @@ fi
 tokens=$((10#${BASH_REMATCH[1]} * (${#BASH_REMATCH[2]} ? 1024 : 1)))
 mkdir -p "$OUT"
 
-# Quality filters are made for prose, so these sources of code have none. Sentences are lines here: licences repeat more
-# of them in a row than code does.
+# Quality filters are for prose, so these sources of code have none. Sentences are lines here: licences repeat more
+# lines in a row than code does.
 [ -e "$OUT/recipe.toml" ] || cat > "$OUT/recipe.toml" << RECIPE
 steps = ["pii", "exact", "near", "sentences"]
 sentences = 6

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# From a dense model to experts: train a small model of bytes, copy its MLPs into experts, and train on with a gate that
-# begins dense and ends as Megatron's top-k router. Beside it, for as many steps: the same experts with top-k routing
-# from the start, and the dense model. The last lines are their losses on held-out text.
+# From a dense model to experts: trains a small model of bytes, copies its MLPs into experts, and continues with a gate
+# that begins dense and ends as Megatron's top-k router. For the same number of steps it also trains the experts with
+# top-k routing from the start, and the dense model. The last lines are the losses on held-out text.
 #
 #   scripts/recipes/upcycle_dts.sh
 #   OUT=runs/experts DENSE_STEPS=1000 STEPS=1000 ANNEAL=400 EXPERTS=16 scripts/recipes/upcycle_dts.sh
 #
-# A second call skips the trainings that are finished.
+# A second call skips finished trainings.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-BYTESCALE=${BYTESCALE:-.venv/bin/bytescale} # the console command
+BYTESCALE=${BYTESCALE:-.venv/bin/bytescale} # console command
 PYTHON=${PYTHON:-.venv/bin/python}          # starts the ranks
-OUT=${OUT:-runs/upcycle}                    # the folder for data, checkpoints and logs
-DENSE_STEPS=${DENSE_STEPS:-120}             # of the dense model
-STEPS=${STEPS:-120}                         # of each training that goes on from it
-ANNEAL=${ANNEAL:-60}                        # of them, until the gate is the top-k router
+OUT=${OUT:-runs/upcycle}                    # folder for data, checkpoints and logs
+DENSE_STEPS=${DENSE_STEPS:-120}             # steps of the dense model
+STEPS=${STEPS:-120}                         # steps of each training that continues from it
+ANNEAL=${ANNEAL:-60}                        # steps until the gate is the top-k router
 EXPERTS=${EXPERTS:-8}
-RANKS=${RANKS:-2}         # that share the experts
-TOKENS=${TOKENS:-4000000} # of the corpus, from the Python files of this environment
+RANKS=${RANKS:-2}         # ranks that share the experts
+TOKENS=${TOKENS:-4000000} # tokens of the corpus, from the Python files of this environment
 SEED=${SEED:-1234}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 for name in DENSE_STEPS STEPS ANNEAL EXPERTS RANKS TOKENS; do
@@ -44,7 +44,7 @@ MOE=(
   --num-experts "$EXPERTS" --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2
   --expert-model-parallel-size "$RANKS"
 )
-train() { # a name, then flags
+train() { # train NAME FLAGS
   local name=$1
   shift
   [ -e "$OUT/$name/latest_checkpointed_iteration.txt" ] && return
@@ -57,7 +57,7 @@ ON=(--load "$OUT/dense" --train-iters "$STEPS")
 train gate "${ON[@]}" "${MOE[@]}" --moe-use-upcycling --moe-router-dts --moe-dts-steps "$ANNEAL" \
   --moe-dts-noise --moe-dts-temperature 2 0.1 --moe-dts-threshold 0.01
 train topk "${ON[@]}" "${MOE[@]}" --moe-use-upcycling
-# The dense model begins its steps anew, as the others do, and its documents too: it may see some of them again.
+# The dense model restarts its steps and its documents, as the other trainings do, so some documents may come again.
 train dense-on --pretrained-checkpoint "$OUT/dense" --load "$OUT/dense-on" --train-iters "$STEPS"
 
 grep -h 'experts of a token' "$OUT/gate.log" || true

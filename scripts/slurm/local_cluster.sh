@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A SLURM cluster of two nodes on this machine, to try job scripts without a queue; nothing outside its folder changes.
+# A SLURM cluster of two nodes on this machine, to try job scripts without a queue. All its files are in one folder.
 #
 #   scripts/slurm/local_cluster.sh start /tmp/slurm        # then: export SLURM_CONF=/tmp/slurm/slurm.conf
 #   RENDEZVOUS=localhost sbatch --nodes=2 --gpus-per-node=1 --cpus-per-task=1 scripts/train_slurm.sbatch --cpu
 #   scripts/slurm/local_cluster.sh stop /tmp/slurm         # ends its jobs and daemons
 #
 # Needs root, slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm munge). Each node claims 8 processors and
-# 8 GPUs, which are only numbers. Ports: PORT to PORT + 2.
+# 8 GPUs, which need not exist. Ports: PORT to PORT + 2.
 set -euo pipefail
 fail() {
   echo "local_cluster.sh: error: $1" >&2
@@ -38,7 +38,7 @@ if [[ $1 == stop ]]; then
 fi
 
 ((EUID == 0)) || fail "slurmd needs root"
-((${#folder} <= 60)) || fail "$folder is too long for the sockets in it; give a folder of at most 60 letters"
+((${#folder} <= 60)) || fail "$folder is too long for its sockets; give a path of at most 60 letters"
 for program in munged slurmctld slurmd; do
   command -v "$program" >/dev/null || fail "there is no $program; Debian: apt-get install slurm-wlm munge"
 done

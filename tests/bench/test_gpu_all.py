@@ -1,4 +1,4 @@
-"""The driver of the GPU benchmarks, with small programs for commands."""
+"""The driver of the GPU benches, with small programs as commands."""
 
 from __future__ import annotations
 
@@ -65,27 +65,27 @@ def test_finished_commands_are_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_command_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_and_the_others_run(tmp_path: Path) -> None:
     failing = program("failing", "print('{\"x\": 1}'); raise ValueError('no such kernel')")
     silent = program("silent", "print('no figures')")
     other = program("other", "print('{\"y\": 1}')")
-    found = run_all([failing, silent, other, counted("good", tmp_path / "file")], AMPLE, tmp_path / "results")
-    assert [one.figures for one in found] == [None, None, {"y": 1}, {"x": 7}]
-    assert found[0].status == "exit code 1: ValueError: no such kernel"
-    assert found[1].status == "exit code 0: no figures"
-    assert "its JSON has no headline (KeyError: 'x')" in gpu_all.row_text(other, found[2])
+    results = run_all([failing, silent, other, counted("good", tmp_path / "file")], AMPLE, tmp_path / "results")
+    assert [result.figures for result in results] == [None, None, {"y": 1}, {"x": 7}]
+    assert results[0].status == "exit code 1: ValueError: no such kernel"
+    assert results[1].status == "exit code 0: no figures"
+    assert "its JSON has no headline (KeyError: 'x')" in gpu_all.row_text(other, results[2])
 
 
 @pytest.mark.ranks
-def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    """What it printed is kept, and it runs again the next time."""
+def test_a_slow_command_is_ended_with_its_children(tmp_path: Path) -> None:
+    """Its output is kept, and it runs again the next time."""
     text = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('row 1', child.pid, flush=True)\n"
         "time.sleep(600)"
     )
-    # The time limit must leave time to start two interpreters on a slow machine, so it grows until it does.
+    # The time limit grows until two interpreters start within it on a slow machine.
     for seconds in (2, 20, 120):
         result = run_one(program("slow", text), seconds / 60, tmp_path)
         assert result.status.startswith("ended after")
@@ -113,11 +113,11 @@ def is_running(process: int) -> bool:
 
 @pytest.mark.ranks
 def test_commands_that_would_not_end_in_time_are_not_started(tmp_path: Path) -> None:
-    """Shorter ones after them are; a long one counts as its budget."""
+    """Shorter commands after them are; a long command counts with its budget."""
     file = tmp_path / "file"
     commands = [counted("long", file, 40.0), counted("longer", file, 8.0), counted("short", file, 2.0)]
-    found = run_all(commands, Limits(5.0, 9.0), tmp_path / "results")
-    assert [one.status.split(",")[0] for one in found] == ["not started", "not started", "done"]
+    results = run_all(commands, Limits(5.0, 9.0), tmp_path / "results")
+    assert [result.status.split(",")[0] for result in results] == ["not started", "not started", "done"]
     assert runs_of(file) == 1
     assert "long" in plan_text(commands, Limits(5.0, 9.0)).splitlines()[0]
     assert plan_text(commands, Limits(12.0, 9.0)).splitlines() == [
@@ -129,7 +129,7 @@ def test_commands_that_would_not_end_in_time_are_not_started(tmp_path: Path) -> 
 
 
 def test_all_commands_fit_half_an_hour() -> None:
-    """At the rates that plans are made with, each within its budget; the most valuable ones come first."""
+    """Each command is within its budget at the rates of plans, and the most valuable commands come first."""
     commands = gpu_commands(device_gb=70.0)
     assert sum(command.minutes for command in commands) <= 30
     assert all(0.2 < command.minutes < 9 for command in commands)

@@ -1,4 +1,4 @@
-"""Programs on an emulated cluster: who they find there, how fast they may be, and what is left afterwards."""
+"""Programs on an emulated cluster: their network, their end, and the clean-up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == 0:
     server = socket.create_server(address)
-    found = sorted(server.accept()[0].getpeername()[0] for _ in range(world - 1))
-    print("found", *found)
+    peers = sorted(server.accept()[0].getpeername()[0] for _ in range(world - 1))
+    print("peers", *peers)
 else:
     for _ in range(600):
         try:
@@ -41,7 +41,7 @@ if len(sys.argv) > 1 and rank == 1:
 
 
 def lacks() -> str:
-    """Return why no cluster can be emulated here; empty where one can."""
+    """Return the reason why this machine cannot emulate a cluster, or an empty text."""
     try:
         check_machine(Topology(1, 1))
         QuotaGroups(NAME, 1)
@@ -58,7 +58,7 @@ LACKS = lacks()
 
 
 def needs_cluster(test: Callable[..., None]) -> Callable[..., None]:
-    """Skip a test where no cluster can be emulated."""
+    """Skip a test if this machine cannot emulate a cluster."""
     return pytest.mark.skipif(bool(LACKS), reason=LACKS or "a cluster can be emulated")(test)
 
 
@@ -85,9 +85,9 @@ def emulate(tmp_path: Path, *words: object, program: str = PROGRAM) -> int:
 
 @pytest.mark.ranks
 @needs_cluster
-def test_ranks_meet_on_the_emulated_network_and_nothing_is_left(tmp_path: Path) -> None:
+def test_ranks_connect_over_the_emulated_network(tmp_path: Path) -> None:
     assert emulate(tmp_path) == 0
-    assert (tmp_path / "logs" / "rank0.log").read_text() == "found 10.77.0.2 10.77.1.1 10.77.1.2\n"
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "peers 10.77.0.2 10.77.1.1 10.77.1.2\n"
     assert leftovers() == []
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.ranks
 @needs_cluster
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
     script, ready = tmp_path / "sleeps.py", tmp_path / "logs" / "rank1.log"
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(3600)\n")
     words = ["--ranks-per-node", "2", "--name", NAME, "--quota-after", "", "--log-dir", str(ready.parent), "--"]
@@ -132,11 +132,11 @@ def test_sigterm_removes_everything(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @needs_cluster
-def test_what_others_made_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_namespaces_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["ip", "netns", "add", f"{NAME}-17"], check=True)
     try:
         assert emulate(tmp_path) == 2
-        assert f"{NAME}-17 exists and is not of an emulated cluster" in capsys.readouterr().err
+        assert f"{NAME}-17 exists and does not belong to an emulated cluster" in capsys.readouterr().err
         assert leftovers() == [f"{NAME}-17"]
     finally:
         subprocess.run(["ip", "netns", "delete", f"{NAME}-17"], check=True)
@@ -144,7 +144,7 @@ def test_what_others_made_is_not_touched(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.ranks
 @needs_cluster
-def test_a_program_that_never_says_its_text_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_never_prints_its_text_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "silent.py"
     script.write_text("")
     words = ["--ranks-per-node", "1", "--name", NAME, "--quota-after", "begins", "--log-dir", str(tmp_path)]
@@ -154,7 +154,7 @@ def test_a_program_that_never_says_its_text_is_an_error(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--nodes", "0", "--", EMULATE], "--nodes 0"),
         (["--nodes", "201", "--", EMULATE], "--nodes 201"),
@@ -171,13 +171,13 @@ def test_a_program_that_never_says_its_text_is_an_error(tmp_path: Path, capsys: 
         (["--nodes", "8", "--ranks-per-node", "99", "--cores-per-rank", "9", "--", EMULATE], "cores, and there are"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "cores" in said and (os.geteuid() != 0 or shutil.which("tc") is None):
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "cores" in message and (os.geteuid() != 0 or shutil.which("tc") is None):
         pytest.skip("another reason comes first")
     assert main(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert said in lines[0]
+    assert message in lines[0]
 
 
 def test_a_name_is_held_by_one_process(tmp_path: Path) -> None:
@@ -190,13 +190,13 @@ def test_a_name_is_held_by_one_process(tmp_path: Path) -> None:
         assert was_left
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ValueError, match="needs root"):
         check_machine(Topology(1, 2))
 
 
-def test_without_tools_it_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     with pytest.raises(ValueError, match="ip and tc not found"):

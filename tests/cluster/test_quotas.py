@@ -24,7 +24,7 @@ def test_quotas_are_written(tmp_path: Path) -> None:
 
 
 @needs_cluster
-def test_what_a_rank_starts_leaves_its_group() -> None:
+def test_processes_that_a_rank_starts_leave_its_group() -> None:
     groups = QuotaGroups(NAME, 2)
     groups.create()
     started = [subprocess.Popen(["sleep", "400"]) for _ in range(2)]
@@ -52,6 +52,6 @@ def test_version_2_groups(tmp_path: Path) -> None:
     assert (groups.top / "cgroup.subtree_control").read_text() == "+cpu"
 
 
-def test_no_control_groups_are_said(tmp_path: Path) -> None:
+def test_a_machine_without_control_groups_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no control groups with a cpu controller"):
         QuotaGroups("bstest", 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks that are started cold or as forks of a process that has imported what they need."""
+"""Cold ranks, and warm ranks: forks of a process with all imports."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_a_warm_rank_runs_a_script_as_a_program(tmp_path: Path, factor: int) -> 
 
 @pytest.mark.ranks
 def test_warm_ranks_have_one_thread_and_keep_freed_memory() -> None:
-    """Ranks that share a core must not wait for threads without a core, nor get the same pages again and again."""
+    """Ranks on a shared core must neither wait for threads without a core nor get the same pages in every step."""
     done = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True, timeout=120, check=True)
     num_threads, first, last = map(int, done.stdout.split())
     assert num_threads == 1
     assert last < first / 10, "pages of tensors of a freed size"
 
 
-def test_ranks_find_what_torchrun_sets() -> None:
-    found = rank_environment(Topology(2, 3), 4)
+def test_ranks_have_the_variables_of_torchrun() -> None:
+    environment = rank_environment(Topology(2, 3), 4)
     wanted = {"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1"}
-    assert wanted.items() <= found.items()
-    assert found["MASTER_ADDR"] == "10.77.0.1"
+    assert wanted.items() <= environment.items()
+    assert environment["MASTER_ADDR"] == "10.77.0.1"

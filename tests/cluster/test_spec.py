@@ -13,8 +13,8 @@ from scripts.cluster.spec import SPECS, matched_links
 COST = replace(shipped("bytescale_7b"), dtype="float32")
 
 
-def test_exchange_hides_behind_attention_as_on_the_real_cluster() -> None:
-    """On both, the keys of a document's share arrive in the same part of the time of its attention."""
+def test_exchange_takes_the_same_share_of_attention_as_on_the_real_cluster() -> None:
+    """On both clusters the keys of a document arrive in the same share of the time of its attention."""
     spec, cores, scale, tokens = SPECS["H200-IB"], 0.25, 32.0, 4096
     links = matched_links(spec, COST, cores, scale)
     emulated = key_value_bytes(COST.shape, 1, 4) * tokens / (links.inter_gbps * 1e9 / 8)
@@ -32,6 +32,6 @@ def test_the_arithmetic_is_printed() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scale", "words"), [("int8", 1.0, "int8"), ("float32", 0.0, "--length-scale 0")])
-def test_what_cannot_be_matched(dtype: str, scale: float, words: str) -> None:
+def test_bad_costs_and_scales_are_refused(dtype: str, scale: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         matched_links(SPECS["H200-IB"], replace(COST, dtype=dtype), 0.25, scale)

@@ -1,4 +1,4 @@
-"""Where the time of emulated ranks goes: threads by their names, shares of wall time, bytes of a class."""
+"""Shares of the time of emulated ranks by thread names, and bytes of a class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.cluster.topology import Topology
 from scripts.cluster.usage import Sample, Split, bytes_between_nodes, processor_seconds, sent_by_class
 
 
-def test_shares_are_of_the_time_that_all_ranks_have() -> None:
+def test_shares_divide_the_time_of_all_ranks() -> None:
     topology = Topology(1, 2, cores_per_rank=0.5)
     middle = Sample(17.0, (4.0, 1.0, 0.0), 9)
     samples = [Sample(10.0, (1.0, 1.0, 0.0), 5), middle, Sample(20.0, (6.0, 2.0, 1.0), 4_000_005)]
@@ -22,7 +22,7 @@ def test_shares_are_of_the_time_that_all_ranks_have() -> None:
     assert str(split) == "5.0 s a step: computing 50%, sending 10%, other 10%, waiting 30%; 2.0 MB between nodes"
 
 
-def test_threads_are_told_apart_by_their_names(tmp_path: Path) -> None:
+def test_threads_are_classified_by_name(tmp_path: Path) -> None:
     process = tmp_path / "7"
     stats = ((process, "python (x)", 180), (7, "python (x)", 100), (8, "pt_gloo_runner", 30), (9, "loader", 20))
     for place, name, ticks in stats:
@@ -31,8 +31,8 @@ def test_threads_are_told_apart_by_their_names(tmp_path: Path) -> None:
         fields = " ".join(["S", *["0"] * 10, str(ticks), str(ticks)])
         (folder / "stat").write_text(f"7 ({name}) {fields} 0 0\n")
     second = os.sysconf("SC_CLK_TCK")
-    found = processor_seconds(process)
-    assert found == pytest.approx((200 / second, 60 / second, 100 / second)), "30 ticks are of a thread that has ended"
+    seconds = processor_seconds(process)
+    assert seconds == pytest.approx((200 / second, 60 / second, 100 / second)), "30 ticks belong to an ended thread"
     assert processor_seconds(tmp_path / "gone") == (0.0, 0.0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Launchers in a checkout without Megatron, and commands of SLURM that only print."""
+"""Launchers in a checkout without Megatron, and fake SLURM commands that print their arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scripts.launchers import CHECKS, LOCAL, SLURM
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the launchers, beside a Python whose launch does what the variable FAKE says."""
+    """Return a copy of the launchers with a fake Python, whose launch runs the variable FAKE."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for script in (LOCAL, SLURM, CHECKS):

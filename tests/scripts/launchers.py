@@ -1,4 +1,4 @@
-"""The launchers, and how tests run them."""
+"""Paths of the launchers, and a clean environment to run them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHELL_FILES = [
 
 
 def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with nothing of ours in its environment but ``variables``."""
+    """Run a command whose environment has only PATH, HOME and ``variables``."""
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
     words = [str(word) for word in command]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout)

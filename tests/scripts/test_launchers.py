@@ -23,7 +23,7 @@ ENTRY = "pretrain_gpt_hdp.py"
 
 
 def parse_as_training_does(rank: int, world: int, words: list[str], num_ranks: int) -> tuple[Any, ...]:
-    """Return how ``pretrain_gpt_hdp.py`` resolves these flags, in a separate process."""
+    """Resolve flags like ``pretrain_gpt_hdp.py``, in a separate process."""
     os.environ.update(WORLD_SIZE=str(num_ranks))
     sys.argv = [ENTRY, *words]
     from megatron.bytescale.arguments.parse import parse
@@ -49,8 +49,8 @@ def after_entry(words: list[str]) -> list[str]:
 def test_shell_is_clean(script: Path) -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck, "shellcheck is one of the pinned dependencies: run make setup"
-    found = run([shellcheck, script])
-    assert found.returncode == 0, found.stdout
+    done = run([shellcheck, script])
+    assert done.returncode == 0, done.stdout
     assert run(["bash", "-n", script]).returncode == 0
     assert "set -euo pipefail" in script.read_text()
     assert os.access(script, os.X_OK)
@@ -100,14 +100,14 @@ def test_local_takes_its_values_from_variables(checkout: Path, tmp_path: Path) -
     }  # fmt: skip
     words = dry_run(checkout, GPUS="0", RANKS="2", TOKENIZER="--tokenizer-type SomeTokenizer", **values)
     flags = dict(itertools.pairwise(words))
-    wanted = {
+    expected = {
         "--num-layers": "3", "--hidden-size": "96", "--ffn-hidden-size": "97", "--num-attention-heads": "6",
         "--num-query-groups": "2", "--data-path": "/a b/c", "--seq-length": "99", "--hdp-tokens-per-rank": "51",
         "--global-batch-size": "10", "--train-iters": "7", "--hdp-log-dir": values["OUT"],
         "--save": values["OUT"] + "/checkpoints", "--load": values["OUT"] + "/checkpoints",
         "--tokenizer-type": "SomeTokenizer",
     }  # fmt: skip
-    assert {name: flags.get(name) for name in wanted} == wanted
+    assert {name: flags.get(name) for name in expected} == expected
     assert "--nproc-per-node=2" in words
 
 
@@ -133,7 +133,7 @@ def test_local_ends_with_the_right_code(fake: str, code: int, checkout: Path) ->
 
 
 @pytest.mark.ranks
-def test_local_lets_training_end_by_itself_on_sigterm(checkout: Path) -> None:
+def test_local_waits_for_the_end_of_training_on_sigterm(checkout: Path) -> None:
     out = checkout / "out"
     fake = "trap 'sleep 0.5; echo saved; exit 3' TERM; echo ready; while true; do sleep 0.05; done"
     environment = {"PATH": os.environ["PATH"], "GPUS": "0", "OUT": str(out), "FAKE": fake}
@@ -167,9 +167,7 @@ def test_slurm_has_the_directives_it_needs() -> None:
 
 
 @pytest.mark.ranks
-def test_slurm_starts_one_torchrun_per_node_that_meet_on_the_first(
-    slurm_job: tuple[Path, dict[str, str]], checkout: Path
-) -> None:
+def test_slurm_starts_one_torchrun_per_node(slurm_job: tuple[Path, dict[str, str]], checkout: Path) -> None:
     script, environment = slurm_job
     done = run(["bash", script, *EXTRA], **environment)
     assert done.returncode == 0, done.stderr
@@ -190,7 +188,7 @@ def test_slurm_starts_one_torchrun_per_node_that_meet_on_the_first(
 
 
 @pytest.mark.ranks
-def test_slurm_needs_to_know_the_processors_of_a_task(slurm_job: tuple[Path, dict[str, str]]) -> None:
+def test_slurm_needs_the_processors_of_a_task(slurm_job: tuple[Path, dict[str, str]]) -> None:
     script, environment = slurm_job
     del environment["SLURM_CPUS_PER_TASK"]
     done = run(["bash", script], **environment)
@@ -216,4 +214,4 @@ def test_slurm_gives_each_task_of_an_array_its_flags_and_its_folder(
     for task in (0, 4):
         done = run(["bash", script], **environment, SLURM_ARRAY_TASK_ID=str(task))
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"sweep has no line {task}; its lines are numbered from 1" in done.stderr
+        assert f"sweep has no line {task}; lines count from 1" in done.stderr

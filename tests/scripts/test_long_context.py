@@ -1,4 +1,4 @@
-"""The recipe from text to training: real commands on a few files, stopped in the middle and called again."""
+"""The recipe from text to training: real commands on a few files, with a failure and a second call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.scripts.launchers import LONG_CONTEXT, ROOT, run
 
 pytestmark = pytest.mark.ranks
 
-# In place of the console and of Python: each notes its words, fails once where it is told to, and else does its work.
-STAND_IN = """#!/bin/bash
+# Wrappers of the console and of Python: each records its words, and the first call of sculpt fails.
+WRAPPER = """#!/bin/bash
 echo "$*" >> "{folder}/calls"
 if [[ " $* " == *" sculpt "* ]] && ! [ -e "{folder}/failed" ]; then
   touch "{folder}/failed"
@@ -26,7 +26,7 @@ exec {command} "$@"
 """
 
 
-# As long as what the recipe removes: six lines.
+# As long as the sentences that the recipe removes: six lines.
 LICENCE = HEADER + "".join(f"the {line}\n" for line in HEADER.splitlines())
 
 
@@ -42,7 +42,7 @@ def write_texts(folder: Path) -> None:
 def recipe(folder: Path) -> subprocess.CompletedProcess[str]:
     commands = {"bytescale": str(Path(sys.executable).parent / "bytescale"), "python": sys.executable}
     for name, command in commands.items():
-        (folder / name).write_text(STAND_IN.format(folder=folder, command=command))
+        (folder / name).write_text(WRAPPER.format(folder=folder, command=command))
         (folder / name).chmod(0o755)
     places = {"BYTESCALE": "bytescale", "PYTHON": "python", "OUT": "out", "PYTHON_TEXTS": "py", "HEADER_TEXTS": "h"}
     sizes = {"CONTEXT": "2K", "STEPS": "2", "RANKS": "1", "WORKERS": "1"}
@@ -50,7 +50,7 @@ def recipe(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def stages(folder: Path) -> list[str]:
-    """Return the stages that were called since the last question."""
+    """Return the stages that were called since the last call of this function."""
     calls = (folder / "calls").read_text().splitlines()
     (folder / "calls").write_text("")
     words = ("clean", "mix", "sculpt", "megatron.bytescale.launch")
@@ -58,26 +58,26 @@ def stages(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_from_text_to_training_in_spite_of_failures(tmp_path: Path) -> None:
+def test_from_text_to_training_after_a_failure(tmp_path: Path) -> None:
     write_texts(tmp_path)
     out = tmp_path / "out"
     launch = "megatron.bytescale.launch"
     expected = [["clean", "mix", "sculpt"], ["sculpt", "sculpt", launch], []]
-    seen = None
+    first_report = None
     for place, called in enumerate(expected):
         done = recipe(tmp_path)
         assert stages(tmp_path) == called, done.stderr
         assert done.returncode == (0 if place else 3), done.stderr + (out / "train.log").read_text()[-2000:]
         report = (out / "clean" / "report.json").stat().st_mtime_ns
-        assert seen in (None, report)  # nothing is cleaned twice
-        seen = report
+        assert first_report in (None, report)  # nothing is cleaned twice
+        first_report = report
         assert not list(out.rglob("*.partial*"))
     assert "trained 2 steps: " in done.stdout
-    found = json.loads((out / "clean" / "report.json").read_text())["sources"]
+    sources = json.loads((out / "clean" / "report.json").read_text())["sources"]
     for name in ("python", "headers"):
-        assert found[name]["read"] == 12
-        assert found[name]["kept"] == 10  # two are the same
-        assert found[name]["sentences"] >= 9  # the header
+        assert sources[name]["read"] == 12
+        assert sources[name]["kept"] == 10  # two are duplicates
+        assert sources[name]["sentences"] >= 9  # the header
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]
     assert all(0 < row["lm loss"] < 8 for row in rows)

@@ -1,4 +1,4 @@
-"""Recipes of models: Megatron's parser and our checks take each, it plans a step and has the model's parameters."""
+"""Recipes of models: each passes Megatron's parser and our checks, plans a step and has the model's parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRY_RUN = {"fake_process_group": True}  # the memory of this machine does not ma
 MODELS = ROOT / "scripts" / "recipes" / "models"
 RECIPES = sorted(MODELS.glob("*/*.sh"))
 NAMES = [f"{path.parent.name}/{path.stem}" for path in RECIPES]
-# Parameters that a published model card names, which the shapes must have exactly.
+# Parameters of the published model cards, which the shapes must have exactly.
 PUBLISHED = {
     "open/llama-3.1-8b": 8_030_261_248,
     "open/llama-3.1-70b": 70_553_706_496,
@@ -40,8 +40,8 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one recipe comes to: parameters of the built shapes and of the forecast, and the plan of a step."""
+class Surveyed:
+    """Parameters of a recipe's built shapes and of its forecast, and the plan of a step."""
 
     parameters: int
     forecast: float
@@ -49,22 +49,22 @@ class Found:
     widest: int
 
 
-def shown(path: Path, how: str, **values: str) -> str:
-    """Return what a recipe prints."""
-    done = subprocess.run([path, how], capture_output=True, text=True, timeout=60, env={**os.environ, **values})
+def shown(path: Path, action: str, **values: str) -> str:
+    """Return the output of a recipe."""
+    done = subprocess.run([path, action], capture_output=True, text=True, timeout=60, env={**os.environ, **values})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def value(path: Path, name: str) -> str:
     """Return a value that a recipe sets."""
-    found = re.search(rf"\b{name}=(\S+)", path.read_text())
-    assert found is not None, name
-    return found[1]
+    assignment = re.search(rf"\b{name}=(\S+)", path.read_text())
+    assert assignment is not None, name
+    return assignment[1]
 
 
-def survey(rank: int, world: int, recipes: Sequence[tuple[int, int, str, list[str]]]) -> list[Found | str]:
-    """Return what becomes of each (processes, vocabulary, sampler, flags); the error of one that is refused."""
+def survey(rank: int, world: int, recipes: Sequence[tuple[int, int, str, list[str]]]) -> list[Surveyed | str]:
+    """Return the survey of each (processes, vocabulary, sampler, flags), or the error of a refused recipe."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -73,7 +73,7 @@ def survey(rank: int, world: int, recipes: Sequence[tuple[int, int, str, list[st
     return [survey_one(*recipe) for recipe in recipes]
 
 
-def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Found | str:
+def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Surveyed | str:
     from bytescale_ext.config.hdp import HdpConfig
     from bytescale_ext.plan.evaluate.length_samplers import sample_documents
     from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
@@ -92,15 +92,17 @@ def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Fo
     except (ValueError, SystemExit) as error:
         return str(error)
     alone = [word for word in words if not word.startswith("--overlap")]
-    freq = ["--moe-layer-freq", "([0]+[1])*1"] if isinstance(args.moe_layer_freq, list) else []  # the last are equal
+    freq = (
+        ["--moe-layer-freq", "([0]+[1])*1"] if isinstance(args.moe_layer_freq, list) else []
+    )  # the last layers are equal
     two = built_parameters([*alone, *ONE_RANK, "--num-layers", "2", *freq], vocab)
     other = ["3", "--moe-layer-freq", "[0]+[1]*2"] if freq else ["1"]
     each = (built_parameters([*alone, *ONE_RANK, "--num-layers", *other], vocab) - two) * (1 if freq else -1)
-    return Found(
+    return Surveyed(
         parameters=two + each * (run.shape.num_layers - 2),
         forecast=num_parameters(run.shape) + expert_parameters(run.shape),
         num_ranks=plan.num_ranks,
-        widest=max(len(shard.ring) for of_rank in plan.ranks for one in of_rank for shard in one.shards),
+        widest=max(len(shard.ring) for batches in plan.ranks for batch in batches for shard in batch.shards),
     )
 
 
@@ -125,7 +127,7 @@ def built_parameters(words: list[str], vocab: int) -> int:
     config = gpt_config_from_args(args).transformer
     config.perform_initialization = False
     spec, tied = get_gpt_decoder_block_spec(config, False), not args.untie_embeddings_and_output_weights
-    for layer in layers_of(spec) if args.multi_latent_attention else ():  # Megatron's local attention does not take it
+    for layer in layers_of(spec) if args.multi_latent_attention else ():  # Megatron's local attention does not build it
         _set_document_modules(layer.submodules, runtime_of(), has_engine=False)
     with torch.device("meta"):
         model = GPTModel(
@@ -145,29 +147,29 @@ def corpus() -> Path:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Found | str]:
+def surveys() -> dict[str, Surveyed | str]:
     rows = []
     for path in RECIPES:
         processes = int(value(path, "NODES")) * int(value(path, "GPUS_PER_NODE"))
         words = [*shown(path, "flags").splitlines(), "--cpu"]
         rows.append((processes, int(value(path, "VOCAB")), value(path, "SAMPLER"), words))
-    answers: list[Found | str] = run_ranks(survey, 1, rows, timeout=900)[0]
+    answers: list[Surveyed | str] = run_ranks(survey, 1, rows, timeout=900)[0]
     return dict(zip(NAMES, answers, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_runs_plans_and_has_its_parameters(name: str, found: dict[str, Found | str]) -> None:
-    path, one = RECIPES[NAMES.index(name)], found[name]
-    assert isinstance(one, Found), one
-    assert one.parameters == PUBLISHED.get(name, int(value(path, "PARAMETERS"))) == int(value(path, "PARAMETERS"))
-    assert one.widest <= one.num_ranks
+def test_a_recipe_plans_and_has_its_parameters(name: str, surveys: dict[str, Surveyed | str]) -> None:
+    path, recipe = RECIPES[NAMES.index(name)], surveys[name]
+    assert isinstance(recipe, Surveyed), recipe
+    assert recipe.parameters == PUBLISHED.get(name, int(value(path, "PARAMETERS"))) == int(value(path, "PARAMETERS"))
+    assert recipe.widest <= recipe.num_ranks
     words = shown(path, "flags").split()
     tokens, longest = int(value(path, "TOKENS_PER_RANK")), int(value(path, "SEQ_LENGTH"))
-    assert one.widest >= -(-longest // tokens), "the longest document needs so many ranks"
+    assert recipe.widest >= -(-longest // tokens), "the longest document needs more ranks"
     tied = 0 if "--untie-embeddings-and-output-weights" in words else int(words[words.index("--hidden-size") + 1])
-    forecast = one.forecast - tied * int(value(path, "VOCAB"))  # which counts both matrices, as two stages have them
+    forecast = recipe.forecast - tied * int(value(path, "VOCAB"))  # it counts both matrices, as on two stages
     is_plain = "--disable-bias-linear" in words and "--qk-layernorm" not in words
-    assert forecast == one.parameters if is_plain else forecast == pytest.approx(one.parameters, rel=1e-3)
+    assert forecast == recipe.parameters if is_plain else forecast == pytest.approx(recipe.parameters, rel=1e-3)
 
 
 def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
@@ -181,8 +183,8 @@ def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
     assert " sbatch --nodes=1 --gpus-per-node=8 " in slurm
     (tmp_path / "sbatch").write_text('#!/bin/bash\necho "$MODEL_FLAGS|$TOKENS_PER_RANK|$*"\n')
     (tmp_path / "sbatch").chmod(0o755)
-    said = shown(path, "slurm", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    given, tokens, words = said.split("|")
+    printed = shown(path, "slurm", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    given, tokens, words = printed.split("|")
     assert given.split() == flags[: len(given.split())]
     assert tokens == "8192"
     assert words.split()[:2] == ["--nodes=1", "--gpus-per-node=8"]
@@ -191,7 +193,7 @@ def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-# A twin keeps each flag of its recipe, and its kinds of parallelism with 2 ranks each; these sizes are its own.
+# A twin keeps the flags of its recipe and its kinds of parallelism, with 2 ranks each and these sizes.
 SIZES = {
     "--num-layers": "2", "--hidden-size": "32", "--ffn-hidden-size": "48", "--num-attention-heads": "4",
     "--num-query-groups": "2", "--kv-channels": "8", "--kv-lora-rank": "16", "--qk-head-dim": "8",
@@ -205,7 +207,7 @@ SIZES = {
 }  # fmt: skip
 OFF = ("--bf16",)
 FOR_TESTS = "--log-interval 1 --cpu --no-one-logger --num-workers 0".split()
-# The suite trains those whose kind no other test has; `make twins` trains them all.
+# The suite trains twins of kinds that no other test trains; `make twins` trains all.
 IN_SUITE = ("open/gpt-oss-20b", "open/deepseek-v2-lite", "seq1f1b/7b")
 TWINS = [name if name in IN_SUITE else pytest.param(name, marks=pytest.mark.twins) for name in NAMES]
 
@@ -219,7 +221,7 @@ def twin_of(words: Sequence[str]) -> tuple[int, list[str]]:
     return 4 if kinds else 2, small + FOR_TESTS
 
 
-@cache  # models of one family differ in nothing but size
+@cache  # models of one family differ only in size
 def trained(ranks: int, flags: tuple[str, ...]) -> Outcome:
     return train(ranks, *flags)
 

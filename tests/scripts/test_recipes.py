@@ -1,4 +1,4 @@
-"""The recipe of draft heads calls the console with words that it takes, in an order in which each file is there."""
+"""The recipe of draft heads calls the console with valid words, in an order in which each file exists."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.scripts.launchers import DRAFT_HEADS, run
 
 pytestmark = pytest.mark.ranks
 
-# In place of the console: it notes its words, and leaves what the recipe looks for.
-STAND_IN = r"""#!/bin/bash
+# A fake console: it records its words and writes the files that the recipe expects.
+FAKE = r"""#!/bin/bash
 printf '%s\n' "$*" >> "${0%/*}/calls"
 case $1 in
   corpus) : > "$3.idx" ;;
@@ -35,9 +35,9 @@ def run_recipe(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_recipe_of_draft_heads(tmp_path: Path) -> None:
-    stand_in = tmp_path / "bytescale"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
+    fake = tmp_path / "bytescale"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
     done = run_recipe(tmp_path)
     assert done.returncode == 0, done.stderr
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
@@ -47,9 +47,9 @@ def test_the_recipe_of_draft_heads(tmp_path: Path) -> None:
     training = [(1, words[1:]) for words in calls if words[0] == "train"]
     model, *heads = resolve_lines(*training)
     assert model.error is None
-    for one in heads:  # the stand-in leaves no tensors
-        assert one.error is not None
-        assert "there is no checkpoint" in one.error
+    for line in heads:  # the fake writes no tensors
+        assert line.error is not None
+        assert "there is no checkpoint" in line.error
     prompts = (tmp_path / "out" / "prompts").read_text().splitlines()
     assert len(prompts) == 2
     assert all(30 <= len(line) <= 90 for line in prompts)

@@ -1,4 +1,4 @@
-"""The site builds in strict mode with every page, and its links match the links of the repository."""
+"""The site builds in strict mode with every page, and its links have the same targets as in the repository."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=given, text=True, capture_output=True, timeout=300)
 
 
-@pytest.mark.ranks  # a process, though of one rank
+@pytest.mark.ranks  # starts a process
 def test_it_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None:
     built = build(tmp_path / "site", ROOT / "mkdocs.yml")
     assert built.returncode == 0, built.stderr

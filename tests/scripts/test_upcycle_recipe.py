@@ -1,4 +1,4 @@
-"""The recipe of upcycling trains with words that Megatron and we take, each training once."""
+"""The recipe of upcycling trains with valid words, each training once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.scripts.launchers import UPCYCLE, run
 
 pytestmark = pytest.mark.ranks
 
-# In place of the console and of Python: they note their words, and leave what the recipe looks for.
-STAND_IN = r"""#!/bin/bash
+# A fake console and Python: they record their words and write the files that the recipe expects.
+FAKE = r"""#!/bin/bash
 printf '%s\n' "$*" >> "${0%/*}/calls"
 case $1 in
   corpus) : > "$3.idx" ;;
@@ -28,22 +28,24 @@ esac
 
 
 def run_recipe(folder: Path, **sizes: str) -> subprocess.CompletedProcess[str]:
-    stand_in = str(folder / "stand_in")
-    return run([UPCYCLE], BYTESCALE=stand_in, PYTHON=stand_in, OUT=str(folder / "out"), **sizes)
+    fake = str(folder / "fake")
+    return run([UPCYCLE], BYTESCALE=fake, PYTHON=fake, OUT=str(folder / "out"), **sizes)
 
 
 def test_the_recipe_of_upcycling(tmp_path: Path) -> None:
-    (tmp_path / "stand_in").write_text(STAND_IN)
-    (tmp_path / "stand_in").chmod(0o755)
+    (tmp_path / "fake").write_text(FAKE)
+    (tmp_path / "fake").chmod(0o755)
     done = run_recipe(tmp_path, STEPS="9", ANNEAL="4")
     assert done.returncode == 0, done.stderr
     corpus, *trainings = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
     assert corpus[0] == "corpus"
     start = ["-m", "megatron.bytescale.launch", "--nproc-per-node", "2", "pretrain_gpt_hdp.py"]
     assert [words[:5] for words in trainings] == [start] * 4
-    fresh = [[word.replace("/out/gate", "/new").replace("/out/topk", "/new") for word in one[5:]] for one in trainings]
+    fresh = [
+        [word.replace("/out/gate", "/new").replace("/out/topk", "/new") for word in words[5:]] for words in trainings
+    ]
     dense, gate, topk, last = resolve_lines(*((2, words) for words in fresh))
-    assert [one.error for one in (dense, gate, topk, last)] == [None] * 4
+    assert [line.error for line in (dense, gate, topk, last)] == [None] * 4
     assert gate.features.keys() == {"hdp", "gate", "upcycling"}
     assert topk.features.keys() == {"hdp", "upcycling"}
     assert dense.features.keys() == last.features.keys() == {"hdp"}

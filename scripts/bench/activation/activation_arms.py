@@ -1,4 +1,4 @@
-"""The arms of ``gpu_activations.py``: our plans, and what Megatron and torch offer for saved activations."""
+"""The arms of ``gpu_activations.py``: our activation plans, and the methods of Megatron and torch."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ from bytescale_ext.plan.activation.policies import make_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from megatron.bytescale.training.one_device import OneDeviceModel, end_fine_grained_step
-from scripts.bench.activation.gpu_options import LOSS_TOKENS
+from scripts.bench.activation.models import LOSS_TOKENS
 from scripts.bench.activation.offloaded_inputs import OffloadedInputs
 
 ALPHAS = tuple(tenths / 10 for tenths in range(1, 11))
 TINY_ALPHAS = (0.5, 1.0)
-ENGINE_WAY = "engine"
+ENGINE_METHOD = "engine"
 MAIN_ARMS = (
     "none", "full recompute", "full recompute, inputs on host", "keep attention output", "memo", "priced",
 )  # fmt: skip
-"""What a run measures unless it is asked for everything."""
+"""Arms of a run without ``--all`` and ``--arms``."""
 
 WARM_UP, STALL_STEPS, LAYER_REPEATS = 1, 1, 3
 START_SECONDS = 45.0
-"""Imports, the model, and page-locked memory."""
+"""Seconds until the first step: imports, the model, and page-locked memory."""
 
 REPEATED = {
     "full": 1.0, "full, inputs on host": 1.0, "core_attn": 1.0, "mlp": 0.5,
 }  # fmt: skip
-"""Forward passes of a layer that a method of Megatron repeats, at most."""
+"""Upper bound of the forward passes of a layer that a method of Megatron repeats."""
 
 PAGEABLE_BYTES_PER_SECOND = 20e9
-"""Of copies that torch allocates and waits for."""
+"""Speed of copies for which torch allocates host memory and waits."""
 RATES = (650e12, 600e12, 500e12)
+"""Predicted FLOP/s of linear layers, attention forward and attention backward."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one run of the benchmark."""
+    """The settings of one run of the bench."""
 
     shape: ModelShape
     lengths: tuple[int, ...]
@@ -70,35 +71,35 @@ class Settings:
 
     @property
     def states_gb(self) -> float:
-        """Parameters and gradients, both of one type; there is no optimizer."""
+        """GB of parameters and gradients, which have one type; there is no optimizer."""
         return 2 * (2 if self.on_cuda else 4) * num_parameters(self.shape) / 1e9
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to handle activations: one of our plans, or a method of Megatron or torch by name.
+    """One way to handle activations: one of our plans, or a method of Megatron or torch.
 
     Attributes:
-        name: in tables.
-        plan: of our layers.
-        way: the method of Megatron or torch, or "".
-        kept_whole: the last layers, which full recompute leaves alone.
+        name: name in tables.
+        plan: activation plan of our layers.
+        method: method of Megatron or torch, or "".
+        kept_whole: number of last layers that full recompute leaves alone.
     """
 
     name: str
     plan: ActivationPlan
-    way: str = ""
+    method: str = ""
     kept_whole: int = 0
 
     def whole_layers(self, num_layers: int) -> int:
-        """Return how many layers keep all their tensors. Only arms with equally many are compared."""
-        if self.way:
+        """Return the number of layers that keep all their tensors. Only arms with the same number are compared."""
+        if self.method:
             return self.kept_whole
         return num_layers if self.plan.is_off else self.plan.resident_layers
 
 
 def load_of(settings: Settings, length: int) -> LayerLoad:
-    """Return the load of a micro-batch of ``length`` tokens."""
+    """Return the load of a layer on ``length`` tokens."""
     if settings.cost_file is None:
         cost = cost_of_rates(settings.shape, *RATES)
     else:
@@ -110,7 +111,7 @@ def load_of(settings: Settings, length: int) -> LayerLoad:
 
 
 def recomputing_arms(kept_whole: int, suffix: str = "") -> list[Arm]:
-    """Return full recompute, and full recompute except attention, of all but the last ``kept_whole`` layers."""
+    """Return full recompute with and without attention, on all layers except the last ``kept_whole``."""
     return [
         Arm(f"full recompute{suffix}", ActivationPlan("none"), "full", kept_whole),
         Arm(f"keep attention output{suffix}", ActivationPlan("shares", 0.0, 1.0, 0.0, False, kept_whole)),
@@ -118,10 +119,10 @@ def recomputing_arms(kept_whole: int, suffix: str = "") -> list[Arm]:
 
 
 def arms_of(settings: Settings, length: int, host_gb: float, kept_whole: int | None = None) -> list[Arm]:
-    """Return all arms of a length, without policies that cannot fit their budgets.
+    """Return all arms of a length, except policies that do not fit their budgets.
 
-    Recomputing arms keep ``kept_whole`` layers whole; by default as many as ``priced`` does, or as MEMO where that
-    keeps all. If no arms were named, there are also recomputing arms for the other numbers of ``priced``.
+    Recomputing arms keep ``kept_whole`` layers whole; by default as many as ``priced`` keeps, or as MEMO keeps if
+    ``priced`` keeps all. If no arms were named, there is also a recomputing arm for each other number of ``priced``.
     """
     off, load = ActivationPlan("none"), load_of(settings, length)
     machine = Machine(settings.device_gb * 1e9, host_gb * 1e9, settings.link_gb_per_second * 1e9)
@@ -157,7 +158,7 @@ def arms_of(settings: Settings, length: int, host_gb: float, kept_whole: int | N
 
 
 def predicted_seconds(settings: Settings) -> float:
-    """Return how long a run of all its arms takes at the rates that plans are made with, without sweep and search."""
+    """Return the predicted seconds of a run of all its arms, without the sweep and the search for the longest."""
     steps = settings.num_steps + WARM_UP + STALL_STEPS
     total = START_SECONDS
     for length in settings.lengths:
@@ -169,24 +170,24 @@ def predicted_seconds(settings: Settings) -> float:
 
 
 def wanted(arms: list[Arm], settings: Settings) -> list[Arm]:
-    """Return the arms that were named on the command line; all if none was."""
+    """Return the arms that the command line names, or all if it names none."""
     return [arm for arm in arms if not settings.arms or arm.name in settings.arms]
 
 
 def _step_seconds(arm: Arm, load: LayerLoad, link_gb_per_second: float) -> float:
     """Return the predicted seconds of a step of one arm, without the loss."""
     seconds = forecast(arm.plan, load, Machine(1e18, 1e18, link_gb_per_second * 1e9)).step_seconds
-    seconds += REPEATED.get(arm.way, 0.0) * load.num_layers * load.forward_seconds
-    if arm.way == "save_on_cpu":
+    seconds += REPEATED.get(arm.method, 0.0) * load.num_layers * load.forward_seconds
+    if arm.method == "save_on_cpu":
         seconds = max(seconds, 2 * load.num_layers * load.bytes_of() / PAGEABLE_BYTES_PER_SECOND)
     return seconds
 
 
 @contextlib.contextmanager
-def in_way(built: OneDeviceModel, arm: Arm) -> Iterator[None]:
-    """Switch on an arm's method of Megatron or torch, and off again."""
-    way = arm.way
-    if way == ENGINE_WAY:  # its model was built that way
+def with_method(built: OneDeviceModel, arm: Arm) -> Iterator[None]:
+    """Switch an arm's method of Megatron or torch on, and off again."""
+    method = arm.method
+    if method == ENGINE_METHOD:  # build_model has switched it on
         try:
             yield
         finally:
@@ -194,19 +195,18 @@ def in_way(built: OneDeviceModel, arm: Arm) -> Iterator[None]:
         return
     config, layers = built.model.decoder.config, built.model.decoder.layers
     try:
-        if way.startswith("full"):
-            config.recompute_granularity, config.recompute_method = "full", "block"  # of the first layers
+        if method.startswith("full"):
+            config.recompute_granularity, config.recompute_method = "full", "block"  # the first layers
             config.recompute_num_layers = len(layers) - arm.kept_whole
         for layer in layers:
-            layer.recompute_mlp = way == "mlp"
-            layer.self_attention.checkpoint_core_attention = way == "core_attn"
+            layer.recompute_mlp = method == "mlp"
+            layer.self_attention.checkpoint_core_attention = method == "core_attn"
         with contextlib.ExitStack() as stack:
-            if way == "save_on_cpu":
+            if method == "save_on_cpu":
                 stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=built.device.type == "cuda"))
-            if way.endswith("inputs on host"):
-                stack.enter_context(
-                    OffloadedInputs(built.store.link, len(layers) - arm.kept_whole).during(built.model.decoder)
-                )
+            if method.endswith("inputs on host"):
+                inputs = OffloadedInputs(built.store.link, len(layers) - arm.kept_whole)
+                stack.enter_context(inputs.during(built.model.decoder))
             yield
     finally:
         config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
@@ -215,12 +215,12 @@ def in_way(built: OneDeviceModel, arm: Arm) -> Iterator[None]:
 
 
 def lacks_host_memory(arm: Arm, length: int, settings: Settings) -> str | None:
-    """Return which host memory an arm with its own pinned memory lacks, as text; else None.
+    """Return the lack of host memory as text, for an arm that pins memory itself; None if there is enough.
 
-    Torch rounds each block up to a power of two. A process that takes too much is killed, and all its arms end.
+    Torch rounds each block up to a power of two. The system kills a process that takes too much, with all its arms.
     """
-    if arm.way != "save_on_cpu":
+    if arm.method != "save_on_cpu":
         return None
     needed = 2 * settings.shape.num_layers * load_of(settings, length).bytes_of() / 1e9
     free = psutil.virtual_memory().available / 1e9
-    return f"may need {needed:.0f} GB of host memory, {free:.0f} are free" if needed > free else None
+    return f"may need {needed:.0f} GB of host memory; {free:.0f} GB are free" if needed > free else None

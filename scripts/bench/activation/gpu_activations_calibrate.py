@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/bench/activation/gpu_activations_calibrate.py --output cost.json [--json]
 
-The link is measured each way alone, both ways at once, and each way while matrices are multiplied; then by a process
-for each GPU at once (``--processes``), which tells ``--gpus-per-link``. ``--output`` is a cost file for
-``--cost-file``. ``--device cpu --quick`` runs tiny sizes, as a test of the script.
+The link is measured in each direction alone, in both directions at the same time, and in each direction while matrices
+are multiplied. Then one process for each GPU copies at the same time (``--processes``), which gives
+``--gpus-per-link``. ``--output`` writes a cost file for ``--cost-file``. ``--device cpu --quick`` tests the script.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.activation.arena import allocate_arena  # noqa: E402
-from bytescale_ext.measure.cost_file import write_cost  # noqa: E402
-from bytescale_ext.plan.activation.load import cost_of_rates  # noqa: E402
-from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
-from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
-from megatron.bytescale.training.one_device import OneDeviceModel, build_model  # noqa: E402
-from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser, parse  # noqa: E402
-from scripts.bench.activation.shared_link import measure_shared_link  # noqa: E402
+from bytescale_ext.activation.arena import allocate_arena
+from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from megatron.bytescale.training.one_device import OneDeviceModel, build_model
+from scripts.bench.activation.models import LOSS_TOKENS, SHAPE, TINY
+from scripts.bench.activation.shared_link import measure_shared_link
+from scripts.bench.gpu import device_name, gpu_parser, median_seconds, parse_on_gpu
+from scripts.bench.progress import progress
 
 LENGTHS = (8192, 16384, 32768, 49152, 65536, 98304, 131072)
 TINY_LENGTHS = (64, 128, 256)
@@ -39,29 +38,12 @@ HEAD_FLOPS = 650e12
 REPEATS = 10
 
 
-def seconds_of(run: Callable[[], Any], repeats: int, on_cuda: bool) -> float:
-    """Return the median seconds of a run, after one to warm up."""
-    found = []
-    for _ in range(repeats + 1):
-        if on_cuda:
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        if on_cuda:
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found[1:])
-
-
 def link_speeds(num_bytes: int, repeats: int, on_cuda: bool) -> dict[str, float]:
-    """Return GB/s each way: alone, both ways at once, and while the compute stream multiplies matrices."""
+    """Return GB/s in each direction: alone, in both at the same time, and while the compute stream multiplies."""
     device = torch.device("cuda" if on_cuda else "cpu")
     arena = allocate_arena(2 * num_bytes, pinned=on_cuda)
     host = arena.memory[:num_bytes], arena.memory[num_bytes : 2 * num_bytes]
-    near = (
-        torch.empty(num_bytes, dtype=torch.uint8, device=device),
-        torch.empty(num_bytes, dtype=torch.uint8, device=device),
-    )
+    near = tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     streams = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
     matrix = torch.randn(4096 if on_cuda else 64, 4096 if on_cuda else 64, device=device, dtype=torch.bfloat16)
 
@@ -84,9 +66,9 @@ def link_speeds(num_bytes: int, repeats: int, on_cuda: bool) -> dict[str, float]
         return events[0].elapsed_time(events[1]) / 1e3
 
     speeds = {
-        "to_host": num_bytes / seconds_of(lambda: copy(0), repeats, on_cuda) / 1e9,
-        "to_device": num_bytes / seconds_of(lambda: copy(1), repeats, on_cuda) / 1e9,
-        "each_of_both": num_bytes / seconds_of(lambda: (copy(0), copy(1)), repeats, on_cuda) / 1e9,
+        "to_host": num_bytes / median_seconds(lambda: copy(0), repeats, on_cuda) / 1e9,
+        "to_device": num_bytes / median_seconds(lambda: copy(1), repeats, on_cuda) / 1e9,
+        "each_of_both": num_bytes / median_seconds(lambda: (copy(0), copy(1)), repeats, on_cuda) / 1e9,
     }
     if on_cuda:
         for name, way in (("to_host_while_multiplying", 0), ("to_device_while_multiplying", 1)):
@@ -117,12 +99,12 @@ def layer_seconds(built: OneDeviceModel, length: int, repeats: int) -> tuple[flo
         forward()
         outputs[0].sum().backward()
 
-    one = seconds_of(forward, repeats, on_cuda)
-    return one, seconds_of(both, repeats, on_cuda) - one
+    forward_seconds = median_seconds(forward, repeats, on_cuda)
+    return forward_seconds, median_seconds(both, repeats, on_cuda) - forward_seconds
 
 
 def fit(lengths: list[int], seconds: list[float]) -> tuple[CostModel, float]:
-    """Fit ``a s^2 + b s`` with the least relative errors; return it and the largest error."""
+    """Fit ``a s^2 + b s`` with the least squares of relative errors; return the fit and its largest error."""
     sizes, times = np.array(lengths, dtype=np.float64), np.array(seconds)
     rows = np.stack([sizes**2, sizes], axis=1) / times[:, None]
     (a, b), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
@@ -131,7 +113,7 @@ def fit(lengths: list[int], seconds: list[float]) -> tuple[CostModel, float]:
 
 
 def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) -> tuple[dict[str, Any], ModelCost]:
-    """Return all figures, and the cost of the model. ``num_processes``: that copy at once to share a link."""
+    """Return all figures and the cost of the model; ``num_processes`` processes copy at the same time."""
     shape, lengths = (TINY, TINY_LENGTHS) if quick else (SHAPE, LENGTHS)
     shape = replace(shape, num_layers=1)
     dtype = torch.bfloat16 if on_cuda else torch.float32
@@ -139,16 +121,16 @@ def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) 
     shared = measure_shared_link(num_processes, num_bytes, repeats, on_cuda)
     speeds = link_speeds(num_bytes, repeats, on_cuda)
     built = build_model(shape, dtype, 0, loss_tokens=LOSS_TOKENS, on_cpu=not on_cuda)
-    times = [layer_seconds(built, length, repeats) for length in lengths]
+    times = [layer_seconds(built, length, repeats) for length in progress(lengths, lambda n: f"layer on {n} tokens")]
     (forward, forward_error), (backward, backward_error) = (
-        fit(list(lengths), [one[way] for one in times]) for way in (0, 1)
+        fit(list(lengths), list(column)) for column in zip(*times, strict=True)
     )
-    device = torch.cuda.get_device_name() if on_cuda else "cpu"
+    device = device_name("cuda" if on_cuda else "cpu")
     cost = replace(
         cost_of_rates(shape, HEAD_FLOPS, HEAD_FLOPS, HEAD_FLOPS),
         device=device,
         dtype=str(dtype).removeprefix("torch."),
-        source="gpu_activations_calibrate.py; the head is not measured, it is taken at 650 TFLOP/s",
+        source="gpu_activations_calibrate.py; the head is not measured: 650 TFLOP/s are assumed",
         forward=forward,
         backward=backward,
     )
@@ -162,12 +144,12 @@ def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) 
 
 
 def main() -> None:
-    """Measure, print, write."""
-    parser = make_parser("Measure the link to host memory and a layer's time against length.")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--processes", type=int, metavar="N", help="that copy at once (one for each GPU)")
+    """Measure, print, and write the cost file."""
+    parser = gpu_parser("Measure the link to host memory and a layer's time against length.", has_quick=True)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of each measurement (%(default)s)")
+    parser.add_argument("--processes", type=int, metavar="N", help="processes that copy together (one for each GPU)")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write a cost file")
-    args = parse(parser)
+    args = parse_on_gpu(parser)
     on_cuda = args.device == "cuda"
     num_processes = args.processes or (torch.cuda.device_count() if on_cuda else 1)
     figures, cost = calibrate(on_cuda, args.quick, args.repeats, num_processes)
@@ -175,8 +157,8 @@ def main() -> None:
         print(f"{name:28} {speed:8.2f} GB/s")
     shared = figures["shared_link"]
     print(
-        f"{num_processes} processes at once: {min(shared['together']):.2f} GB/s each, one alone "
-        f"{min(shared['alone']):.2f}: --gpus-per-link {shared['gpus_per_link']}"
+        f"{num_processes} processes together: {min(shared['together']):.2f} GB/s each; one alone: "
+        f"{min(shared['alone']):.2f} GB/s; --gpus-per-link {shared['gpus_per_link']}"
     )
     for row in figures["layer"]:
         forward, backward = (row[f"{way}_seconds"] * 1e3 for way in ("forward", "backward"))

@@ -1,12 +1,12 @@
-"""Measure memory plans on one GPU: torch's allocator, expandable segments, rounding buffers, the whole plan.
+"""Measure memory plans on one GPU: torch's allocator, expandable segments, rounding buffers, and the whole plan.
 
     .venv/bin/python scripts/bench/activation/gpu_memory_plan.py [--json]
 
-Every arm trains the same model on the same sequences, whose lengths change from step to step. Each arm has its own
-process, because an allocator is chosen when a process starts. *buffers* gives swapped layers two rounding buffers;
-*plan* also reserves the planned peak as one segment, as ``--memory-plan`` does. Reported: median and spread of step
-times, peak allocated and reserved, calls of cudaMalloc, retries (memory returned to the device and requested again),
-and the plan's peak over its liveness bound. ``--device cpu --quick`` runs tiny sizes, without an allocator's figures.
+All arms train the same model on the same sequences, whose lengths change from step to step. Each arm has its own
+process, because a process chooses its allocator when it starts. *buffers* gives swapped layers two rounding buffers;
+*plan* also reserves the planned peak as one segment, as ``--memory-plan`` does. The table has median and longest step
+time, peak allocated and reserved memory, calls of cudaMalloc, and retries (memory returned to the device and requested
+again). ``--device cpu --quick`` runs tiny sizes, without figures of the allocator.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.activation.buffers import RoundingBuffers, reserve  # noqa: E402
-from bytescale_ext.plan.activation.plan import ActivationPlan  # noqa: E402
-from bytescale_ext.plan.memory.step_file import StepMemory  # noqa: E402
-from megatron.bytescale.training.one_device import build_model  # noqa: E402
-from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser, parse  # noqa: E402
+from bytescale_ext.activation.buffers import RoundingBuffers, reserve
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.memory.step_file import StepMemory
+from megatron.bytescale.training.one_device import build_model
+from scripts.bench.activation.models import LOSS_TOKENS, SHAPE, TINY
+from scripts.bench.common import ROOT
+from scripts.bench.gpu import gpu_parser, parse_on_gpu
+from scripts.bench.progress import progress
 
 ACTIVATIONS = ActivationPlan("memo", 0.5, 0.5, 1.0, False, 2)
 LONGEST, STEPS, WARM_UP = 65536, 6, 2
@@ -46,14 +48,14 @@ ARMS = {
 
 
 def lengths_of(longest: int, num_steps: int) -> list[int]:
-    """Return the longest length, then lengths between half of it and all of it, the same in every arm."""
+    """Return the tokens of each step: the longest length, then random lengths between half and all of it."""
     generator = torch.Generator().manual_seed(0)
     shares = torch.rand(WARM_UP + num_steps - 1, generator=generator).tolist()
     return [longest, *(int(longest * (0.5 + share / 2)) for share in shares)]
 
 
 def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_steps: int) -> dict[str, Any]:
-    """Return the figures of one arm, run in this process."""
+    """Run one arm in this process and return its figures."""
     record = memory.record
     dtype = torch.bfloat16 if on_cuda else torch.float32
     built = build_model(
@@ -87,7 +89,7 @@ def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_ste
 
 
 def allocator_figures() -> dict[str, Any]:
-    """Return what torch's allocator did in this process."""
+    """Return the peaks, allocations and retries of torch's allocator in this process."""
     stats = torch.cuda.memory_stats()
     return {
         "peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
@@ -97,8 +99,8 @@ def allocator_figures() -> dict[str, Any]:
     }
 
 
-def recording(args: argparse.Namespace, path: Path) -> list[str]:
-    """Return the command line of ``bytescale`` that plans the longest step."""
+def plan_command(args: argparse.Namespace, path: Path) -> list[str]:
+    """Return the words of the ``bytescale`` command that plans the longest step and writes the plan to ``path``."""
     shape = TINY if args.quick else SHAPE
     flags = (
         f"--num-layers {shape.num_layers} --hidden-size {shape.hidden} --num-attention-heads {shape.num_heads} "
@@ -114,21 +116,21 @@ def recording(args: argparse.Namespace, path: Path) -> list[str]:
 
 
 def read(path: Path) -> StepMemory:
-    """Read a plan file. Raises ValueError for a file that is not a plan."""
+    """Read a plan file. Raises ValueError if it is not a plan."""
     return StepMemory.from_json(json.loads(path.read_text()))
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan and a row for each arm; the row of an arm that fails has its last line of errors."""
+    """Return the plan and a row for each arm; if an arm fails, its row has the last line of its errors."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         program = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys.argv[1:]))"
-        subprocess.run([sys.executable, "-c", program, *recording(args, path)], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-c", program, *plan_command(args, path)], check=True, cwd=ROOT)
         memory = read(path)
         rows = []
-        for arm, allocator in ARMS.items():
+        for arm in progress(list(ARMS)):
             command = [sys.executable, *sys.argv, "--arm", arm, "--plan", str(path)]
-            environment = {**os.environ, **({ALLOCATOR: allocator} if allocator else {})}
+            environment = {**os.environ, **({ALLOCATOR: ARMS[arm]} if ARMS[arm] else {})}
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no message"]
             rows.append(json.loads(lines[-1]) if done.returncode == 0 else {"arm": arm, "error": lines[-1]})
@@ -156,13 +158,13 @@ def row_text(row: dict[str, Any]) -> str:
 
 def options() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = make_parser(str(__doc__).splitlines()[0])
-    parser.add_argument("--seq-length", type=int, default=LONGEST)
-    parser.add_argument("--host-gb", type=float, default=80.0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--arm", choices=ARMS, help="run this one alone, with --plan; ends with a line of JSON")
-    parser.add_argument("--plan", type=Path, metavar="F.json")
-    args = parse(parser)
+    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser.add_argument("--seq-length", type=int, default=LONGEST, help="tokens of the longest step (%(default)s)")
+    parser.add_argument("--host-gb", type=float, default=80.0, help="host memory for activations (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of an arm (%(default)s)")
+    parser.add_argument("--arm", choices=ARMS, help="run only this arm, with --plan; ends with a line of JSON")
+    parser.add_argument("--plan", type=Path, metavar="F.json", help="plan that --arm runs")
+    args = parse_on_gpu(parser)
     if args.quick:
         args.seq_length, args.host_gb, args.steps = 128, 0.01, 3
     return args

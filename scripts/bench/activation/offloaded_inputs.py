@@ -17,8 +17,8 @@ class SavedInput:
     """A layer's input in host memory.
 
     Attributes:
-        previous: the input of the layer before, which is read back while this layer runs backward.
-        near: the device memory that it is read into; None until then.
+        previous: input of the layer before, which is read back while this layer runs backward.
+        near: device memory into which the input is read; None before that.
     """
 
     link: Link
@@ -31,7 +31,7 @@ class SavedInput:
     reading: Any = None
 
     def read(self) -> torch.Tensor:
-        """Start reading it back, in its shape; a second call does nothing."""
+        """Start to read the input back, in its shape; a second call only returns it."""
         if self.near is None:
             self.near = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
             self.reading = self.link.read([(self.near, self.host)], self.written)
@@ -43,8 +43,8 @@ class OffloadedInputs:
     """Moves the inputs of layers under full recompute to the host.
 
     Args:
-        link: to the host.
-        num_moved: the first layers, whose inputs move.
+        link: link to the host.
+        num_moved: number of first layers whose inputs move.
     """
 
     def __init__(self, link: Link, num_moved: int) -> None:
@@ -67,7 +67,7 @@ class OffloadedInputs:
         return self._inputs[-1]
 
     def unpack(self, saved: torch.Tensor | SavedInput) -> torch.Tensor:
-        """Return the tensor in its shape, and start reading back the input before it."""
+        """Return the tensor in its shape, and start to read the input before it back."""
         if isinstance(saved, torch.Tensor):
             return saved
         self.link.settle()
@@ -80,7 +80,7 @@ class OffloadedInputs:
 
     @contextlib.contextmanager
     def during(self, decoder: torch.nn.Module) -> Iterator[None]:
-        """Catch the tensors that the decoder saves in its forward pass, not when its layers run again."""
+        """Catch the tensors that the decoder saves in its forward pass, but not when its layers run again."""
         hooks: list[Any] = []
 
         def begin(*_: Any) -> None:
@@ -95,7 +95,7 @@ class OffloadedInputs:
         try:
             yield
         finally:
-            while hooks:  # the decoder raised: catch nothing that follows
+            while hooks:  # the decoder raised: later tensors are not its own
                 end()
             for handle in handles:
                 handle.remove()

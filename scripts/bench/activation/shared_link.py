@@ -1,7 +1,7 @@
 """Measure how many GPUs of a machine share one link to host memory, for ``--gpus-per-link``.
 
-One process copies alone, then one process for each GPU copies at the same time. The speed of the slowest of them says
-how many share its link.
+One process copies alone, then one process for each GPU copies at the same time. The slowest process shows how many
+processes share its link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class SharedLink:
-    """Speeds one way in GB/s: of one process alone, and of the slowest of ``num_processes`` together."""
+    """GB/s to the host and to the device: of one process alone, and of the slowest of ``num_processes`` together."""
 
     num_processes: int
     alone: tuple[float, float]
@@ -27,13 +27,13 @@ class SharedLink:
 
     @property
     def gpus_per_link(self) -> int:
-        """Return how many processes share a link, by the way that suffers more; at most all of them."""
-        slowdown = max(one / many for one, many in zip(self.alone, self.together, strict=True))
+        """Number of processes that share a link, by the direction that slows down more; at most all of them."""
+        slowdown = max(alone / together for alone, together in zip(self.alone, self.together, strict=True))
         return min(self.num_processes, max(1, round(slowdown)))
 
 
 def measure_shared_link(num_processes: int, num_bytes: int, repeats: int, on_cuda: bool) -> SharedLink:
-    """Return the speeds of copies to the host and to the device; each process has the next GPU, or all the CPU.
+    """Measure copies to the host and to the device; each process has its own GPU, or all share the CPU.
 
     Raises:
         RuntimeError: a process did not finish.
@@ -45,7 +45,7 @@ def measure_shared_link(num_processes: int, num_bytes: int, repeats: int, on_cud
 
 
 def copy_speeds(num_processes: int, num_bytes: int, repeats: int, on_cuda: bool) -> list[tuple[float, float]]:
-    """Return GB/s to the host and to the device of each of some processes that copy at the same time."""
+    """Return GB/s to the host and to the device, of each of ``num_processes`` that copy at the same time."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(num_processes)
     pipes = [context.Pipe(duplex=False) for _ in range(num_processes)]
@@ -76,7 +76,7 @@ def _received(receiver: Connection) -> tuple[float, float]:
 
 
 def _copy(rank: int, num_bytes: int, repeats: int, on_cuda: bool, ends: tuple[Barrier, Connection]) -> None:
-    """Send GB/s to the host and to the device, in the process of one GPU; all processes copy between two barriers."""
+    """Measure the copies of one process, between two barriers of all processes, and send GB/s in both directions."""
     torch.set_num_threads(1)
     barrier, sender = ends
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_cuda else torch.device("cpu")

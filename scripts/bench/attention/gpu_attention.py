@@ -1,14 +1,14 @@
-"""Measure ring attention of D virtual ranks, run in turn on one device, against one kernel call on the whole sequence.
+"""Measure ring attention of D virtual ranks, in turn on one device, against one kernel call on the whole sequence.
 
-    python scripts/bench/attention/gpu_attention.py                 # one GPU, 32K and 128K tokens, D = 1, 2, 4, 8, bf16
-    python scripts/bench/attention/gpu_attention.py --quick --json  # smaller, and one JSON line at the end
-    python scripts/bench/attention/gpu_attention.py --device cpu    # tiny: shows that it runs, nothing about speed
+    .venv/bin/python scripts/bench/attention/gpu_attention.py                 # 32K and 128K tokens, D = 1, 2, 4, 8
+    .venv/bin/python scripts/bench/attention/gpu_attention.py --quick --json  # one short length; ends with JSON
+    .venv/bin/python scripts/bench/attention/gpu_attention.py --device cpu    # tiny sizes, to test the script
 
-The ranks of a ring do the same work as one kernel call on the whole sequence, cut into D blocks for each rank.
-"kernel ratio" divides the time inside the attention kernel, summed over ranks, by the time of the whole-sequence call.
-"total ratio" adds joining the blocks, packing keys, and one copy in device memory for every transfer. No network is
-measured. Packs of short documents take the same path and are compared with one varlen call. Times are medians after
-warm-up; TFLOP/s count the causal triangle once (the backward counts 2.5 times the forward).
+The ranks of a ring do the same work as one kernel call on the whole sequence, cut into D blocks for each rank. *kernel*
+is the time inside the attention kernel, summed over ranks, over the time of the whole-sequence call. *total* adds
+joining blocks, packing keys, and one copy in device memory for every transfer. No network is measured. Packs of short
+documents take the same path and are compared with one varlen call. Times are medians after warm-up. TFLOP/s count the
+causal triangle once, and the backward pass as 2.5 times the forward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
@@ -36,6 +39,8 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 from bytescale_ext.attention.ring import backward_steps, forward_steps
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
+from scripts.bench.gpu import device_name, gpu_parser, parse_on_gpu
+from scripts.bench.progress import progress
 
 TARGET_RATIO = 1.10
 Tensors = tuple[torch.Tensor, ...]
@@ -44,7 +49,7 @@ Mark = torch.cuda.Event | float
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. ``lengths`` and ``pack_tokens`` in tokens."""
+    """Sizes of the measurement; ``lengths``, ``pack_tokens`` and ``check_tokens`` are in tokens."""
 
     device: torch.device
     dtype: torch.dtype
@@ -72,7 +77,7 @@ class Settings:
         )
 
     def tera_flops(self, lengths: Sequence[int], backward: bool) -> float:
-        """Return the 1e12 operations of causal attention (two matrix products forward, five backward)."""
+        """Return the TFLOPs of causal attention: two matrix products forward, five backward."""
         pairs = sum(length * (length + 1) / 2 for length in lengths)
         return 4 * self.heads * self.head_dim * pairs * (3.5 if backward else 1.0) / 1e12
 
@@ -81,7 +86,7 @@ class Settings:
 class Row:
     """One measurement; ``width`` 0 means a pack of local documents."""
 
-    what: str
+    direction: str
     num_tokens: int
     width: int
     one_kernel_ms: float
@@ -99,7 +104,7 @@ class Row:
 
 
 class Clock:
-    """The time spent inside the calls that it runs."""
+    """Sums the time inside the calls that it runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -113,7 +118,7 @@ class Clock:
         return result
 
     def timed(self, kernel: Kernel) -> Kernel:
-        """Return the kernel with its calls timed."""
+        """Return the kernel with timed calls."""
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
             return self.run(lambda: kernel.forward(q, k, v, block))
@@ -147,7 +152,7 @@ def _milliseconds(marks: tuple[Mark, Mark]) -> float:
 
 
 def median_ms(run: Callable[[], object], settings: Settings, clock: Clock | None = None) -> tuple[float, float]:
-    """Return the medians of the total time of ``run`` and of the time that ``clock`` counts inside, in milliseconds."""
+    """Return the median milliseconds of ``run``, and of the time that ``clock`` counts inside it."""
     outer = Clock(settings.device)
     totals, inside = [], []
     for repeat in range(settings.repeats + 2):
@@ -162,21 +167,21 @@ def median_ms(run: Callable[[], object], settings: Settings, clock: Clock | None
 
 
 def ring_layouts(length: int, width: int) -> list[AttentionLayout]:
-    """Return the layout of each rank for one sequence on a ring (for ``width`` 1: one local document)."""
+    """Return the layout of each rank for one sequence on a ring; a ring of one rank is one local document."""
     if width == 1:
         return [pack_layout([length])]
-    members = [ring_pass([length], Route(tuple(range(width)), index)) for index in range(width)]
-    return [AttentionLayout(m.num_rows, (m,), m.num_rows, CuSeqlens((0,)), Rows(())) for m in members]
+    passes = [ring_pass([length], Route(tuple(range(width)), index)) for index in range(width)]
+    return [AttentionLayout(ring.num_rows, (ring,), ring.num_rows, CuSeqlens((0,)), Rows(())) for ring in passes]
 
 
 def pack_layout(lengths: Sequence[int]) -> AttentionLayout:
-    """Return the layout of local documents laid end to end."""
+    """Return the layout of local documents, one after the other."""
     documents = CuSeqlens.of_lengths(lengths)
     return AttentionLayout(documents.num_tokens, (), 0, documents, Rows.of([(0, documents.num_tokens)]))
 
 
 def shares(values: Tensors, length: int, width: int) -> list[Tensors]:
-    """Return the rows of each ring member: ``values`` are ``[length, heads, dim]`` each."""
+    """Return the rows of ``values``, each ``[length, heads, dim]``, that each ring member holds."""
     parts = [zigzag_ranges(length, width, index) for index in range(width)]
     return [tuple(torch.cat([x[a:b] for a, b in ranges]) for x in values) for ranges in parts]
 
@@ -184,9 +189,9 @@ def shares(values: Tensors, length: int, width: int) -> list[Tensors]:
 def run_ranks_in_turn(
     layouts: Sequence[AttentionLayout], inputs: Sequence[Tensors], kernel: Kernel, scale: float, backward: bool
 ) -> list[Tensors]:
-    """Return ``out`` of each virtual rank, and with ``backward`` also ``dq, dk, dv``; shapes as in ``inputs``.
+    """Return ``out`` of each virtual rank, and with ``backward`` also ``dq, dk, dv``.
 
-    ``inputs``: ``q, k, v, dout`` of each rank, ``[rows, heads or kv_heads, dim]``.
+    ``inputs`` holds ``q, k, v, dout`` of each rank, ``[rows, heads or kv_heads, dim]``; results have the same shapes.
     """
     backends = [Backend(comm, kernel, scale) for comm in mailbox_comms(len(layouts))]
     ranks = list(zip(inputs, layouts, backends, strict=True))
@@ -203,9 +208,9 @@ def run_ranks_in_turn(
 
 
 def run_one_kernel(values: Tensors, block: AttentionBlock, kernel: Kernel, backward: bool) -> Tensors:
-    """Run the whole sequence, or all documents of a pack, in one call of the kernel.
+    """Run the whole sequence, or all documents of a pack, in one call of the kernel; return ``out`` (and gradients).
 
-    ``values``: ``q, k, v, dout``, ``[t, heads or kv_heads, dim]``. Returns ``out`` (and ``dq, dk, dv``).
+    ``values`` holds ``q, k, v, dout``, each ``[t, heads or kv_heads, dim]``.
     """
     q, k, v, dout = values
     out, lse = kernel.forward(q, k, v, block)
@@ -214,42 +219,40 @@ def run_one_kernel(values: Tensors, block: AttentionBlock, kernel: Kernel, backw
 
 def measure(settings: Settings, kernel: Kernel) -> list[Row]:
     """Measure every length on every ring, then a pack of short documents."""
-    rows = []
-    for length in settings.lengths:
-        values = settings.values(length)
-        layouts = {width: ring_layouts(length, width) for width in settings.widths}
-        rows += _measure_against_one(settings, kernel, values, CuSeqlens((0, length)), layouts)
-    lengths = pack_lengths(settings.pack_tokens)
-    values = settings.values(settings.pack_tokens)
-    rows += _measure_against_one(settings, kernel, values, CuSeqlens.of_lengths(lengths), {0: [pack_layout(lengths)]})
-    return rows
+    pack = pack_lengths(settings.pack_tokens)
+    parts = [
+        (f"{length} tokens", [length], {width: ring_layouts(length, width) for width in settings.widths})
+        for length in settings.lengths
+    ]
+    parts.append(("pack of documents", pack, {0: [pack_layout(pack)]}))
+    return [
+        row
+        for _, lengths, layouts in progress(parts, lambda part: part[0])
+        for row in _measure_against_one(settings, kernel, CuSeqlens.of_lengths(lengths), layouts)
+    ]
 
 
 def _measure_against_one(
-    settings: Settings,
-    kernel: Kernel,
-    values: Tensors,
-    documents: CuSeqlens,
-    layouts: dict[int, list[AttentionLayout]],
+    settings: Settings, kernel: Kernel, documents: CuSeqlens, layouts: dict[int, list[AttentionLayout]]
 ) -> list[Row]:
-    """Return a row for each direction and each layout; ``values``: ``q, k, v, dout``, ``[t, heads, dim]``."""
-    rows = []
+    """Return a row for each direction and each layout."""
+    rows, values = [], settings.values(documents.num_tokens)
     block = AttentionBlock(documents, documents, causal=True, scale=settings.scale)
     for backward in (False, True):
-        one, _ = median_ms(partial(run_one_kernel, values, block, kernel, backward), settings)
+        one_kernel, _ = median_ms(partial(run_one_kernel, values, block, kernel, backward), settings)
         for width, ranks in layouts.items():
             inputs = shares(values, documents.num_tokens, max(width, 1))
             clock = Clock(settings.device)
             run = partial(run_ranks_in_turn, ranks, inputs, clock.timed(kernel), settings.scale, backward)
             total, inside = median_ms(run, settings, clock)
-            work = settings.tera_flops(documents.lengths, backward)
-            what = "forward+backward" if backward else "forward"
-            rows.append(Row(what, documents.num_tokens, width, one, inside, total, work / (total / 1e3)))
+            rate = settings.tera_flops(documents.lengths, backward) / (total / 1e3)
+            direction = "forward+backward" if backward else "forward"
+            rows.append(Row(direction, documents.num_tokens, width, one_kernel, inside, total, rate))
     return rows
 
 
 def pack_lengths(num_tokens: int) -> list[int]:
-    """Return document lengths that fill ``num_tokens``: many short, few long, none above an eighth."""
+    """Return the lengths of many short and few long documents that fill ``num_tokens``; none is above an eighth."""
     pattern = [num_tokens // part for part in (8, 16, 64, 64, 128, 256, 256, 512)]
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
@@ -259,57 +262,52 @@ def pack_lengths(num_tokens: int) -> list[int]:
 
 
 def errors(settings: Settings, kernel: Kernel) -> dict[int, dict[str, float]]:
-    """Return the error of each tensor for each ring width: largest difference from the float32 reference, relative."""
+    """Return the relative error against the float32 reference, by ring width and tensor."""
     length = settings.check_tokens
     values = settings.values(length)
     q, k, v, dout = (x.float() for x in values)
     documents = CuSeqlens((0, length))
     block = AttentionBlock(documents, documents, causal=True, scale=settings.scale)
     out, lse = reference_forward(q, k, v, block)
-    wanted = (out, *reference_backward(dout, Saved(q, k, v, out, lse), block))
-    found = {}
+    reference = (out, *reference_backward(dout, Saved(q, k, v, out, lse), block))
+    by_width = {}
     for width in settings.widths:
         inputs = shares(values, length, width)
-        got = run_ranks_in_turn(ring_layouts(length, width), inputs, kernel, settings.scale, True)
-        expected = shares(wanted, length, width)
-        found[width] = {
-            name: max(float((a[i].float() - b[i]).abs().max()) for a, b in zip(got, expected, strict=True))
-            / float(wanted[i].abs().max())
+        results = run_ranks_in_turn(ring_layouts(length, width), inputs, kernel, settings.scale, True)
+        expected = shares(reference, length, width)
+        by_width[width] = {
+            name: max(float((a[i].float() - b[i]).abs().max()) for a, b in zip(results, expected, strict=True))
+            / float(reference[i].abs().max())
             for i, name in enumerate(("out", "dq", "dk", "dv"))
         }
-    return found
+    return by_width
 
 
-def table(settings: Settings, rows: Sequence[Row], found: dict[int, dict[str, float]]) -> str:
-    """Return the results as a table."""
+def table(settings: Settings, rows: Sequence[Row], by_width: dict[int, dict[str, float]]) -> str:
+    """Return the results as a table; ``by_width`` holds the errors."""
     lines = [f"{'':18}{'tokens':>8}{'ranks':>7}{'one ms':>10}{'total ms':>10}{'TFLOP/s':>9}{'kernel':>8}{'total':>7}"]
     for row in rows:
         ranks = str(row.width) if row.width else "pack"
         mark = " *" if row.kernel_ratio > TARGET_RATIO else ""
         lines.append(
-            f"{row.what:18}{row.num_tokens:8}{ranks:>7}{row.one_kernel_ms:10.3f}{row.total_ms:10.3f}"
+            f"{row.direction:18}{row.num_tokens:8}{ranks:>7}{row.one_kernel_ms:10.3f}{row.total_ms:10.3f}"
             f"{row.teraflops_per_second:9.2f}{row.kernel_ratio:8.3f}{row.total_ratio:7.3f}{mark}"
         )
     lines.append(
-        f"kernel, total: ratios to one kernel call; * marks a kernel ratio above its target {TARGET_RATIO:.2f}"
+        f"kernel, total: ratios to one kernel call; * marks a kernel ratio above the target of {TARGET_RATIO:.2f}"
     )
     lines.append(f"relative error against float32 at {settings.check_tokens} tokens:")
-    for width, by_name in found.items():
+    for width, by_name in by_width.items():
         lines.append(f"  {width} ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in by_name.items()))
     return "\n".join(lines)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description="measure ring attention of virtual ranks against one kernel call")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script with tiny sizes")
-    parser.add_argument("--kernel", default=None, help="name of a kernel of the table (default: the best)")
-    parser.add_argument("--quick", action="store_true", help="measure one short length with few repeats")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON on the last line")
-    options = parser.parse_args(arguments)
+    """Return the command line and the sizes that it asks for."""
+    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser.add_argument("--kernel", help="kernel of the table to measure (the fastest that runs)")
+    options = parse_on_gpu(parser, arguments)
     device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device; --device cpu runs tiny sizes")
     if device.type == "cuda":
         lengths, repeats, check = ((8192,), 3, 2048) if options.quick else ((32768, 131072), 10, 4096)
         return options, Settings(device, torch.bfloat16, lengths, (1, 2, 4, 8), lengths[0], check, 32, 8, 128, repeats)
@@ -322,22 +320,20 @@ def main(arguments: Sequence[str]) -> None:
     options, settings = parse(arguments)
     kernel, reason, considered = choose_kernel(settings.device, settings.dtype, settings.head_dim, options.kernel)
     on_gpu = settings.device.type == "cuda"
-    name = torch.cuda.get_device_name(settings.device) if on_gpu else "CPU (tiny sizes, says nothing about GPUs)"
-    print(
-        f"{name}, torch {torch.__version__}, {settings.dtype}, {settings.heads} heads, {settings.kv_heads} kv heads, "
-    )
+    name = device_name("cuda") if on_gpu else "CPU (tiny sizes, which say nothing about GPUs)"
+    print(f"{name}, torch {torch.__version__}, {settings.dtype}, {settings.heads} heads, {settings.kv_heads} kv heads,")
     print(f"head dim {settings.head_dim}; kernel {kernel.name}: {reason}")
-    for other, why_not in considered:
-        print(f"  not {other}: {why_not}")
-    found = errors(settings, kernel)
+    for other, reason_against in considered:
+        print(f"  not {other}: {reason_against}")
+    by_width = errors(settings, kernel)
     rows = measure(settings, kernel)
-    print(table(settings, rows, found))
+    print(table(settings, rows, by_width))
     if options.json:
         results = [
             {**dataclasses.asdict(row), "kernel_ratio": row.kernel_ratio, "total_ratio": row.total_ratio}
             for row in rows
         ]
-        print(json.dumps({"device": name, "kernel": kernel.name, "rows": results, "relative_errors": found}))
+        print(json.dumps({"device": name, "kernel": kernel.name, "rows": results, "relative_errors": by_width}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``speed.py`` compares: arms (ways to train the same documents) and cases (lengths, clusters, links)."""
+"""Arms (ways to train the same documents) and cases (lengths, clusters, links) of ``speed.py``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from scripts.cluster.topology import Topology
 SCALE = 32
 CONTEXT, SHORTEST = 16384, 128
 TOKENS_PER_RANK = 2048
-STEP_TOKENS = 49152  # of a step, about
-CORES_SHARE = 0.88  # of the cores of this machine, for all ranks together
+STEP_TOKENS = 49152  # mean of a step
+CORES_SHARE = 0.88  # share of this machine's cores for all ranks together
 LINKS = {"unlimited": 0.0, "fast": 4.0, "matched": 1.0, "slow": 0.25}
-"""Name -> speed of links over that of the matched ones; 0: unlimited."""
+"""Speed of links over the speed of matched links, by name; 0: unlimited."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Case:
     """Documents, a cluster and its links.
 
     Attributes:
-        sampler: the distribution of lengths.
-        num_nodes, ranks_per_node: the cluster.
-        link: a name of ``LINKS``, or Gbit/s inside and between nodes such as ``4/0.4``.
-        context: the most tokens of a document, after scaling.
+        sampler: distribution of lengths.
+        num_nodes, ranks_per_node: shape of the cluster.
+        link: name of ``LINKS``, or Gbit/s inside and between nodes such as ``4/0.4``.
+        context: most tokens of a document, after scaling.
     """
 
     sampler: str
@@ -41,7 +41,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Return the case of ``byted 2x4 matched`` or ``byted 2x4 matched 2048``. Raises ValueError."""
+        """Parse ``byted 2x4 matched`` or ``byted 2x4 matched 2048``. Raises ValueError for another form."""
         words = text.split()
         if len(words) not in (3, 4) or words[0] not in SAMPLERS:
             raise ValueError(f"--cases {text!r}: give lengths, nodes x ranks and links, as in 'byted 2x4 matched'")
@@ -55,7 +55,7 @@ class Case:
         raise ValueError(f"--cases {text!r}: {words[3]} is not a number of tokens")
 
     def __str__(self) -> str:
-        """Return what ``parse`` takes."""
+        """Return the text that ``parse`` reads."""
         context = "" if self.context == CONTEXT else f" {self.context}"
         return f"{self.sampler} {self.num_nodes}x{self.ranks_per_node} {self.link}{context}"
 
@@ -65,7 +65,7 @@ class Case:
         return self.num_nodes * self.ranks_per_node
 
     def gbps(self, matched: tuple[float, float]) -> tuple[float, float]:
-        """Return Gbit/s inside and between nodes; ``matched``: those of matched links. Raises ValueError."""
+        """Return Gbit/s inside and between nodes; ``matched`` has both of matched links. Raises ValueError."""
         if self.link in LINKS:
             return matched[0] * LINKS[self.link], matched[1] * LINKS[self.link]
         try:
@@ -75,24 +75,24 @@ class Case:
             raise ValueError(f"links {self.link!r}: give one of {', '.join(LINKS)}, or Gbit/s as in 4/0.4") from None
 
     def topology(self, matched: tuple[float, float]) -> Topology:
-        """Return the cluster. Raises ValueError."""
+        """Return the cluster with ``matched`` Gbit/s of matched links. Raises ValueError for a bad link."""
         intra, inter = self.gbps(matched)
         cores = min(1.0, CORES_SHARE * (os.cpu_count() or 1) / max(1, self.num_ranks))
         return Topology(self.num_nodes, self.ranks_per_node, inter, intra, cores_per_rank=cores)
 
     def lengths(self, num_steps: int, seed: int) -> list[int]:
-        """Return the tokens of the documents of some steps, equally many for each, as many as ``STEP_TOKENS`` takes.
+        """Return the tokens of all documents of some steps, with the same number of documents in each step.
 
-        Documents below ``SHORTEST`` are joined to documents of that length, so that short and long documents keep their
+        Documents below ``SHORTEST`` are joined to documents of that length, so short and long documents keep their
         shares of the tokens.
         """
         lengths = sample_lengths(self.sampler, self.context * SCALE, num_steps * STEP_TOKENS * SCALE, seed) / SCALE
         long = lengths[lengths >= SHORTEST].astype(np.int64)
         num_short = int(lengths[lengths < SHORTEST].sum()) // SHORTEST
         multiple = num_steps * self.num_ranks
-        wanted = (len(long) + num_short) // multiple * multiple
-        found: list[int] = [*long.tolist(), *[SHORTEST] * num_short][:wanted]
-        return found
+        count = (len(long) + num_short) // multiple * multiple
+        tokens: list[int] = [*long.tolist(), *[SHORTEST] * num_short]
+        return tokens[:count]
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class Arm:
     """One way to train.
 
     Attributes:
-        title: for people.
-        flags: of the training; ``{num_ranks}`` stands for the ranks.
-        script: the program.
-        balance: its planner, as ``HdpPlanner`` takes it, where the time of a step can be predicted.
-        static_width: of static context parallelism; empty: the plan decides.
-        ring_forms: its ``--hdp-hierarchical-rings``; what is compared with runs plain rings, as published.
-        num_stages: of its pipelines. A stage has that part of the layers and so holds as many times the tokens.
+        title: name in tables.
+        flags: flags of the training.
+        script: training program.
+        balance: planner of ``HdpPlanner``; None if the time of a step is not predicted with it.
+        static_width: width of static context parallelism, ``{num_ranks}`` for all ranks; empty: the plan decides.
+        ring_forms: ``--hdp-hierarchical-rings``; the arms of other work run plain rings, as published.
+        num_stages: stages of its pipelines. A stage has 1 / num_stages of the layers and num_stages times the tokens.
     """
 
     title: str
@@ -119,22 +119,22 @@ class Arm:
 
     @property
     def tokens_per_rank(self) -> int:
-        """C, the most tokens of a micro-batch on one rank."""
+        """C, the largest micro-batch of one rank."""
         return TOKENS_PER_RANK * self.num_stages
 
     def words(self, case: Case) -> list[str]:
-        """Return its flags in a case."""
+        """Return the flags of a case."""
         static = ["--hdp-static-width", self.width(case)] if self.static_width else []
         stages = ["--pipeline-model-parallel-size", self.num_stages] if self.num_stages > 1 else []
         forms = ["--hdp-hierarchical-rings", self.ring_forms]
         return [*map(str, ("--hdp-tokens-per-rank", self.tokens_per_rank, *forms, *static, *stages)), *self.flags]
 
     def width(self, case: Case) -> str:
-        """Return its static width in a case, or an empty text."""
+        """Return the static width in a case, or an empty text."""
         return self.static_width.format(num_ranks=case.num_ranks)
 
     def refusal(self, case: Case) -> str:
-        """Return why the arm cannot run in a case; empty where it can."""
+        """Return the reason why the arm cannot run in a case, or an empty text."""
         if self.static_width == "1" and case.context > self.tokens_per_rank:
             return (
                 f"documents of up to {case.context} tokens do not fit on one rank, which holds C = "
@@ -152,7 +152,7 @@ _SLICES = Slicing(4)
 _AHEAD = _SLICES.in_eager_order()
 ARMS = {
     "ours": Arm("hybrid data parallelism", balance="dp", ring_forms="auto"),
-    "plain": Arm("the same with plain rings alone", balance="dp"),
+    "plain": Arm("the same with plain rings only", balance="dp"),
     "naive": Arm("naive HDP (Algorithm 1)", ("--hdp-balance", "none"), balance="none"),
     "bytescale": Arm("Algorithm 2 as published", ("--hdp-balance", "bytescale"), balance="bytescale"),
     "static": Arm("static context parallelism over all ranks", static_width="{num_ranks}", balance="dp"),
@@ -185,7 +185,7 @@ QUICK = (
     Planned(Case("byted", 2, 4, context=TOKENS_PER_RANK), ("ours", "packed")),
     Planned(Case("byted", 1, 8), ("ours", "naive", *_PIPELINES)),
 )
-"""The cases of ``--quick``, most telling first."""
+"""The cases of ``--quick``, the most informative first."""
 
 FULL = (
     *(
@@ -204,7 +204,7 @@ FULL = (
 
 
 def with_names(planned: tuple[Planned, ...], names: list[str] | None, arms: list[str] | None) -> tuple[Planned, ...]:
-    """Return these cases, or those that are named, with all main arms; ``arms``: only these. Raises ValueError."""
+    """Return ``planned``, or the named cases with all main arms; ``arms`` replaces the arms. Raises ValueError."""
     if names is not None:
         planned = tuple(Planned(Case.parse(name), _MAIN) for name in names)
-    return planned if arms is None else tuple(Planned(one.case, tuple(arms)) for one in planned)
+    return planned if arms is None else tuple(Planned(row.case, tuple(arms)) for row in planned)

@@ -1,4 +1,4 @@
-"""The figures of ``speed.py``: arms compared step by step, and the cost model held against them."""
+"""The figures of ``speed.py``: ratios of arms step by step, and errors of the cost model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Arms = Mapping[str, Sequence[Run]]
 
 
 class Ratio(TypedDict):
-    """Ratios of the same steps."""
+    """Ratio of two arms over the same steps."""
 
     median: float
     lowest: float
@@ -22,7 +22,7 @@ class Ratio(TypedDict):
 
 
 class ArmFigures(TypedDict):
-    """Medians of an arm over its counted steps, and where its time went."""
+    """Medians of an arm over its counted steps, and the shares of its time."""
 
     tokens_per_second: float
     megabytes_sent: float
@@ -36,17 +36,14 @@ class ArmFigures(TypedDict):
 
 
 class CaseFigures(TypedDict):
-    """The arms of one case."""
+    """Figures of the arms of one case."""
 
     arms: dict[str, ArmFigures]
     largest_loss_difference: float
 
 
 class Truth(TypedDict):
-    """Predicted against measured times of steps.
-
-    ``rank_correlation``: Spearman's, of the arms of a case; the median and the lowest over the cases.
-    """
+    """Errors of predicted step times; Spearman's correlation of the arms of a case, median and lowest over cases."""
 
     pairs: int
     median_error: float
@@ -56,7 +53,7 @@ class Truth(TypedDict):
 
 
 class Figures(TypedDict):
-    """All figures: the last line of ``--json``. ``speedup``: of ours over each arm, over all steps of all cases."""
+    """All figures, as ``--json`` prints them; ``speedup``: ours over each arm, in all steps of all cases."""
 
     speedup: dict[str, Ratio]
     cases: dict[str, CaseFigures]
@@ -64,27 +61,26 @@ class Figures(TypedDict):
 
 
 def counted(runs: Sequence[Run]) -> list[Step]:
-    """Return the steps that count: all but the first of each run."""
+    """Return the steps that count: all except the first of each run."""
     return [step for run in runs for step in run.steps[1:]]
 
 
 def ratios(first: Sequence[Run], other: Sequence[Run]) -> list[float]:
-    """Return how many times faster one arm was than another, step by step, in the rounds that both have run."""
-    pairs = zip(first, other, strict=False)
+    """Return the speed of one arm over another, step by step, in the rounds that both have run."""
     return [
         a.tokens_per_second / b.tokens_per_second
-        for mine, theirs in pairs
-        for a, b in zip(mine.steps[1:], theirs.steps[1:], strict=True)
+        for run, other_run in zip(first, other, strict=False)
+        for a, b in zip(run.steps[1:], other_run.steps[1:], strict=True)
     ]
 
 
-def ratio_of(found: Sequence[float]) -> Ratio:
-    """Return the middle and the ends of some ratios."""
-    return {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
+def ratio_of(values: Sequence[float]) -> Ratio:
+    """Return the median and the extremes of some ratios."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def ratio_text(over: Ratio | None) -> str:
-    """Return a ratio for a table; empty for the arm that is compared with the others."""
+    """Return a ratio for a table; empty for the first arm."""
     return "" if over is None else f"{over['median']:.2f}x ({over['lowest']:.2f} to {over['highest']:.2f})"
 
 
@@ -94,8 +90,8 @@ def case_figures(arms: Arms) -> CaseFigures:
     losses = [
         abs(a.loss - b.loss) / b.loss
         for arm in others
-        for mine, theirs in zip(arms[_like(arm, arms)], arms[arm], strict=False)
-        for a, b in zip(mine.steps, theirs.steps, strict=True)
+        for run, other in zip(arms[_like(arm, arms)], arms[arm], strict=False)
+        for a, b in zip(run.steps, other.steps, strict=True)
     ]
     return {
         "arms": {
@@ -107,8 +103,8 @@ def case_figures(arms: Arms) -> CaseFigures:
 
 
 def _like(arm: str, arms: Arms) -> str:
-    """Return the first arm with as many stages: Megatron's first weights depend on the number of stages."""
-    return next(one for one in arms if ARMS[one].num_stages == ARMS[arm].num_stages)
+    """Return the first arm with the same number of stages, which decides Megatron's initial weights."""
+    return next(other for other in arms if ARMS[other].num_stages == ARMS[arm].num_stages)
 
 
 def _arm_figures(runs: Sequence[Run], over: Ratio | None) -> ArmFigures:
@@ -135,30 +131,30 @@ def all_figures(cases: Mapping[str, Arms]) -> Figures:
         for arm in others:
             steps.setdefault(arm, []).extend(ratios(arms[first], arms[arm]))
     return {
-        "speedup": {arm: ratio_of(found) for arm, found in steps.items()},
+        "speedup": {arm: ratio_of(values) for arm, values in steps.items()},
         "cases": {case: case_figures(arms) for case, arms in cases.items()},
         "cost_model": cost_model_truth(cases),
     }
 
 
 def predictions(arms: Arms) -> dict[str, tuple[float, float]]:
-    """Return arm -> (predicted, measured) seconds: medians over its runs, of the arms that are predicted."""
-    found = {}
+    """Return (predicted, measured) seconds of each predicted arm, medians over its runs."""
+    pairs = {}
     for arm, runs in arms.items():
         predicted = [run.predicted_seconds for run in runs if run.predicted_seconds is not None]
         if predicted:
-            found[arm] = (statistics.median(predicted), statistics.median(run.measured_seconds for run in runs))
-    return found
+            pairs[arm] = (statistics.median(predicted), statistics.median(run.measured_seconds for run in runs))
+    return pairs
 
 
 def cost_model_truth(cases: Mapping[str, Arms]) -> Truth | None:
-    """Return how well the steps were predicted; None where nothing was."""
+    """Return the errors of the predicted steps; None if no step was predicted."""
     by_case = [predictions(arms) for arms in cases.values()]
-    errors = [abs(predicted / measured - 1.0) for found in by_case for predicted, measured in found.values()]
+    errors = [abs(predicted / measured - 1.0) for pairs in by_case for predicted, measured in pairs.values()]
     if not errors:
         return None
-    each = [rank_correlation(list(found.values())) for found in by_case if len(found) > 2]
-    correlations = [one for one in each if one is not None]
+    of_cases = [rank_correlation(list(pairs.values())) for pairs in by_case if len(pairs) > 2]
+    correlations = [correlation for correlation in of_cases if correlation is not None]
     return {
         "pairs": len(errors),
         "median_error": statistics.median(errors),
@@ -175,11 +171,11 @@ def table(title: str, figures: CaseFigures, refused: Mapping[str, str]) -> str:
         f"{'':10}{'tokens/s':>10}{'MB sent':>10}{'between':>10}{'computing':>11}{'sending':>9}{'waiting':>9}"
         f"{'imbalance':>11}{'ours is':>24}",
     ]
-    for arm, one in figures["arms"].items():
+    for arm, row in figures["arms"].items():
         lines.append(
-            f"{arm:10}{one['tokens_per_second']:10,.0f}{one['megabytes_sent']:10.1f}{one['between_megabytes']:10.1f}"
-            f"{one['computing']:11.0%}{one['sending']:9.0%}{one['waiting']:9.0%}{one['imbalance']:11.2f}"
-            f"{ratio_text(one['over']):>24}"
+            f"{arm:10}{row['tokens_per_second']:10,.0f}{row['megabytes_sent']:10.1f}{row['between_megabytes']:10.1f}"
+            f"{row['computing']:11.0%}{row['sending']:9.0%}{row['waiting']:9.0%}{row['imbalance']:11.2f}"
+            f"{ratio_text(row['over']):>24}"
         )
-    lines += [f"{arm:10}refused: {why}" for arm, why in refused.items()]
-    return "\n".join([*lines, f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most"])
+    lines += [f"{arm:10}refused: {reason}" for arm, reason in refused.items()]
+    return "\n".join([*lines, f"losses of the arms differ by at most {figures['largest_loss_difference']:.1e}"])

@@ -1,8 +1,8 @@
 """Train with the plan of Megatron's own hybrid context parallelism, run by our rings: an arm of ``speed.py``.
 
-Megatron's installed scheduler makes groups of sub-samples. Its groups, its order, one sub-sample in each forward pass
-and its barrier between groups are kept; attention, data and reduction are those of the other arms, so that only the
-plans differ. Flags are those of pretrain_gpt_hdp.py.
+Megatron's installed scheduler makes groups of sub-samples. The groups, their order, one sub-sample per forward pass and
+the barrier between groups are Megatron's. Attention, data and reduction are the same as in the other arms, so only the
+plans differ. The flags are those of pretrain_gpt_hdp.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.plan.step.placed import PlacedRanks  # noqa: E402
-from bytescale_ext.plan.step.plan import StepPlan  # noqa: E402
-from bytescale_ext.plan.step.sizes import Cluster  # noqa: E402
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import Cluster
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -34,12 +33,12 @@ _GROUP = 1 << 20  # orders of one group begin at a multiple of this
 
 @dataclass(frozen=True)
 class HybridPlanner:
-    """The planner of Megatron's hybrid context parallelism, as the loader calls planners."""
+    """The planner of Megatron's hybrid context parallelism, with the interface of our planners."""
 
     cluster: Cluster
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
-        """Return the plan of a step. Raises ValueError where Megatron's scheduler stops."""
+        """Return the plan of a step. Raises ValueError if Megatron's scheduler fails."""
         from megatron.bytescale.cli.shared.megatron_hybrid import hybrid_groups
 
         groups = hybrid_groups(lengths, self.cluster)
@@ -47,26 +46,27 @@ class HybridPlanner:
         return StepPlan(num_ranks, tokens_per_rank, tuple(lengths), place_groups(groups, lengths))
 
     def fallback(self, lengths: Sequence[int]) -> StepPlan:
-        """Return the same plan: there is no other."""
+        """Return the same plan, the only one."""
         return self(lengths)
 
 
 def place_groups(groups: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> PlacedRanks:
-    """Return the placement of groups[number][rank] -> sequences, one sequence in each micro-batch.
+    """Return the placement of the sequences ``groups[number][rank]``, one sequence per micro-batch.
 
     Raises:
-        ValueError: the ranks of a sequence are not contiguous, or a rank of a group has nothing to do.
+        ValueError: the ranks of a sequence are not contiguous, or a rank of a group has no sequence.
     """
     firsts, widths, orders = (np.zeros(len(lengths), dtype=np.int64) for _ in range(3))
-    for number, (rank, seqs) in ((number, one) for number, group in enumerate(groups) for one in enumerate(group)):
-        if not seqs:
-            raise ValueError(f"rank {rank} has no sequence in group {number}")
-        for order, seq in enumerate(seqs, number * _GROUP):
-            if not widths[seq]:
-                firsts[seq], orders[seq] = rank, order
-            if orders[seq] != order or firsts[seq] + widths[seq] != rank:
-                raise ValueError(f"sequence {seq} is not at one place of contiguous ranks in group {number}")
-            widths[seq] += 1
+    for number, group in enumerate(groups):
+        for rank, seqs in enumerate(group):
+            if not seqs:
+                raise ValueError(f"rank {rank} has no sequence in group {number}")
+            for order, seq in enumerate(seqs, number * _GROUP):
+                if not widths[seq]:
+                    firsts[seq], orders[seq] = rank, order
+                if orders[seq] != order or firsts[seq] + widths[seq] != rank:
+                    raise ValueError(f"sequence {seq} is not at one place of contiguous ranks in group {number}")
+                widths[seq] += 1
     return PlacedRanks(len(groups[0]), np.array(lengths, dtype=np.int64), firsts, widths, orders)
 
 
@@ -82,7 +82,7 @@ def groups_of_rank(ranks: PlacedRanks, rank: int) -> Ints:
 
 
 def with_barriers(forward: Callable[..., Any], runtime: Runtime, barrier: Callable[[], None]) -> Callable[..., Any]:
-    """Return a forward step that waits at the barrier before the first micro-batch of each group but the first."""
+    """Return a forward step that waits at the barrier before each group except the first."""
     latest: Any = None
     coming: list[int] = []
 
@@ -101,7 +101,7 @@ def with_barriers(forward: Callable[..., Any], runtime: Runtime, barrier: Callab
 
 
 def use_hybrid_plans(training: Training, runtime: Runtime) -> Training:
-    """Give the training Megatron's plans and barriers."""
+    """Return the training with Megatron's plans and barriers."""
     import torch.distributed as dist
 
     from megatron.bytescale.core.parallel_state import hdp_group
@@ -113,13 +113,13 @@ def use_hybrid_plans(training: Training, runtime: Runtime) -> Training:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the flags of the command line."""
     from megatron.bytescale import train
 
     train.main(use_hybrid_plans)
 
 
 if __name__ == "__main__":
-    from scripts.bench.cluster import hybrid  # a planner that can be pickled is of a module with a name
+    from scripts.bench.cluster import hybrid  # pickling the planner needs a module with a name
 
     hybrid.main()

@@ -1,6 +1,8 @@
 """Write docs/results/measured.md and its pictures (docs/results/measured) from the results of ``speed.py``.
 
 .venv/bin/python scripts/bench/cluster/page.py [--results runs/cluster/results.json] [--output docs/results/measured.md]
+
+The script takes a few seconds.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title  # noqa: E402
-from scripts.bench.cluster.cases import (  # noqa: E402
+from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title
+from scripts.bench.cluster.cases import (
     ARMS,
     CONTEXT,
     FULL,
@@ -28,7 +29,7 @@ from scripts.bench.cluster.cases import (  # noqa: E402
     STEP_TOKENS,
     Case,
 )
-from scripts.bench.cluster.figures import (  # noqa: E402
+from scripts.bench.cluster.figures import (
     Arms,
     CaseFigures,
     Truth,
@@ -37,35 +38,17 @@ from scripts.bench.cluster.figures import (  # noqa: E402
     predictions,
     ratio_text,
 )
-from scripts.bench.cluster.results import Results  # noqa: E402
-from scripts.cluster.spec import SPECS, matched_links  # noqa: E402
+from scripts.bench.cluster.results import Results
+from scripts.bench.common import ROOT, Target
+from scripts.cluster.spec import SPECS, matched_links
 
 SPEC = "H200-IB"
 _COLOURS = {"computing": hue_colour(0, 0.5, 0.55), "sending": hue_colour(1, 0.5, 0.55), "other": (0.6, 0.6, 0.6),
             "waiting": (0.88, 0.88, 0.88)}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Target:
-    """A target and the figure that was reached; None: nothing was measured."""
-
-    text: str
-    value: float | None
-    limit: float
-    at_most: bool = False
-
-    @property
-    def row(self) -> str:
-        """The row of a table."""
-        sign = "at most" if self.at_most else "at least"
-        if self.value is None:
-            return f"| {self.text} | {sign} {self.limit:g} | - | not measured |"
-        is_met = self.value <= self.limit if self.at_most else self.value >= self.limit
-        return f"| {self.text} | {sign} {self.limit:g} | {self.value:.4g} | {'met' if is_met else '**missed**'} |"
-
-
 def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Target]:
-    """Return the targets. ``cases``: figures by name; ``truth``: of the cost model."""
+    """Return the targets; ``cases`` has the figures by name, ``truth`` the errors of the cost model."""
 
     def over(arm: str, names: Sequence[str]) -> list[float]:
         ratios = [cases[name]["arms"][arm]["over"] for name in names if arm in cases[name]["arms"]]
@@ -73,9 +56,9 @@ def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Targe
 
     matched = [name for name in cases if Case.parse(name).link == "matched" and Case.parse(name).context == CONTEXT]
     long = [name for name in matched if Case.parse(name).sampler in ("byted", "github")]
-    others = {arm for arm, one in ARMS.items() if one.num_stages == 1} - {"plain"}  # ours too, often with equal plans
+    others = {name for name, arm in ARMS.items() if arm.num_stages == 1} - {"plain"}  # often equal to ours
     every = [ratio for arm in others for ratio in over(arm, list(cases))]
-    found = [
+    of_speed = [
         Target("ours over static, Byted and GitHub, matched links, lowest case",
                min(over("static", long), default=None), 2.5),
         Target("ours over naive, matched links, lowest case", min(over("naive", matched), default=None), 1.1),
@@ -84,9 +67,9 @@ def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Targe
         Target("ours over any other way without pipelines, lowest case", min(every, default=None), 1.0),
     ]  # fmt: skip
     if truth is None:
-        return found
+        return of_speed
     return [
-        *found,
+        *of_speed,
         Target("pairs of predicted and measured steps", truth["pairs"], 24),
         Target("median error of the prediction", truth["median_error"], 0.1, at_most=True),
         Target("worst error of the prediction", truth["worst_error"], 0.2, at_most=True),
@@ -99,7 +82,7 @@ def page(results: Results) -> str:
     cases = results.cases()
     figures = {name: case_figures(arms) for name, arms in cases.items()}
     truth = cost_model_truth(cases)
-    rows = [one.row for one in targets(figures, truth)]
+    rows = [target.row for target in targets(figures, truth)]
     detailed = in_detail(figures)
     parts = [
         head(results),
@@ -111,19 +94,19 @@ def page(results: Results) -> str:
         "planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the step, for a "
         "barrier.",
         "## Bytes between nodes\n\n![Megabytes that cross nodes in a step](measured/bytes.png)",
-        *(case_section(name, one, results.refused(name)) for name, one in detailed.items()),
+        *(case_section(name, case, results.refused(name)) for name, case in detailed.items()),
         cost_section(cases),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def in_detail(figures: Mapping[str, CaseFigures]) -> dict[str, CaseFigures]:
-    """Return the cases that have tables and bars of their own: those with matched links."""
-    return {name: one for name, one in figures.items() if Case.parse(name).link == "matched"}
+    """Return the cases with tables and bars: the cases with matched links."""
+    return {name: case for name, case in figures.items() if Case.parse(name).link == "matched"}
 
 
 def summary(figures: Mapping[str, CaseFigures]) -> str:
-    """Return one table of all cases: tokens per second of the first arm, and how many times as fast it is."""
+    """Return one table of all cases: tokens per second of the first arm, and its speed over the other arms."""
     others = [arm for arm in ARMS if any(arm in list(case["arms"])[1:] for case in figures.values())]
     lines = [
         "## All cases",
@@ -175,9 +158,9 @@ kernels, and launches cost more relative to them than on a GPU."""
 
 
 def commands(cases: Mapping[str, Arms], rounds: int) -> list[str]:
-    """Return what was typed for these cases, of which some arms ran ``rounds`` times."""
+    """Return the commands that ran these cases; some arms ran ``rounds`` times."""
     speed = "sudo .venv/bin/python scripts/bench/cluster/speed.py"
-    of_all, quick = ({str(one.case) for one in of} for of in (FULL, QUICK))
+    of_all, quick = ({str(planned.case) for planned in table} for table in (FULL, QUICK))
     again = f" --rounds {rounds}" if rounds > 1 else ""
     if of_all <= set(cases):
         first = [speed]
@@ -197,14 +180,14 @@ def case_section(name: str, figures: CaseFigures, refused: Mapping[str, str]) ->
         "| arm | tokens/s | ours is | MB sent, a step | between nodes | computing | sending | waiting |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for arm, one in figures["arms"].items():
+    for arm, row in figures["arms"].items():
         lines.append(
-            f"| {ARMS[arm].title} | {one['tokens_per_second']:,.0f} | {ratio_text(one['over'])} | "
-            f"{one['megabytes_sent']:.1f} | {one['between_megabytes']:.1f} | "
-            f"{one['computing']:.0%} | {one['sending']:.0%} | {one['waiting']:.0%} |"
+            f"| {ARMS[arm].title} | {row['tokens_per_second']:,.0f} | {ratio_text(row['over'])} | "
+            f"{row['megabytes_sent']:.1f} | {row['between_megabytes']:.1f} | "
+            f"{row['computing']:.0%} | {row['sending']:.0%} | {row['waiting']:.0%} |"
         )
-    lines += [f"| {ARMS[arm].title} | refused: {why} | | | | | | |" for arm, why in refused.items()]
-    return "\n".join([*lines, "", f"Losses differ by {figures['largest_loss_difference']:.1e} at most."])
+    lines += [f"| {ARMS[arm].title} | refused: {reason} | | | | | | |" for arm, reason in refused.items()]
+    return "\n".join([*lines, "", f"Losses differ by at most {figures['largest_loss_difference']:.1e}."])
 
 
 def cost_section(cases: Mapping[str, Arms]) -> str:
@@ -231,24 +214,24 @@ def cost_section(cases: Mapping[str, Arms]) -> str:
 
 
 def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw tokens per second against the speed of links: for each lengths, the cluster with most links."""
+    """Draw tokens per second against the speed of links; each distribution of lengths has its most measured cluster."""
     by_setting: dict[Case, list[Case]] = {}
     for case in map(Case.parse, figures):
         if case.link in LINKS:
             by_setting.setdefault(replace(case, link=""), []).append(case)
     order = sorted(LINKS, key=lambda link: LINKS[link] or float("inf"))
     settings = sorted(by_setting.values(), key=len, reverse=True)
-    of_lengths: dict[str, list[Case]] = {}
+    by_sampler: dict[str, list[Case]] = {}
     for cases in settings:
-        of_lengths.setdefault(cases[0].sampler, cases)
-    chosen = [cases for cases in of_lengths.values() if len(cases) > 1] or settings[:1]
+        by_sampler.setdefault(cases[0].sampler, cases)
+    chosen = [cases for cases in by_sampler.values() if len(cases) > 1] or settings[:1]
     figure, panels = new_figure(5.0 * len(chosen), 4.2, columns=len(chosen))
     for axes, cases in zip(panels, chosen, strict=True):
         cases.sort(key=lambda case: order.index(case.link))
-        arms_there = dict.fromkeys(arm for case in cases for arm in figures[str(case)]["arms"] if arm != "plain")
-        for number, arm in enumerate(arms_there):
-            there = [(at, figures[str(case)]["arms"]) for at, case in enumerate(cases)]
-            points = [(float(at), arms[arm]["tokens_per_second"]) for at, arms in there if arm in arms]
+        names = dict.fromkeys(arm for case in cases for arm in figures[str(case)]["arms"] if arm != "plain")
+        for number, arm in enumerate(names):
+            by_case = [(place, figures[str(case)]["arms"]) for place, case in enumerate(cases)]
+            points = [(float(place), arms[arm]["tokens_per_second"]) for place, arms in by_case if arm in arms]
             draw_line(axes, number, points, arm)
         axes.set_xticks(range(len(cases)), [case.link for case in cases])
         axes.set_xlabel("links")
@@ -259,13 +242,13 @@ def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
 
 
 def draw_time(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw how the ranks' time divides into computing, sending, other work and waiting: a bar for each case and arm."""
-    bars = [(f"{name}: {arm}", one) for name, case in figures.items() for arm, one in case["arms"].items()]
+    """Draw the shares of computing, sending, other work and waiting in the ranks' time: a bar per case and arm."""
+    bars = [(f"{name}: {arm}", shares) for name, case in figures.items() for arm, shares in case["arms"].items()]
     figure, (axes,) = new_figure(9.0, 1.2 + 0.24 * len(bars))
-    for row, (_, one) in enumerate(bars):
+    for row, (_, shares) in enumerate(bars):
         left = 0.0
         for kind, colour in _COLOURS.items():
-            share = 100.0 * float(one[kind])  # type: ignore[literal-required]
+            share = 100.0 * float(shares[kind])  # type: ignore[literal-required]
             axes.barh(row, share, left=left, height=0.7, color=colour, label=None if row else kind)
             left += share
     _finish_bars(axes, [name for name, _ in bars], "per cent of the ranks' time")
@@ -276,10 +259,10 @@ def draw_time(figures: Mapping[str, CaseFigures], path: Path) -> None:
 def draw_bytes(figures: Mapping[str, CaseFigures], path: Path) -> None:
     """Draw the megabytes that cross nodes in a step, in the cases of several nodes."""
     bars = [
-        (f"{name}: {arm}", one["between_megabytes"])
+        (f"{name}: {arm}", row["between_megabytes"])
         for name, case in figures.items()
         if Case.parse(name).num_nodes > 1
-        for arm, one in case["arms"].items()
+        for arm, row in case["arms"].items()
     ]
     figure, (axes,) = new_figure(9.0, 1.2 + 0.24 * len(bars))
     for row, (_, megabytes) in enumerate(bars):

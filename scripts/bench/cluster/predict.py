@@ -1,4 +1,4 @@
-"""Predict the steps that ``speed.py`` measures, from what ``bytescale profile`` measured on the same ranks."""
+"""Predict the steps that ``speed.py`` measures, from a profile of the same ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from scripts.bench.cluster.cases import Arm, Case
 from scripts.bench.cluster.hybrid import HybridPlanner, group_numbers
 from scripts.cluster.topology import Topology
 
-_PAYLOAD = 0.95  # of a link's rate: the rest are headers of packets
+_PAYLOAD = 0.95  # share of a link's rate that packet headers leave
 
 
 def wall_cost(cost: ModelCost, topology: Topology) -> ModelCost:
     """Return the costs of a rank of an emulated cluster, in seconds of wall time.
 
     Args:
-        cost: in processor seconds, except ``c``: that of unlimited links, in wall time.
-        topology: its shares of cores and its links.
+        cost: costs in processor seconds, except ``c``, which is wall time of unlimited links.
+        topology: shares of cores, and links.
     """
     fastest = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes) / cost.forward.c
     rates = [
@@ -36,13 +36,13 @@ def wall_cost(cost: ModelCost, topology: Topology) -> ModelCost:
     ]
     share = topology.cores_per_rank
 
-    def passes(one: CostModel) -> CostModel:
-        return replace(one.scaled(1.0 / share), c=one.c * fastest / rates[0])
+    def in_wall_time(direction: CostModel) -> CostModel:
+        return replace(direction.scaled(1.0 / share), c=direction.c * fastest / rates[0])
 
     return replace(
         cost,
-        forward=passes(cost.forward),
-        backward=passes(cost.backward),
+        forward=in_wall_time(cost.forward),
+        backward=in_wall_time(cost.backward),
         head_forward=cost.head_forward / share,
         head_backward=cost.head_backward / share,
         slowdown=max(1.0, rates[0] / rates[1]),
@@ -52,11 +52,11 @@ def wall_cost(cost: ModelCost, topology: Topology) -> ModelCost:
 
 
 def predicted_seconds(arm: Arm, case: Case, lengths: Sequence[int], cost: ModelCost) -> float | None:
-    """Return the predicted time of a step's forward and backward passes; None for pipelines.
+    """Return the predicted seconds of a step's forward and backward passes; None for pipelines.
 
     Args:
         lengths: tokens of the documents of the step, in its order.
-        cost: in wall time.
+        cost: costs in wall time.
     """
     if arm.num_stages > 1:
         return None
@@ -70,7 +70,7 @@ def predicted_seconds(arm: Arm, case: Case, lengths: Sequence[int], cost: ModelC
 
 
 def hybrid_parts(plan: StepPlan) -> list[StepPlan]:
-    """Return a plan of each group of Megatron's hybrid plan; the ranks wait for each other after each."""
+    """Return a plan for each group of Megatron's hybrid plan; the ranks wait for each other between groups."""
     ranks = plan.ranks
     assert isinstance(ranks, PlacedRanks), f"{type(ranks)=}"
     groups, parts = group_numbers(ranks), []

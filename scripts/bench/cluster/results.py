@@ -1,4 +1,4 @@
-"""The results of ``speed.py``: one JSON file, written after each run, so that a run that was ended can go on."""
+"""The results of ``speed.py``: one JSON file, written after each run, so a second start can continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 
 @dataclass(frozen=True)
 class Step:
-    """What one step measured: all ranks together."""
+    """Figures of one step, over all ranks."""
 
     tokens_per_second: float
     megabytes_sent: float
@@ -25,9 +25,10 @@ class Run:
     """One run of an arm in a case.
 
     Attributes:
-        steps: all of them; the first one is not counted.
-        split: shares of the time of all ranks, and bytes between nodes in a step (``scripts/cluster/usage.py``).
-        predicted_seconds, measured_seconds: forward and backward passes of the traced step; None: not predicted.
+        steps: all steps; the first does not count.
+        split: shares of the time of all ranks, and bytes between nodes per step (``scripts/cluster/usage.py``).
+        predicted_seconds: predicted seconds of the passes of the traced step; None if not predicted.
+        measured_seconds: measured seconds of the same passes.
     """
 
     steps: tuple[Step, ...]
@@ -45,13 +46,13 @@ class Run:
 
 @dataclass
 class Results:
-    """Everything that was measured with one setting.
+    """All runs of one setting.
 
     Attributes:
-        path: the file.
-        setting: what must not change between runs that are compared.
-        cost: what ``bytescale profile`` measured on the ranks; None before that.
-        runs: case -> arm -> its runs, or why it cannot run.
+        path: file of the results.
+        setting: settings that must be equal for runs to be compared.
+        cost: profile of the ranks; None before the profile.
+        runs: runs by case and arm, or the reason why an arm cannot run.
     """
 
     path: Path
@@ -61,22 +62,22 @@ class Results:
 
     @classmethod
     def open(cls, path: Path, setting: dict[str, float]) -> Results:
-        """Read the file, or begin one. Raises ValueError for one of another setting, and for no results."""
+        """Read the file if there is one. Raises ValueError if it has another setting or other contents."""
         if not path.exists():
             return cls(path, setting)
-        found = cls.read(path)
-        if found.setting != setting:
-            raise ValueError(f"--results {path} is of another setting, {found.setting}: give another file")
-        return found
+        results = cls.read(path)
+        if results.setting != setting:
+            raise ValueError(f"--results {path} has another setting, {results.setting}: give another file")
+        return results
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Read the file. Raises ValueError where it is none of ours."""
+        """Read the file. Raises ValueError if it holds no results."""
         try:
             value = json.loads(path.read_text())
             runs = {
-                case: {arm: one if isinstance(one, str) else [Run.from_json(run) for run in one]
-                       for arm, one in arms.items()} for case, arms in value["runs"].items()
+                case: {arm: rows if isinstance(rows, str) else [Run.from_json(run) for run in rows]
+                       for arm, rows in arms.items()} for case, arms in value["runs"].items()
             }  # fmt: skip
             cost = value["cost"] and ModelCost.from_json(value["cost"])
             return cls(path, value["setting"], cost, runs)
@@ -84,12 +85,12 @@ class Results:
             raise ValueError(f"{path} holds no results of speed.py ({error})") from None
 
     def write(self) -> None:
-        """Write the file whole."""
+        """Replace the file."""
         value = {
             "setting": self.setting,
             "cost": None if self.cost is None else self.cost.to_json(),
-            "runs": {case: {arm: one if isinstance(one, str) else [asdict(run) for run in one]
-                            for arm, one in arms.items()} for case, arms in self.runs.items()},
+            "runs": {case: {arm: rows if isinstance(rows, str) else [asdict(run) for run in rows]
+                            for arm, rows in arms.items()} for case, arms in self.runs.items()},
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
@@ -98,22 +99,22 @@ class Results:
 
     def of(self, case: str, arm: str) -> list[Run]:
         """Return the runs of an arm so far."""
-        found = self.runs.get(case, {}).get(arm, [])
-        return [] if isinstance(found, str) else found
+        runs = self.runs.get(case, {}).get(arm, [])
+        return [] if isinstance(runs, str) else runs
 
     def add(self, case: str, arm: str, run: Run | str) -> None:
-        """Add a run, or say why the arm cannot run, and write the file."""
+        """Add a run, or the reason why the arm cannot run, and write the file."""
         self.runs.setdefault(case, {})[arm] = run if isinstance(run, str) else [*self.of(case, arm), run]
         self.write()
 
     def cases(self, names: Iterable[str] | None = None) -> dict[str, dict[str, list[Run]]]:
         """Return the arms that ran in each case, in the order of running."""
         return {
-            case: {arm: one for arm, one in arms.items() if not isinstance(one, str) and one}
+            case: {arm: runs for arm, runs in arms.items() if not isinstance(runs, str) and runs}
             for case, arms in self.runs.items()
             if names is None or case in names
         }
 
     def refused(self, case: str) -> dict[str, str]:
-        """Return the arms that cannot run in a case, and why."""
-        return {arm: one for arm, one in self.runs[case].items() if isinstance(one, str)}
+        """Return the reason of each arm that cannot run in a case."""
+        return {arm: reason for arm, reason in self.runs[case].items() if isinstance(reason, str)}

@@ -5,16 +5,16 @@
     sudo .venv/bin/python scripts/bench/cluster/speed.py --cases "byted 1x8 0.4"  # lengths, nodes x ranks, links
     .venv/bin/python scripts/bench/cluster/page.py                                # writes docs/results/measured.md
 
-Every arm trains the same small model on the same documents in the same steps. Lengths are those of a published
-distribution, 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Documents of fewer than 128 tokens are
-joined, so that ranks compute more than they launch. Each rank has a fixed share of a core and its own network
-interface (``scripts/cluster/emulate.py``), so the time of a waiting rank is lost, as on a GPU.
+All arms train the same small model on the same documents in the same steps. Lengths follow a published distribution,
+1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Documents of fewer than 128 tokens are joined, so
+ranks compute more than they launch. Each rank has a fixed share of a core and its own network interface
+(``scripts/cluster/emulate.py``), so the time of a waiting rank is lost, as on a GPU.
 
-First ``bytescale profile`` measures the ranks, on unlimited links. From its figures follow the matched links, which
-have the ratio of bytes to computing of an H200 with 400 Gbit/s (``scripts/cluster/spec.py``), and the predicted times.
-All arms that are planned get them as ``--cost-file``. Then every case runs its arms (``cases.py``), every other round
-in reverse; the first step of a run is not counted. Results are kept after each run, so a second start goes on where the
-first one ended.
+First ``bytescale profile`` measures the ranks on unlimited links. The profile gives the matched links, which have the
+ratio of bytes to computing of an H200 with 400 Gbit/s (``scripts/cluster/spec.py``), and the predicted times. Arms with
+a planner get the profile as ``--cost-file``. Then every case runs its arms (``cases.py``), every other round in
+reverse. The first step of a run does not count. Results are written after each run, so a second start continues where
+the first ended.
 
 Only the ratio of two arms in one run can be compared.
 """
@@ -25,21 +25,19 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.draw.timeline import draw_timelines  # noqa: E402
-from bytescale_ext.measure.cost_file import read_cost, write_cost  # noqa: E402
-from bytescale_ext.measure.timeline import COMPUTE_KINDS, Span, read_spans  # noqa: E402
-from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
-from scripts.bench.cluster.cases import (  # noqa: E402
+from bytescale_ext.draw.timeline import draw_timelines
+from bytescale_ext.measure.cost_file import read_cost, write_cost
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, Span, read_spans
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from scripts.bench.cluster.cases import (
     ARMS,
     CONTEXT,
     FULL,
@@ -53,14 +51,16 @@ from scripts.bench.cluster.cases import (  # noqa: E402
     Planned,
     with_names,
 )
-from scripts.bench.cluster.figures import all_figures, case_figures, table  # noqa: E402
-from scripts.bench.cluster.predict import predicted_seconds, wall_cost  # noqa: E402
-from scripts.bench.cluster.results import Results, Run, Step  # noqa: E402
-from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run  # noqa: E402
-from scripts.cluster.ranks import Launch, preload  # noqa: E402
-from scripts.cluster.spec import SPECS, matched_links  # noqa: E402
-from scripts.cluster.topology import Topology  # noqa: E402
-from scripts.cluster.usage import Split  # noqa: E402
+from scripts.bench.cluster.figures import all_figures, case_figures, table
+from scripts.bench.cluster.predict import predicted_seconds, wall_cost
+from scripts.bench.cluster.results import Results, Run, Step
+from scripts.bench.common import ROOT, in_turns
+from scripts.bench.progress import progress
+from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
+from scripts.cluster.ranks import Launch, preload
+from scripts.cluster.spec import SPECS, matched_links
+from scripts.cluster.topology import Topology
+from scripts.cluster.usage import Split
 
 SPEC = "H200-IB"
 TRACED_STEP = 3
@@ -78,12 +78,12 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class Bench:
-    """What stays the same over all cases.
+    """Settings of all cases.
 
     Attributes:
-        folder: everything is written there.
-        num_steps: of each run, the first not counted.
-        seed: of the lengths and of the order.
+        folder: folder of all files.
+        num_steps: steps of each run; the first does not count.
+        seed: seed of lengths, tokens and order.
     """
 
     folder: Path
@@ -92,11 +92,11 @@ class Bench:
 
     @property
     def setting(self) -> dict[str, float]:
-        """What must be equal for results to be compared."""
+        """Settings that must be equal for results to be compared."""
         return {"steps": self.num_steps, "seed": self.seed, "tokens": STEP_TOKENS, "shortest": SHORTEST}
 
     def run_folder(self, case: Case, arm: str, number: int) -> Path:
-        """Where a run writes."""
+        """Return the folder of a run."""
         return self.folder / str(case).replace(" ", "-").replace("/", "-") / f"{arm}-{number + 1}"
 
     def lengths(self, case: Case) -> list[int]:
@@ -104,7 +104,7 @@ class Bench:
         return case.lengths(self.num_steps, self.seed)
 
     def documents(self, case: Case) -> Path:
-        """Return the prefix of the documents of a case; they are random tokens, written at the first call."""
+        """Return the prefix of the documents of a case: random tokens, written at the first call."""
         from megatron.bytescale.core.datasets.corpus import write_tokens
 
         name = f"documents-{case.sampler}-{case.context}-{case.num_ranks}-{self.num_steps}-{self.seed}"
@@ -116,9 +116,10 @@ class Bench:
 
 
 def profile_ranks(topology: Topology, model: Sequence[str], max_tokens: int, folder: Path) -> ModelCost:
-    """Return what ``bytescale profile`` measures on all ranks of a cluster at once. Raises RuntimeError.
+    """Profile a model, given by its flags, on all ranks of a cluster with micro-batches of up to ``max_tokens``.
 
-    ``model``: its flags; ``max_tokens``: of a micro-batch.
+    Raises:
+        RuntimeError: the profile failed; the message holds the end of its log.
     """
     output = folder / "cost.json"
     words = ("--output", output, "--max-tokens", max_tokens, "--repeats", 3, "--", *model)
@@ -131,7 +132,7 @@ def profile_ranks(topology: Topology, model: Sequence[str], max_tokens: int, fol
 
 
 def launch_of(bench: Bench, case: Case, arm: Arm, cost: ModelCost, folder: Path) -> Launch:
-    """Return the training of an arm; ``cost``: in wall time, which it plans with."""
+    """Return the training of an arm, which plans with ``cost`` in wall time."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_cost(folder / "cost.json", cost)
@@ -145,7 +146,7 @@ def launch_of(bench: Bench, case: Case, arm: Arm, cost: ModelCost, folder: Path)
 
 
 def split_of(topology: Topology, launch: Launch) -> Split:
-    """Run a training and return where its time went. Raises RuntimeError when it fails."""
+    """Run a training and return the shares of its time. Raises RuntimeError if it fails."""
     ended = run(topology, launch)
     if ended.code or ended.split is None:
         ranks = (topology.num_ranks - 1, 0)
@@ -155,7 +156,7 @@ def split_of(topology: Topology, launch: Launch) -> Split:
 
 
 def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Path) -> Run:
-    """Train one arm on the cluster. Raises RuntimeError when it fails."""
+    """Train one arm on the cluster. Raises RuntimeError if that fails."""
     arm, topology = ARMS[arm_name], case.topology(matched(cost))
     wall = wall_cost(cost, topology)
     split = split_of(topology, launch_of(bench, case, arm, wall, folder))
@@ -171,21 +172,21 @@ def matched(cost: ModelCost) -> tuple[float, float]:
 
 
 def read_steps(folder: Path) -> tuple[Step, ...]:
-    """Return what the run has logged of each step."""
+    """Return the logged figures of each step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = ("tokens_per_second", "megabytes_sent_per_step", "measured_imbalance", "lm loss")
     return tuple(Step(*(line[name] for name in names)) for line in lines)
 
 
 def as_shares(split: Split) -> dict[str, float]:
-    """Return the figures of a split that are kept."""
+    """Return the figures of a split that results keep."""
     return {name: getattr(split, name) for name in ("computing", "sending", "other", "waiting", "between_bytes")}
 
 
 def lengths_of(spans: tuple[Span, ...]) -> list[int]:
     """Return the tokens of the documents of a traced step, in its order."""
-    found = {shard.seq: shard.length for span in spans for shard in span.shards}
-    return [found[seq] for seq in sorted(found)]
+    lengths = {shard.seq: shard.length for span in spans for shard in span.shards}
+    return [lengths[seq] for seq in sorted(lengths)]
 
 
 def computing_seconds(spans: tuple[Span, ...]) -> float:
@@ -195,43 +196,31 @@ def computing_seconds(spans: tuple[Span, ...]) -> float:
 
 
 def run_all(bench: Bench, results: Results, planned: tuple[Planned, ...], num_rounds: int) -> None:
-    """Run what is missing of some cases, every other round of arms in reverse."""
+    """Run the missing runs of some cases, every other round of arms in reverse."""
     preload()
-    if results.cost is None:
-        tell("profile of the ranks")
+    for _ in progress(["profile of the ranks"] if results.cost is None else []):
         unlimited = PROFILED.topology((0.0, 0.0))
         results.cost = profile_ranks(unlimited, MODEL, TOKENS_PER_RANK // 2, bench.folder / "profile")
         results.write()
+    assert results.cost is not None
     print(matched_links(SPECS[SPEC], results.cost, PROFILED.topology((0.0, 0.0)).cores_per_rank, SCALE).text)
-    for one in planned:
-        for number in range(num_rounds):
-            for arm in one.arms if number % 2 == 0 else reversed(one.arms):
-                _run_missing(bench, results, one.case, arm, number)
-
-
-def _run_missing(bench: Bench, results: Results, case: Case, arm: str, number: int) -> None:
-    name = str(case)
-    if ARMS[arm].refusal(case):
-        results.add(name, arm, ARMS[arm].refusal(case))
-    elif len(results.of(name, arm)) <= number:
-        assert results.cost is not None
-        began = time.monotonic()
+    turns = [(row.case, arm, number) for row in planned for number, arm in in_turns(row.arms, num_rounds)]
+    for case, arm, _ in turns:
+        if ARMS[arm].refusal(case):
+            results.add(str(case), arm, ARMS[arm].refusal(case))
+    missing = [turn for turn in turns if not ARMS[turn[1]].refusal(turn[0])
+               and len(results.of(str(turn[0]), turn[1])) <= turn[2]]  # fmt: skip
+    for case, arm, number in progress(missing, lambda turn: f"{turn[0]}: {turn[1]}, round {turn[2] + 1}"):
         try:
-            found: Run | str = run_arm(bench, case, arm, results.cost, bench.run_folder(case, arm, number))
+            run: Run | str = run_arm(bench, case, arm, results.cost, bench.run_folder(case, arm, number))
         except (RuntimeError, TimeoutError) as error:  # the other arms go on; the next start tries it again
-            found = f"it failed: {str(error).splitlines()[-1]}"
-            tell(str(error))
-        results.add(name, arm, found)
-        tell(f"{name}: {arm}, round {number + 1}: {time.monotonic() - began:.0f} s")
-
-
-def tell(text: str) -> None:
-    """Print progress."""
-    print(text, file=sys.stderr, flush=True)
+            run = f"it failed: {str(error).splitlines()[-1]}"
+            print(error, file=sys.stderr, flush=True)
+        results.add(str(case), arm, run)
 
 
 def draw(bench: Bench, results: Results, planned: Planned, path: Path) -> None:
-    """Draw the traced step of the first and the last arm of a case under each other."""
+    """Draw the traced steps of the first and the last arm of a case, one above the other."""
     steps = []
     for arm in dict.fromkeys((planned.arms[0], planned.arms[-1])):
         first = results.of(str(planned.case), arm)[0]
@@ -246,39 +235,41 @@ def draw(bench: Bench, results: Results, planned: Planned, path: Path) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of the most telling cases")
+    parser.add_argument("--quick", action="store_true", help="one round of the most informative cases")
     parser.add_argument("--cases", nargs="+", metavar="CASE",
-                        help="these cases, as 'byted 2x4 matched': lengths, nodes x ranks, links, which are unlimited, "
-                        "fast, matched, slow, or Gbit/s inside and between nodes (4/0.4)")  # fmt: skip
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="these arms alone, the first against the others")
-    parser.add_argument("--rounds", type=int, default=1, help="how often every arm runs (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="of each run, the first not counted (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+                        help="run these cases, as 'byted 2x4 matched': lengths, nodes x ranks, links, which are "
+                        "unlimited, fast, matched, slow, or Gbit/s inside and between nodes (4/0.4)")  # fmt: skip
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="run these arms, the first against the others")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each arm (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of each run; the first does not count (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and tokens (%(default)s)")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "cluster" / "results.json", metavar="FILE",
-                        help="where results are kept and logs beside it (runs/cluster/results.json)")  # fmt: skip
+                        help="file of results; logs are in its folder (runs/cluster/results.json)")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE",
                         help=f"draw step {TRACED_STEP} of the first and last arm of the first case")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser
 
 
 def check(args: argparse.Namespace, planned: tuple[Planned, ...]) -> None:
-    """Raise ValueError for what cannot run, before anything is made."""
+    """Raise ValueError for settings that cannot run, before anything is written."""
     if args.rounds < 1 or args.steps < TRACED_STEP:
         raise ValueError(f"--rounds {args.rounds}, --steps {args.steps}: give 1 and {TRACED_STEP} or more")
     if args.plot is not None and not args.plot.parent.is_dir():
         raise ValueError(f"--plot {args.plot}: there is no directory {args.plot.parent}")
-    for one in planned:
-        check_machine(one.case.topology((1.0, 1.0)))
-        if one.case.context > one.case.num_ranks * TOKENS_PER_RANK:
+    for case in (row.case for row in planned):
+        check_machine(case.topology((1.0, 1.0)))
+        if case.context > case.num_ranks * TOKENS_PER_RANK:
             raise ValueError(
-                f"{one.case}: documents of {one.case.context} tokens do not fit on {one.case.num_ranks} ranks of "
+                f"{case}: documents of {case.context} tokens do not fit on {case.num_ranks} ranks of "
                 f"C = {TOKENS_PER_RANK} tokens"
             )
 
 
 def main() -> int:
-    """Run what is missing, print the tables and, with --json, one JSON object as the last line."""
+    """Run the missing runs, print the tables and, with ``--json``, one JSON object as the last line."""
     args = build_parser().parse_args()
     try:
         planned = with_names(QUICK if args.quick else FULL, args.cases, args.arms)
@@ -291,7 +282,7 @@ def main() -> int:
     except (ValueError, RuntimeError) as error:
         print(f"speed.py: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    cases = results.cases([str(one.case) for one in planned])
+    cases = results.cases([str(row.case) for row in planned])
     for case, arms in cases.items():
         print(table(case, case_figures(arms), results.refused(case)) + "\n")
     print(f"lengths 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}, about {STEP_TOKENS:,} tokens a step")

@@ -1,14 +1,15 @@
-"""Windows of related documents beside three other ways to make windows, on real text of this machine. No GPU.
+"""Compare windows of related documents with three other ways to make windows, on real text of this machine, on CPU.
 
-    python scripts/bench/data/sculpt.py [--context 64K] [--tokens 50M] [--corpora python debian] [--json] [--plot F.png]
+    .venv/bin/python scripts/bench/data/sculpt.py [--corpora python debian] [--json] [--plot F.png]
 
-Corpora, one document for each file, a token is a byte:
+A document is a file, and a token is a byte. The corpora are:
 
-- python: the *.py files of the running environment, in random order up to --tokens.
-- debian: the sources (*.rst.txt) of linux-doc and of Python's documentation below --debian: /usr/share/doc where these
-  packages are installed, or where they were unpacked. Skipped with its reason where they are not there.
+- python: the *.py files of the running environment, in random order up to ``--tokens``.
+- debian: the sources (*.rst.txt) of linux-doc and of Python's documentation below ``--debian``, the folder of installed
+  or unpacked packages. Skipped with a message if there are none.
 
-The others: Megatron's concatenation of shuffled documents, best-fit packing by length, a path of nearest neighbours.
+The other ways are Megatron's concatenation of shuffled documents, best-fit packing by length, and a path of nearest
+neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.data.corpus.neighbours import nearest_centres
 from bytescale_ext.data.corpus.sculpting import embedded_pieces
@@ -39,13 +40,14 @@ from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, Pieces, Table
 from bytescale_ext.plan.sculpt.quality import Quality, quality_of
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings, sculpt
 from megatron.bytescale.cli.shared.inputs import check_picture, size
+from scripts.bench.progress import progress
 
 SEED = 1234
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to make windows: its figures, and the seconds that it took without the embedding."""
+    """The figures of one way to make windows, and its seconds without the embedding."""
 
     quality: Quality
     seconds: float
@@ -53,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured on a corpus: its sizes, the seconds of the embedding, and a row for each way."""
+    """The figures of a corpus: its sizes, the seconds of the embedding, and a row for each way."""
 
     documents: int
     tokens: int
@@ -69,14 +71,14 @@ def python_texts() -> Iterator[bytes]:
 
 
 def debian_texts(root: Path) -> Iterator[bytes]:
-    """Yield the sources of documentation below the folders of these packages, sorted by path."""
+    """Yield the sources of documentation of the packages below ``root``, sorted by path."""
     folders = sorted([*root.glob("linux-doc*"), *root.glob("python3*")])
     for path in sorted(path for folder in folders for path in folder.rglob("*.rst.txt")):
         yield path.read_bytes()
 
 
 def write_corpus(prefix: Path, texts: Iterator[bytes], num_tokens: int) -> CorpusTokens | None:
-    """Write byte-level documents up to a number of tokens; return None where there are no texts."""
+    """Write byte-level documents up to a number of tokens; return None if there are no texts."""
     from megatron.bytescale.core.datasets.corpus import write_tokens
 
     encode, total, documents = encoder(None), 0, []
@@ -92,7 +94,7 @@ def write_corpus(prefix: Path, texts: Iterator[bytes], num_tokens: int) -> Corpu
 
 
 def measure(corpus: CorpusTokens, context: int, plot: Path | None = None) -> Bench:
-    """Make windows in every way and check that each token is in the right number of them."""
+    """Make windows in every way, and check that each token is in the right number of windows."""
     began = time.perf_counter()
     pieces = embedded_pieces(corpus, context, None, SEED)
     seconds = time.perf_counter() - began
@@ -102,14 +104,16 @@ def measure(corpus: CorpusTokens, context: int, plot: Path | None = None) -> Ben
         "path of nearest neighbours": ("split", lambda: neighbour_path(pieces, context)),
     }
     ways |= {
-        f"sculpt, {one}": (one, partial(sculpted, pieces, SculptSettings(context, one, SEED))) for one in OVERFLOWS
+        f"sculpt, {overflow}": (overflow, partial(sculpted, pieces, SculptSettings(context, overflow, SEED)))
+        for overflow in OVERFLOWS
     }
     rows = {}
-    for way, (overflow, make) in ways.items():
+    for way in progress(list(ways)):
+        overflow, make = ways[way]
         began = time.perf_counter()
         table = make()
-        taken = time.perf_counter() - began
-        rows[way] = Row(quality_of(table, pieces, context), taken)
+        way_seconds = time.perf_counter() - began
+        rows[way] = Row(quality_of(table, pieces, context), way_seconds)
         check_windows(table, corpus.lengths, context, overflow)
     if plot is not None:
         draw_clusters(pieces.vectors, sculpt(pieces, SculptSettings(context, seed=SEED)).cluster, pieces.length, plot)
@@ -117,7 +121,7 @@ def measure(corpus: CorpusTokens, context: int, plot: Path | None = None) -> Ben
 
 
 def sculpted(pieces: Pieces, settings: SculptSettings) -> Table:
-    """Return the windows that ``bytescale data sculpt`` makes."""
+    """Return the windows of ``bytescale data sculpt``."""
     return sculpt(pieces, settings, nearest_centres).table
 
 
@@ -130,10 +134,11 @@ def text_of(name: str, bench: Bench) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for way, row in bench.rows.items():
-        one = row.quality
+        quality = row.quality
         lines.append(
-            f"| {way} | {one.num_windows:,} | {one.fill:.3f} | {one.relevance:.3f} | {one.relevance / base:.2f} | "
-            f"{one.cut:.1%} | {one.documents_per_window:.1f} | {one.tokens_kept:.3f} | {row.seconds:.1f} |"
+            f"| {way} | {quality.num_windows:,} | {quality.fill:.3f} | {quality.relevance:.3f} | "
+            f"{quality.relevance / base:.2f} | {quality.cut:.1%} | {quality.documents_per_window:.1f} | "
+            f"{quality.tokens_kept:.3f} | {row.seconds:.1f} |"
         )
     return "\n".join(lines)
 
@@ -144,12 +149,12 @@ def main() -> int:
     parser.add_argument("--context", type=size, default=65536, metavar="N", help="tokens of a window (64K)")
     parser.add_argument("--tokens", type=size, default=50_000_000, metavar="N", help="bytes of a corpus (50,000,000)")
     parser.add_argument("--corpora", nargs="+", choices=("python", "debian"), default=("python", "debian"))
-    parser.add_argument("--debian", type=Path, default=Path("/usr/share/doc"), help="where the packages' texts lie")
+    parser.add_argument("--debian", type=Path, default=Path("/usr/share/doc"), help="folder of the packages' texts")
     parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the clusters of the last corpus")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
     check_picture("--plot", args.plot)
-    found = {}
+    benches = {}
     for name in args.corpora:
         texts = python_texts() if name == "python" else debian_texts(args.debian)
         with tempfile.TemporaryDirectory() as folder:
@@ -157,11 +162,11 @@ def main() -> int:
             if corpus is None:
                 print(f"{name}: skipped, no linux-doc or python3-doc below {args.debian}", file=sys.stderr)
                 continue
-            found[name] = measure(corpus, args.context, args.plot if name == args.corpora[-1] else None)
+            benches[name] = measure(corpus, args.context, args.plot if name == args.corpora[-1] else None)
         if not args.json:
-            print(text_of(name, found[name]))
+            print(text_of(name, benches[name]))
     if args.json:
-        print(json.dumps({name: asdict(bench) for name, bench in found.items()}, indent=2))
+        print(json.dumps({name: asdict(bench) for name, bench in benches.items()}, indent=2))
     return 0
 
 

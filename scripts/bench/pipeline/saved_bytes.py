@@ -9,11 +9,11 @@ import torch
 
 
 class SavedBytes:
-    """While entered, counts the bytes of tensors saved for backward: each storage once, without parameters.
+    """Context in which the bytes of tensors saved for backward are counted: each storage once, without parameters.
 
     Attributes:
-        held_bytes: now.
-        peak_bytes: the most so far.
+        held_bytes: bytes saved now.
+        peak_bytes: largest ``held_bytes`` so far.
     """
 
     def __init__(self) -> None:
@@ -36,21 +36,21 @@ class SavedBytes:
         return _Saved(self, tensor)
 
     def take(self, storage: int, num_bytes: int) -> None:
-        """Count one more user of a storage."""
+        """Add a user of a storage."""
         if not self._users[storage]:
             self.held_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self._users[storage] += 1
 
     def drop(self, storage: int, num_bytes: int) -> None:
-        """Count one user less of a storage."""
+        """Remove a user of a storage."""
         self._users[storage] -= 1
         if not self._users[storage]:
             self.held_bytes -= num_bytes
 
 
 class _Saved:
-    """A saved tensor, counted until autograd frees it."""
+    """A saved tensor that counts until autograd frees it."""
 
     def __init__(self, counter: SavedBytes, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -1,17 +1,18 @@
 """Measure Seq1F1B: speed of a pipeline in slices, activations of its first stage, overhead of slices.
 
-(a) 2 stages, 2 micro-batches of one long sequence: 1F1B, even slices, slices of equal time (calibrated here), and these
-    in the order in which stages run two forwards ahead. The arms run in turn.
-(b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
-(c) forward and backward of one layer in slices against the whole sequence, in this process.
-(d) as (a), 1F1B and slices of equal time alone, for several numbers of micro-batches beside the bound; also replayed:
-    the least processor time of each pass in the first training, in the order of the schedule with free messages, which
-    holds on a machine at work too.
-(e) as (a), 1F1B and slices of equal time, each with zero bubble and without.
+    .venv/bin/python scripts/bench/pipeline/seq1f1b.py --parts a    # about 10 minutes on 2 cores
+    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json]     # all parts: more than an hour on 2 cores
 
-(a), (b) and (d) train with Megatron in real processes. 1F1B runs as one slice, by the same code and kernel.
+(a) Speed over 1F1B on 2 stages with 2 micro-batches of one long sequence: even slices, slices of equal time (calibrated
+    on this machine), and slices of equal time with stages two forwards ahead. The arms run in turn.
+(b) Peak of the bytes that stage 0 of 4 saves for backward, with 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
+(c) Time of forward and backward of one layer in slices, over the time of the whole sequence, in this process.
+(d) Speed of slices of equal time as in (a), for several numbers of micro-batches, with the bound. *replayed* takes the
+    least processor time of each pass in the first training, in the order of the schedule and with free messages, which
+    other work on the machine hardly changes.
+(e) Speed of zero bubble over 1F1B and over slices of equal time, as in (a).
 
-    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abcde]
+All parts except (c) train with Megatron in real processes. 1F1B runs as one slice, with the same code and kernel.
 """
 
 from __future__ import annotations
@@ -31,31 +32,32 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-import torch  # noqa: E402
+import torch
 
-from bytescale_ext.attention.backend import Backend  # noqa: E402
-from bytescale_ext.attention.kernels.table import choose_kernel  # noqa: E402
-from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts  # noqa: E402
-from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention  # noqa: E402
-from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
-from bytescale_ext.plan.schedule.actions import Action, bubble_of_equal_costs, seq1f1b_schedule  # noqa: E402
-from bytescale_ext.plan.schedule.simulate import simulate_slices  # noqa: E402
-from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing  # noqa: E402
-from megatron.bytescale import features  # noqa: E402
-from megatron.bytescale.features.slices.flags import flags_of  # noqa: E402
-from scripts.bench.pipeline.saved_bytes import SavedBytes  # noqa: E402
-from scripts.bench.plan.launch import printed_by  # noqa: E402
+from bytescale_ext.attention.backend import Backend
+from bytescale_ext.attention.kernels.table import choose_kernel
+from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts
+from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.schedule.actions import Action, bubble_of_equal_costs, seq1f1b_schedule
+from bytescale_ext.plan.schedule.simulate import simulate_slices
+from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from megatron.bytescale import features
+from megatron.bytescale.features.slices.flags import flags_of
+from scripts.bench.common import ROOT, in_turns, printed_by
+from scripts.bench.gpu import median_seconds
+from scripts.bench.pipeline.saved_bytes import SavedBytes
+from scripts.bench.progress import progress
 
 NUM_SLICES = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One layer of the measured model."""
+    """Sizes of one layer of the measured model."""
 
     hidden: int = 256
     num_heads: int = 4
@@ -63,7 +65,7 @@ class Sizes:
 
 
 class Layer(torch.nn.Module):
-    """A transformer layer with attention over slices, without Megatron."""
+    """A transformer layer with attention over slices, independent of Megatron."""
 
     def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class Layer(torch.nn.Module):
         self.kernel = choose_kernel(device, dtype, sizes.hidden // sizes.num_heads).kernel
 
     def forward(self, rows: torch.Tensor, prefix: MicroBatchPrefix, layout: SliceLayout) -> torch.Tensor:
-        """[n, hidden] -> [n, hidden]"""
+        """Return the output [n, hidden] of rows [n, hidden] of one slice."""
         query, key, value = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).unbind(1)
         layer = prefix.layer(self)
         backend = Backend(None, self.kernel, query.shape[-1] ** -0.5)
@@ -86,31 +88,22 @@ class Layer(torch.nn.Module):
 
 
 def layer_seconds(layer: Layer, sizes: Sizes, lengths: tuple[int, ...], repeats: int = 3) -> float:
-    """Return the median time of forward and backward of a sequence in slices."""
+    """Return the median seconds of forward and backward of a sequence in slices."""
     weight = layer.qkv.weight
     rows = torch.randn(sum(lengths), sizes.hidden, device=weight.device, dtype=weight.dtype)
-    seconds = []
-    for _ in range(repeats + 1):
-        layer.zero_grad(set_to_none=False)
-        _synchronize(weight)
-        began = time.perf_counter()
+
+    def run() -> None:
         prefix, outs = MicroBatchPrefix(), []
         for part, layout in zip(slice_ranges(lengths), sample_layouts(lengths, 1), strict=True):
             outs.append(layer(rows[part.start : part.stop].requires_grad_(), prefix, layout))
         for out in reversed(outs):
             out.backward(out.detach())
-        _synchronize(weight)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
 
-
-def _synchronize(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    return median_seconds(run, repeats, weight.is_cuda)
 
 
 def measured_cost(layer: Layer, sizes: Sizes, num_tokens: int) -> CostModel:
-    """Return the seconds of a layer as ``a s^2 + b s``, from a whole and half a sequence."""
+    """Return the seconds of a layer as ``a s^2 + b s``, fitted to a whole and to half a sequence."""
     whole, half = (layer_seconds(layer, sizes, (tokens,)) for tokens in (num_tokens, num_tokens // 2))
     a = max(0.0, 2 * (whole - 2 * half) / num_tokens**2)
     return CostModel(a=a, b=max(1e-12, whole / num_tokens - a * num_tokens))
@@ -118,7 +111,7 @@ def measured_cost(layer: Layer, sizes: Sizes, num_tokens: int) -> CostModel:
 
 @dataclass(frozen=True)
 class Slices:
-    """How samples of a measured run are cut."""
+    """Slices of the samples of a measured run."""
 
     slicing: Slicing
     lengths: tuple[int, ...]
@@ -134,7 +127,7 @@ class Pipeline:
 
 
 def train(pipeline: Pipeline, slices: Slices, steps: int, sizes: Sizes) -> str:
-    """Train in slices, with one process for each stage, and return what the processes printed."""
+    """Train in slices, with one process for each stage, and return the output of the processes."""
     num_stages, num_tokens = pipeline.num_stages, sum(slices.lengths)
     flags = {
         "num-layers": pipeline.layers_per_stage * num_stages,
@@ -155,14 +148,14 @@ def train(pipeline: Pipeline, slices: Slices, steps: int, sizes: Sizes) -> str:
 
 @contextlib.contextmanager
 def one_slice_counts() -> Iterator[None]:
-    """Turn slices on whatever their number: ``--seq1f1b-slices 1`` alone would leave samples to Megatron."""
+    """Switch slices on for any number of them: ``--seq1f1b-slices 1`` alone leaves samples to Megatron."""
     table = [replace(one, is_on=lambda args: True) if one.name == "slices" else one for one in features.FEATURES]
     with patch.object(features, "FEATURES", tuple(table)):
         yield
 
 
 def rank_main(argv: list[str]) -> None:
-    """Run one process of ``train``: pretrain_gpt_hdp.py, counting its bytes saved for backward and its passes' time."""
+    """Run pretrain_gpt_hdp.py as one process of ``train``; print its saved bytes and the seconds of its passes."""
     sys.argv = ["pretrain_gpt_hdp.py", *argv]
     saved = SavedBytes()
     with saved, one_slice_counts(), timed_passes() as seconds:
@@ -175,20 +168,20 @@ def rank_main(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def timed_passes() -> Iterator[dict[Action, list[float]]]:
-    """Note the processor time of every pass in every step. Other work on the machine hardly changes it."""
+    """Yield the processor seconds of every pass in every step, which other work on the machine hardly changes."""
     from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep
 
     seconds: dict[Action, list[float]] = {}
 
     def timed(run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_and_note(step: SliceStep, *args: Any, **kwargs: Any) -> Any:
+        def run_timed(step: SliceStep, *args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
             result = run(step, *args, **kwargs)
             assert step.action is not None
             seconds.setdefault(step.action, []).append(time.thread_time() - began)
             return result
 
-        return run_and_note
+        return run_timed
 
     passes = {name: timed(getattr(SliceStep, name)) for name in ("forward_step", "backward_step")}
     with patch.multiple(SliceStep, **passes):
@@ -196,9 +189,9 @@ def timed_passes() -> Iterator[dict[Action, list[float]]]:
 
 
 def replayed_seconds(pipeline: Pipeline, slicing: Slicing, text: str) -> float:
-    """Return how long a step takes with the passes that a training printed, each on a core of its own.
+    """Return the seconds of a step, simulated from the passes that a training printed, with a core for each stage.
 
-    Micro-batches are alike, so each takes the least processor time of any: other work only adds to it.
+    All micro-batches are equal, so each pass takes the least processor time of its kind: other work only adds to it.
     """
     least: dict[tuple[int, str, int], float] = {}
     for stage, rows in map(json.loads, re.findall(r"^PASSES (.*)$", text, re.MULTILINE)):
@@ -209,7 +202,7 @@ def replayed_seconds(pipeline: Pipeline, slicing: Slicing, text: str) -> float:
 
 
 def arms_of(num_tokens: int, num_slices: int, cost: CostModel) -> dict[str, Slices]:
-    """Return the arms of part (a): 1F1B, even slices, slices of equal time, these with stages two forwards ahead."""
+    """Return the arms of part (a): 1F1B, even slices, slices of equal time, and these two forwards ahead."""
     plain, equal_time = Slicing(num_slices), slice_lengths(num_tokens, num_slices, "time", cost)
     ahead = plain.in_eager_order()
     return {
@@ -221,22 +214,21 @@ def arms_of(num_tokens: int, num_slices: int, cost: CostModel) -> dict[str, Slic
 
 
 def measured_arms(sizes: Sizes, num_tokens: int, num_slices: int) -> dict[str, Slices]:
-    """Return ``arms_of`` with slices of equal measured time."""
+    """Return ``arms_of`` with slices of equal time, measured on this machine."""
     torch.set_num_threads(1)
     return arms_of(num_tokens, num_slices, measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens))
 
 
 def measured_seconds(text: str) -> list[float]:
-    """Return the seconds of every step but the first that a training printed."""
+    """Return the seconds of every step except the first, from the output of a training."""
     return [float(value) / 1000 for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)[1:]]
 
 
 def speed(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Any]:
     """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        for name, slices in arms.items():
-            seconds[name] += measured_seconds(train(Pipeline(2, 2, 2), slices, steps, Sizes()))
+    for _, name in progress(in_turns(list(arms), rounds), lambda turn: f"{turn[1]}, round {turn[0] + 1}"):
+        seconds[name] += measured_seconds(train(Pipeline(2, 2, 2), arms[name], steps, Sizes()))
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "slices": {name: list(slices.lengths) for name, slices in arms.items()},
@@ -246,9 +238,9 @@ def speed(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Any]:
 
 
 def bound(num_stages: int, num_micro_batches: int, num_slices: int) -> float:
-    """Return the most that slices can gain over 1F1B: all cost the same, and neither messages nor cuts cost anything.
+    """Return the upper bound of the gain over 1F1B: slices cost the same, messages and slicing cost nothing.
 
-    The ratio of m k + p - 1 and m + p - 1 slots of a k-th and of a whole micro-batch (Seq1F1B, section 3.4).
+    1F1B takes m + p - 1 slots of a micro-batch, slices take m k + p - 1 slots of a k-th of it (Seq1F1B, section 3.4).
     """
     shares = [1 - bubble_of_equal_costs(num_stages, num_micro_batches, k) for k in (1, num_slices)]
     return shares[1] / shares[0]
@@ -257,25 +249,24 @@ def bound(num_stages: int, num_micro_batches: int, num_slices: int) -> float:
 def by_micro_batches(
     arms: dict[str, Slices], counts: tuple[int, ...], trained: tuple[int, ...], steps: int, rounds: int
 ) -> dict[int, dict[str, Any]]:
-    """Measure part (d): for each number of micro-batches the bound, and what each round has gained."""
+    """Measure part (d): the bound and the gain of each round, for each number of micro-batches."""
     rows: dict[int, dict[str, Any]] = {}
     for count in counts:
         rows[count] = {"bound": round(bound(2, count, NUM_SLICES), 3), "replayed": [], "measured": []}
-    for _ in range(rounds):
-        for number, count in enumerate(trained):
-            texts = {name: train(Pipeline(2, count, 2), arms[name], steps, Sizes()) for name in ("1f1b", "time")}
-            medians = [statistics.median(measured_seconds(text)) for text in texts.values()]
-            rows[count]["measured"].append(round(medians[0] / medians[1], 3))
-            for other in counts if number == 0 else ():  # the passes do not depend on the count
-                pipeline = Pipeline(2, other, 2)
-                both = [replayed_seconds(pipeline, arms[name].slicing, text) for name, text in texts.items()]
-                rows[other]["replayed"].append(round(both[0] / both[1], 3))
-            print(f"after {count} micro-batches: {rows}", file=sys.stderr, flush=True)
+    turns = [(number, count) for number in range(rounds) for count in trained]
+    for _, count in progress(turns, lambda turn: f"{turn[1]} micro-batches, round {turn[0] + 1}"):
+        texts = {name: train(Pipeline(2, count, 2), arms[name], steps, Sizes()) for name in ("1f1b", "time")}
+        medians = [statistics.median(measured_seconds(text)) for text in texts.values()]
+        rows[count]["measured"].append(round(medians[0] / medians[1], 3))
+        for other in counts if count == trained[0] else ():  # the passes do not depend on the count
+            pipeline = Pipeline(2, other, 2)
+            both = [replayed_seconds(pipeline, arms[name].slicing, text) for name, text in texts.items()]
+            rows[other]["replayed"].append(round(both[0] / both[1], 3))
     return rows
 
 
 def zero_bubble(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, float]:
-    """Measure part (e): how many times as fast zero bubble makes 1F1B and slices of equal time."""
+    """Measure part (e): speed of zero bubble over 1F1B and over slices of equal time."""
     arms = {name: arms[name] for name in ("1f1b", "time")}
     split = {f"{name} split": Slices(replace(arm.slicing, zero_bubble=True), arm.lengths) for name, arm in arms.items()}
     seconds = speed(arms | split, steps, rounds)["step_seconds"]
@@ -283,14 +274,14 @@ def zero_bubble(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, f
 
 
 def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
-    """Measure part (b): the most bytes that stage 0 of 4 saves for backward, and the formula's figure."""
+    """Measure part (b): peak of the bytes that stage 0 of 4 saves for backward, and the same by the formula."""
     saved = {}
-    for num_slices in (1, 2, 4, 8):
+    for num_slices in progress((1, 2, 4, 8), lambda k: f"saved bytes, {k} slices"):
         slices = Slices(Slicing(num_slices), slice_lengths(num_tokens, num_slices, "even"))
         text = train(Pipeline(4, 6, 1), slices, 1, sizes)
-        found = re.search(r"SAVED (\d+)", text)
-        assert found, text[-2000:]
-        saved[num_slices] = int(found[1])
+        line = re.search(r"SAVED (\d+)", text)
+        assert line, text[-2000:]
+        saved[num_slices] = int(line[1])
     expected = {k: saved[1] / 4 * seq1f1b_schedule(4, 6, Slicing(k)).peak_slices(0) / k for k in saved}
     return {
         "activation_bytes": saved,
@@ -300,28 +291,30 @@ def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
 
 
 def overheads(sizes: Sizes, lengths: tuple[int, ...], device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Measure part (c): overhead of 4 and 8 slices over the whole sequence, as a share of its time."""
+    """Measure part (c): overhead of 4 and 8 slices, as a share of the time of the whole sequence."""
     layer = Layer(sizes, device, dtype)
     figures = {}
-    for num_tokens in lengths:
+    for num_tokens in progress(lengths, lambda length: f"layer on {length} tokens"):
         cost = measured_cost(layer, sizes, num_tokens)
         whole = layer_seconds(layer, sizes, (num_tokens,))
         for num_slices in (4, 8):
-            cut = slice_lengths(num_tokens, num_slices, "time", cost)
-            figures[f"{num_tokens}/{num_slices}"] = layer_seconds(layer, sizes, cut) / whole - 1.0
+            slices = slice_lengths(num_tokens, num_slices, "time", cost)
+            figures[f"{num_tokens}/{num_slices}"] = layer_seconds(layer, sizes, slices) / whole - 1.0
     return figures
 
 
 def main() -> int:
-    """Measure and print; with --json the last line is a JSON object."""
+    """Measure and print; with ``--json`` the last line is a JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="abcde", help="which parts to measure (%(default)s)")
+    parser.add_argument("--parts", default="abcde", help="parts to measure (%(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence in (a), (d), (e) (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first not counted (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of each run; the first does not count (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a), (d), (e) (%(default)s)")
     parser.add_argument("--micro-batches", default="2,4,8,16", help="numbers of micro-batches in (d) (%(default)s)")
-    parser.add_argument("--trained", default="2,4,8,16", help="of these, the ones to train with (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    parser.add_argument("--trained", default="2,4,8,16", help="numbers of them that are trained (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     sizes, figures = Sizes(), {}
     arms = measured_arms(sizes, args.tokens, NUM_SLICES) if set("ade") & set(args.parts) else {}

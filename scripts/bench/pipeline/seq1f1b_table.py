@@ -1,8 +1,8 @@
-"""Write the tables of docs/results/slices.md: simulated schedules of the paper's models beside published figures.
+"""Write the tables of docs/results/slices.md: simulated schedules of the paper's models, with published figures.
 
     .venv/bin/python scripts/bench/pipeline/seq1f1b_table.py [--check]
 
-The tables are pure arithmetic, the same on every machine.
+The tables are pure arithmetic and the same on every machine. The script takes a few seconds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared  # noqa: E402
-from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
+from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared
+from bytescale_ext.plan.step.sizes import Slicing
+from scripts.bench.common import ROOT
 
 DOCUMENT = ROOT / "docs" / "results" / "slices.md"
 BEGIN, END = "<!-- tables: scripts/bench/pipeline/seq1f1b_table.py -->", "<!-- end of tables -->"
@@ -29,7 +29,7 @@ MEMORY = {
     ("gpt-13b", 65536): (66.8, None, 51.6, 42.9), ("gpt-30b", 32768): (71.4, None, 37.6, 38.6),
     ("gpt-30b", 49152): (None, None, 54.7, 55.5), ("gpt-30b", 65536): (None, None, 67.5, 66.9),
 }  # fmt: skip
-"""Published peak memory of 1F1B, 1F1B-I, Seq1F1B, Seq1F1B-I in GB, with weights and optimizer; None: out of memory."""
+"""Published peak memory in GB of 1F1B, 1F1B-I, Seq1F1B, Seq1F1B-I, with weights and optimizer; None: out of memory."""
 THROUGHPUT = {
     (32768, 8): (99.7, 109.6, 110.6, 97.7), (32768, 16): (114.5, 116.5, 115.3, 95.6),
     (65536, 8): (107.5, 120.0, 124.6, 117.8), (65536, 16): (124.0, 128.7, 123.1, 118.0),
@@ -54,9 +54,8 @@ def memory_rows() -> Iterator[str]:
         for seq_length in paper.seq_lengths:
             model = SliceModel(paper.shape, seq_length, paper.tensor_parallel)
             rows = compared(model, paper.num_stages, 2 * paper.num_stages, Slicing(NUM_SLICES), NUM_CHUNKS)
-            published = dict(
-                zip(("1F1B", "1F1B-I", "Seq1F1B time", "Seq1F1B-I time"), MEMORY[name, seq_length], strict=True)
-            )
+            names = ("1F1B", "1F1B-I", "Seq1F1B time", "Seq1F1B-I time")
+            published = dict(zip(names, MEMORY[name, seq_length], strict=True))
             for row in rows:
                 shown = _figure(published[row.name]) if row.name in published else ""
                 yield (
@@ -66,15 +65,15 @@ def memory_rows() -> Iterator[str]:
 
 
 def throughput_rows() -> Iterator[str]:
-    """Yield rows for the 7B model: speed against 1F1B, simulated and published."""
+    """Yield rows for the 7B model: speed over 1F1B, simulated and published."""
     yield _head("tokens", "micro-batches", "schedule", "time over 1F1B's, simulated", "TFLOP/s per GPU, published",
                 "over 1F1B, published")  # fmt: skip
     paper = PAPER_MODELS["gpt-7b"]
     for (seq_length, num_micro_batches), published in THROUGHPUT.items():
         model = SliceModel(paper.shape, seq_length, paper.tensor_parallel)
         rows = compared(model, paper.num_stages, num_micro_batches, Slicing(NUM_SLICES), NUM_CHUNKS)
-        wanted = [row for row in rows if not row.name.endswith("even")]
-        for row, value in zip(wanted, published, strict=True):
+        rows_with_figure = [row for row in rows if not row.name.endswith("even")]
+        for row, value in zip(rows_with_figure, published, strict=True):
             ratio = f"{value / published[0]:.2f}x" if value and published[0] else ""
             yield (
                 f"| {seq_length // 1024}K | {num_micro_batches} | {row.name} "
@@ -84,18 +83,13 @@ def throughput_rows() -> Iterator[str]:
 
 def tables() -> str:
     """Return all tables with their headings."""
-    parts = (
-        (
-            f"### Four models, {NUM_SLICES} slices, {NUM_CHUNKS} virtual stages, twice as many micro-batches as stages",
-            memory_rows(),
-        ),
-        ("### 7B on 32 GPUs: speed", throughput_rows()),
-    )
-    return "\n\n".join(f"{heading}\n\n" + "\n".join(rows) for heading, rows in parts)
+    models = f"Four models, {NUM_SLICES} slices, {NUM_CHUNKS} virtual stages, twice as many micro-batches as stages"
+    parts = {models: memory_rows(), "7B on 32 GPUs: speed": throughput_rows()}
+    return "\n\n".join(f"### {heading}\n\n" + "\n".join(rows) for heading, rows in parts.items())
 
 
 def with_tables(text: str) -> str:
-    """Return the document with new tables. Raises ValueError if their place is not marked."""
+    """Return the document with new tables. Raises ValueError if nothing marks their place."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -104,9 +98,9 @@ def with_tables(text: str) -> str:
 
 
 def main() -> int:
-    """Write the tables, or with --check return 1 if the document is not up to date."""
+    """Write the tables, or with ``--check`` return 1 if the document is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the file is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is not up to date")
     args = parser.parse_args()
     old = DOCUMENT.read_text(encoding="utf-8")
     new = with_tables(old)

@@ -1,19 +1,19 @@
 """Fit cost files of an H100 to published timings: bytescale_ext/measure/costs/h100_*.json.
 
-    .venv/bin/python scripts/bench/plan/h100_costs.py --data FOLDER
+    .venv/bin/python scripts/bench/plan/h100_costs.py --data FOLDER    # a second
 
-The timings are those of DistCA (github.com/hao-ai-lab/distca, ``distca/profiling/data``), a copy of which is FOLDER:
+FOLDER is a copy of DistCA's timings (github.com/hao-ai-lab/distca, ``distca/profiling/data``):
 
-- ``compute-attn-H100.csv``: the forward pass of causal flash-attn 2, 64 query heads and 4 key heads of 128, for
-  documents of L tokens over cp ranks with the heads over tp ranks. One rank's work is ``L^2 / (2 cp)`` pairs.
-- ``compute-mlp-only.bs2.tsv``: the linear parts of a layer. The file states neither model nor tokens. With the sizes of
-  DistCA's 34B model and 8,192 tokens at cp 1 the products run at 680 TFLOP/s; with any other doubling of the tokens
-  they would be faster than the GPU, or at a third of it.
+- ``compute-attn-H100.csv``: forward pass of causal flash-attn 2 with 64 query heads and 4 key heads of 128, for
+  documents of L tokens over cp ranks, with heads over tp ranks. One rank computes ``L^2 / (2 cp)`` pairs.
+- ``compute-mlp-only.bs2.tsv``: linear parts of a layer. The file states neither model nor tokens. With the sizes of
+  DistCA's 34B model and 8,192 tokens at cp 1 the products run at 680 TFLOP/s. Twice the tokens would exceed the peak of
+  the GPU, and half of them would mean a third of the peak.
 - ``network-allgather-H100-8.csv``: eight GPUs of one node; each receives seven shares, as in a ring.
 
-Constants of other models are scaled by FLOPs and bytes. Not in the timings: backward passes (2.5 times attention, 2
-times the rest; FlashAttention-2, Dao 2023, section 4.1), links between nodes, and bytes kept of a token (34 x hidden;
-Korthikanti et al. 2022, equation 1).
+Constants of other models are scaled by FLOPs and bytes. The timings do not include backward passes (2.5 times for
+attention, 2 times for the rest; FlashAttention-2, Dao 2023, section 4.1), links between nodes, and the saved bytes of a
+token (34 x hidden; Korthikanti et al. 2022, equation 1).
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.measure.cost_file import SHIPPED, write_cost  # noqa: E402
-from bytescale_ext.measure.fit import fit_constants  # noqa: E402
-from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
-from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
-from bytescale_ext.plan.cost.model_shape import (  # noqa: E402
+from bytescale_ext.measure.cost_file import SHIPPED, write_cost
+from bytescale_ext.measure.fit import fit_constants
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import (
     ATTENTION_BACKWARD_PER_FORWARD,
     BACKWARD_PER_FORWARD,
     LLAMA_7B,
@@ -47,26 +46,26 @@ from bytescale_ext.plan.cost.model_shape import (  # noqa: E402
 
 HEADS, HEAD_DIM = 64, 128  # of the measured attention
 LINEAR_TOKENS = 8192  # of the measured linear parts at cp 1
-LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 20, 1 << 29  # gathers that are neither all latency nor short of memory
+LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 20, 1 << 29  # smaller gathers are latency alone, larger ones lack memory
 MODELS = {
     "h100_7b": LLAMA_7B,
     "h100_8b": ModelShape(32, 4096, 32, 8, 128, 14336, True, 128256),
     "h100_34b": ModelShape(48, 8192, 64, 8, 128, 22016, True, 32000),
 }
-"""Cost file -> model: ByteScale's 7B; Llama 3 8B (Dubey et al. 2024, table 3); DistCA's 34B, CodeLlama's sizes (Roziere
-et al. 2023)."""
+"""Model of each cost file: ByteScale's 7B, Llama 3 8B (Dubey et al. 2024, table 3), and DistCA's 34B with the sizes of
+CodeLlama (Roziere et al. 2023)."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What the timings say of the GPU.
+    """Constants of the GPU that fit the timings.
 
     Attributes:
         square, token: seconds of attention for a squared token of the measured heads, and for a token.
         attention_start, linear_start: fixed seconds.
         linear_flops: FLOP/s of the linear parts.
-        bytes_per_second: received by one of eight ranks.
-        errors: of each part: (median, worst) relative error, and what was predicted.
+        bytes_per_second: bytes that one of eight ranks receives in a second.
+        errors: median and worst relative error of each part, and the predicted timings.
     """
 
     square: float
@@ -79,7 +78,7 @@ class Fitted:
 
 
 def read_rows(path: Path) -> list[Mapping[str, str]]:
-    """Return the rows of a table. Raises ValueError where it cannot be read."""
+    """Return the rows of a table. Raises ValueError if it cannot be read."""
     try:
         with path.open(newline="") as file:
             return list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
@@ -88,7 +87,7 @@ def read_rows(path: Path) -> list[Mapping[str, str]]:
 
 
 def fit(folder: Path) -> Fitted:
-    """Fit the constants to the three tables in a folder. Raises ValueError where one is missing."""
+    """Fit the constants to the three tables in a folder. Raises ValueError if a table is missing."""
     attention = read_rows(folder / "compute-attn-H100.csv")
     sizes = [tuple(int(row[name]) for name in ("L", "cp", "tp")) for row in attention]
     features = np.array([(length**2 / cp / tp, length / cp / tp, 1.0) for length, cp, tp in sizes])
@@ -119,9 +118,9 @@ def fit(folder: Path) -> Fitted:
     return Fitted(*constants, float(linear_start), float(flops), 1.0 / float(per_byte), errors)
 
 
-def _errors(predicted: np.ndarray, measured: np.ndarray, what: str) -> tuple[float, float, str]:
-    found = np.abs(predicted / measured - 1.0)
-    return statistics.median(found.tolist()), float(found.max()), f"{len(found)} timings, {what}"
+def _errors(predicted: np.ndarray, measured: np.ndarray, timings: str) -> tuple[float, float, str]:
+    errors = np.abs(predicted / measured - 1.0)
+    return statistics.median(errors.tolist()), float(errors.max()), f"{len(errors)} timings, {timings}"
 
 
 def cost_of(shape: ModelShape, fitted: Fitted) -> ModelCost:
@@ -155,10 +154,10 @@ def cost_of(shape: ModelShape, fitted: Fitted) -> ModelCost:
 
 
 def source_text(fitted: Fitted) -> str:
-    """Return where the constants are from, with the errors of the fit."""
+    """Return the source of the constants, with the errors of the fit."""
     errors = "; ".join(
-        f"{part}: median error {median:.1%}, worst {worst:.1%} ({what})"
-        for part, (median, worst, what) in fitted.errors.items()
+        f"{part}: median error {median:.1%}, worst {worst:.1%} ({timings})"
+        for part, (median, worst, timings) in fitted.errors.items()
     )
     flops = 2.0 * HEADS * HEAD_DIM / fitted.square
     return (
@@ -174,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the cost files and print the errors of the fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="DistCA's tables")
-    parser.add_argument("--output", type=Path, default=SHIPPED, metavar="FOLDER", help="(that of shipped cost files)")
+    parser.add_argument("--output", type=Path, default=SHIPPED, metavar="FOLDER", help="folder of the cost files")
     args = parser.parse_args(argv)
     try:
         fitted = fit(args.data)

@@ -1,16 +1,16 @@
 """Measure hybrid data parallelism against simpler plans, or pipelines in slices against whole micro-batches.
 
-All arms train the demo's model on the demo's corpus with the same documents in the same steps, through the same
-code. ``hdp`` balances the seconds that its ranks measure first (``bytescale profile``, ``--cost-file``); ``naive``
-balances tokens, not work (``--hdp-balance none``); ``static`` cuts every document of a pack over all D ranks, as
-``--context-parallel-size D`` does. The arms take turns, so that a slow minute of the machine affects all of them. Each
-rank has its own GPU, or else its own core, and there are at most four: if two ranks shared a core, waiting for each
-other would cost nothing.
+    .venv/bin/python scripts/bench/plan/hdp_e2e.py [--stages p] [--json]
+
+All arms train the demo's model on the demo's corpus, with the same documents in the same steps and the same code.
+``hdp`` balances seconds that its ranks measure first (``bytescale profile``, ``--cost-file``). ``naive`` balances
+tokens instead of work (``--hdp-balance none``). ``static`` splits every document over all D ranks, as
+``--context-parallel-size D`` does. The arms take turns, so a slow minute of the machine affects all of them. Each rank
+has its own GPU or its own core, and there are at most four ranks: two ranks on one core would wait for each other
+without loss.
 
 With ``--stages p`` the ranks are pipelines of p stages, and the arms are ``slices`` (4 slices), the same slices with
 stages two forwards ahead of each other, and ``1f1b``, all with the balance planner.
-
-    .venv/bin/python scripts/bench/plan/hdp_e2e.py [--stages p] [--json]
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
-from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
-from megatron.bytescale.features.slices.flags import flags_of  # noqa: E402
-from scripts.bench.plan.launch import printed_by  # noqa: E402
-from scripts.demo import CONTEXT, Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.slices.flags import flags_of
+from scripts.bench.common import ROOT, in_turns, printed_by
+from scripts.bench.progress import progress
+from scripts.demo import CONTEXT, Demo, build_corpora, num_gpus, read_metrics
 
 MOST_RANKS = 4
 FIGURES = ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_step", "measured_imbalance")
 
 
 def arm_flags(cost: Path, num_ranks: int, num_stages: int = 1) -> dict[str, list[str]]:
-    """Return the flags that each arm adds to the training command; all arms are compared with the first."""
+    """Return the flags that each arm adds to the training command; the first arm is compared with the others."""
     balanced = ["--cost-file", str(cost)]
     if num_stages == 1:
         static = ["--hdp-static-width", str(num_ranks)]
@@ -52,7 +52,7 @@ def arm_flags(cost: Path, num_ranks: int, num_stages: int = 1) -> dict[str, list
 
 
 def measure_cost(demo: Demo, path: Path) -> None:
-    """Write the cost file of the demo's model, measured by all its ranks at once."""
+    """Profile the demo's model on all its ranks and write the cost file."""
     torchrun, script = demo.command[: -1 - len(demo.flags)], str(Path(sys.executable).parent / "bytescale")
     settings = ["--output", str(path), "--max-tokens", "4096", "--repeats", "3"]
     printed_by([*torchrun, "--no-python", script, "profile", *settings, "--", *demo.flags])
@@ -66,39 +66,39 @@ def run_arm(demo: Demo, flags: list[str], num_steps: int) -> list[dict[str, Any]
         return read_metrics(Path(folder) / "metrics.jsonl")
 
 
-def compare(rounds: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Return medians over all steps of all rounds, without the first step of each run, which warms up."""
-    steps = {arm: [step for one in rounds for step in one[arm][1:]] for arm in rounds[0]}
+def compare(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the medians of each arm over its steps, and the ratios of the first arm to the others."""
     ours, *others = steps
     median = {
-        arm: {name: statistics.median(step[name] for step in found) for name in FIGURES} for arm, found in steps.items()
+        arm: {name: statistics.median(step[name] for step in metrics) for name in FIGURES}
+        for arm, metrics in steps.items()
     }
     return {
         "num_steps": len(steps[ours]),
         "arms": median,
         "speedup": {arm: _speedup(steps[ours], steps[arm]) for arm in others},
         "largest_loss_difference": max(
-            abs(mine["lm loss"] - theirs["lm loss"]) / theirs["lm loss"]
+            abs(a["lm loss"] - b["lm loss"]) / b["lm loss"]
             for arm in others
-            for mine, theirs in zip(steps[ours], steps[arm], strict=True)
+            for a, b in zip(steps[ours], steps[arm], strict=True)
         ),
     }
 
 
-def _speedup(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+def _speedup(ours: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[str, float]:
     """Return the ratio of two arms' tokens per second, step by step on the same documents."""
-    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, theirs, strict=True)]
+    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, other, strict=True)]
     return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
 
 
 def main() -> int:
-    """Run the arms in turn, print the table and, with --json, one JSON object as the last line."""
+    """Run the arms in turn, print the table and, with ``--json``, one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="(one for each GPU, or core, 4 at most)")
+    parser.add_argument("--ranks", type=int, help="one for each GPU or core, at most 4")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of each run, the first not counted (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a run; the first does not count (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each arm (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     on_cpu = num_gpus() < 2
     available = (os.cpu_count() or 2) if on_cpu else num_gpus()
@@ -109,8 +109,10 @@ def main() -> int:
         cost = Path(folder) / "cost.json"
         measure_cost(demo, cost)
         arms = arm_flags(cost, num_ranks, args.stages)
-        rounds = [{arm: run_arm(demo, flags, args.steps) for arm, flags in arms.items()} for _ in range(args.rounds)]
-    figures = compare(rounds)
+        steps: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+        for _, arm in progress(in_turns(list(arms), args.rounds), lambda turn: f"{turn[1]}, round {turn[0] + 1}"):
+            steps[arm] += run_arm(demo, arms[arm], args.steps)[1:]  # the first step warms up
+    figures = compare(steps)
     print(f"{num_ranks} {demo.device} processes, {args.stages} stages, {os.cpu_count()} cores")
     print(f"{'':10}{'tokens/s':>12}{'MB sent/step':>14}{'attention calls/step':>22}{'imbalance':>11}")
     for arm, values in figures["arms"].items():
@@ -124,7 +126,7 @@ def main() -> int:
             f"{ours} over {arm}: {ratio['median']:.2f}x (median of {figures['num_steps']} steps on the same documents, "
             f"{ratio['lowest']:.2f} to {ratio['highest']:.2f})"
         )
-    print(f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most")
+    print(f"losses of the arms differ by at most {figures['largest_loss_difference']:.1e}")
     if args.json:
         print(json.dumps({"num_ranks": num_ranks, "num_stages": args.stages, **figures}))
     return 0

@@ -1,12 +1,12 @@
-"""Compare the searched launch line with fixed-length ways to choose one, on one cost model: replays, no GPU.
+"""Compare the searched launch line with three other ways to choose one, by replays on one cost model, without a GPU.
 
-    python scripts/bench/plan/search.py [--cases "byted 256K" "github 64K"] [--json]
+    .venv/bin/python scripts/bench/plan/search.py [--cases "byted 256K" "github 64K"] [--json]
 
-A 7B model on 64 H100 in nodes of 8, with published timings. The others pack documents on a static mesh:
+The model is a 7B on 64 H100 in nodes of 8, with published timings. The other ways pack documents on a static mesh:
 
 - recipe: tensor parallelism fills a node, then the fewest stages and the narrowest mesh that fit.
 - fixed-length search: tensor parallelism, stages, full recompute and ZeRO-1, as in Galvatron's published space, chosen
-  by steps of samples that are all as long as the context, each on one rank.
+  by steps of samples that are as long as the context, each on one rank.
 - table: the best of twelve lines that an engineer might write down.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
@@ -32,6 +32,7 @@ from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import FULL, KEEP, Strategy
 from bytescale_ext.plan.search.task import Devices, Task, Unfit
 from megatron.bytescale.cli.shared.inputs import size
+from scripts.bench.progress import progress
 
 CASES = ("byted 64K", "byted 256K", "github 64K", "github 256K")
 DOCUMENTS = 512
@@ -44,8 +45,8 @@ TABLE = ((1, 1, 8), (1, 1, 16), (1, 1, 32), (2, 1, 8), (2, 1, 16), (4, 1, 8), (8
 
 
 @dataclass(frozen=True)
-class Found:
-    """One way to choose a line: what it chose, its mean seconds of a step, and the processor seconds that it took."""
+class Choice:
+    """A chosen launch line, its mean seconds of a step, and the processor seconds of the choice."""
 
     strategy: str
     seconds: float
@@ -60,30 +61,28 @@ def task_of(sampler: str, context: int) -> Task:
 
 
 def fitting(task: Task, meshes: Iterable[tuple[int, int, int]]) -> Iterator[CostedStrategy]:
-    """Yield the case of each (tensor parallelism, stages, width), with full recompute where it does not fit without."""
+    """Yield the case of each (tensor parallelism, stages, width), with full recompute if it does not fit without."""
     for tensor_parallel, stages, width in meshes:
         layers, tokens = (task.cost.shape.num_layers // stages,) * stages, task.context // width
         kept = Strategy(tensor_parallel, layers, tokens, shares_optimizer=True)
-        cases = (static(task, one) for one in (kept, replace(kept, activations=FULL)))
+        cases = (static(task, strategy) for strategy in (kept, replace(kept, activations=FULL)))
         yield from [case for case in cases if case is not None][:1]
 
 
 def static(task: Task, strategy: Strategy) -> CostedStrategy | None:
-    """Return the case of a strategy on a static mesh that holds the context, or None where it does not fit."""
+    """Return the case of a strategy on a static mesh that holds the context, or None if it does not fit."""
     try:
         case = CostedStrategy.of(task, strategy)
     except Unfit:
         return None
     width = task.context // strategy.tokens_per_rank
-    return (
-        None
-        if case.planner.cluster.num_ranks % width
-        else replace(case, planner=replace(case.planner, static_width=width))
-    )
+    if case.planner.cluster.num_ranks % width:
+        return None
+    return replace(case, planner=replace(case.planner, static_width=width))
 
 
 def seconds_of(case: CostedStrategy, task: Task) -> float:
-    """Return the mean time of the steps."""
+    """Return the mean seconds of the steps."""
     return float(np.mean([case.run(step).seconds for step in task.steps]))
 
 
@@ -93,10 +92,10 @@ def recipe(task: Task) -> CostedStrategy:
 
 
 def fixed_length(task: Task) -> CostedStrategy:
-    """Return the case that is fastest on samples of the full context, each on one rank, one for each device."""
+    """Return the fastest case on samples of the full context, each on one rank, one for each device."""
     samples = replace(task, steps=((task.context,) * task.devices.count,))
     space = Space(tokens_per_rank=(task.context,), activations=(KEEP, FULL), pipelines=("whole",), uneven=False)
-    cases = [static(task, one) for one in space.strategies(task) if one.loss_tokens is None]
+    cases = [static(task, strategy) for strategy in space.strategies(task) if strategy.loss_tokens is None]
     return min((case for case in cases if case is not None), key=lambda case: seconds_of(case, samples))
 
 
@@ -105,29 +104,29 @@ def table(task: Task) -> CostedStrategy:
     return min(fitting(task, TABLE), key=lambda case: seconds_of(case, task))
 
 
-def compare(task: Task) -> dict[str, Found]:
-    """Return what each way finds."""
-    found = {}
+def compare(task: Task) -> dict[str, Choice]:
+    """Return the choice of each way."""
+    choices = {}
     for name, choose in (("recipe", recipe), ("fixed-length search", fixed_length), ("table", table)):
         began = time.process_time()
         case = choose(task)
         seconds = time.process_time() - began
         width = task.context // case.strategy.tokens_per_rank
-        found[name] = Found(f"{case.strategy}, width {width}", seconds_of(case, task), seconds)
+        choices[name] = Choice(f"{case.strategy}, width {width}", seconds_of(case, task), seconds)
     began = time.process_time()
-    *_, seen = explore([task], Space().branches(task), 1)
-    best = seen.found[0]
-    found["search"] = Found(str(best.strategy), best.seconds, time.process_time() - began)
-    return found
+    *_, frontier = explore([task], Space().branches(task), 1)
+    best = frontier.found[0]
+    choices["search"] = Choice(str(best.strategy), best.seconds, time.process_time() - began)
+    return choices
 
 
-def text_of(case: str, found: dict[str, Found]) -> str:
+def text_of(case: str, choices: dict[str, Choice]) -> str:
     """Return the figures of a case as rows of a table."""
-    best = found["search"].seconds
+    best = choices["search"].seconds
     rows = []
-    for name, one in found.items():
-        figures = (f"{one.seconds:.4g}", f"{one.seconds / best:.2f}", f"{one.search_seconds:.1f}")
-        rows.append(f"| {' | '.join((case, name, one.strategy, *figures))} |")
+    for name, choice in choices.items():
+        figures = (f"{choice.seconds:.4g}", f"{choice.seconds / best:.2f}", f"{choice.search_seconds:.1f}")
+        rows.append(f"| {' | '.join((case, name, choice.strategy, *figures))} |")
     return "\n".join(rows)
 
 
@@ -137,14 +136,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="'NAME CONTEXT'", help="sampler and context")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
-    every = {}
-    for case in args.cases:
+    results = {}
+    for case in progress(args.cases):
         sampler, context = case.split()
-        every[case] = compare(task_of(sampler, size(context)))
+        choices = compare(task_of(sampler, size(context)))
+        results[case] = {name: asdict(choice) for name, choice in choices.items()}
         if not args.json:
-            print(text_of(case, every[case]), flush=True)
+            print(text_of(case, choices), flush=True)
     if args.json:
-        print(json.dumps({case: {name: asdict(one) for name, one in found.items()} for case, found in every.items()}))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

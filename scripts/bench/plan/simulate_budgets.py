@@ -1,6 +1,6 @@
-"""The planner's own choice of slices within the memory of a device, in the cases of docs/results/simulated.md.
+"""The planner's choice of slices within the memory of a device, in the cases of docs/results/simulated.md.
 
-Each step of each case is one result, kept as a line of JSON, so that an interrupted run goes on where it ended.
+Each step of each case is one result, written as a line of JSON, so an interrupted run continues where it ended.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from scripts.bench.plan.simulate_cases import CASES, TOKENS_PER_RANK, Case
+from scripts.bench.progress import progress
 
 GIGABYTES = (80, 141)
 HOST_GIGABYTES = 200
@@ -39,14 +40,14 @@ LIMIT = 1.10
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the planner chose for one step, and what it takes.
+    """The chosen slicing of one step, its time and its memory.
 
     Attributes:
         case, num_stages, gigabytes, seed: the step and the budget of a device.
         over_bound: time over the bound of 1F1B.
         slicing: fields of a ``Slicing``.
         longest: tokens of the longest document.
-        parts: gigabytes of the device that takes most, by name.
+        parts: gigabytes of the device with most memory in use, by purpose.
         planning_seconds: processor time of the planner.
         host_gigabytes: budget of host memory for keys.
         in_host: gigabytes of keys in host memory.
@@ -66,7 +67,7 @@ class Chosen:
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """What the result is of."""
+        """Step and budgets of the result."""
         return self.case, self.num_stages, self.gigabytes, self.seed, self.host_gigabytes
 
     @property
@@ -84,7 +85,7 @@ class Chosen:
 
 
 def run_step(case: Case, num_stages: int, gigabytes: int, seed: int, host_gigabytes: int = 0) -> Chosen:
-    """Plan one step within a budget, check the plan and replay it."""
+    """Plan one step within a budget, check the plan, and replay it."""
     cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
     setup = setup_of_cost(shipped("bytescale_7b"), num_stages, cluster, case.context)
     setup = replace(setup, budget=Budget(1e9 * gigabytes, 1e9 * host_gigabytes), slicing=AUTO)
@@ -116,66 +117,66 @@ def run_step(case: Case, num_stages: int, gigabytes: int, seed: int, host_gigaby
 
 
 def run_all(results: Path, num_seeds: int) -> list[Chosen]:
-    """Run every step that ``results`` does not have yet, and add a line to it for each."""
-    found = read(results)
+    """Run every step that ``results`` lacks, and add a line to the file for each."""
+    rows = read(results)
     steps = product(range(num_seeds), GIGABYTES, STAGES, CASES)
-    _run_missing(results, found, [(case, num_stages, budget, seed, 0) for seed, budget, num_stages, case in steps])
-    found = complete([one for one in found if one.seed < num_seeds])
-    return found + run_missed(results, found)
+    _run_missing(results, rows, [(case, num_stages, budget, seed, 0) for seed, budget, num_stages, case in steps])
+    rows = complete([row for row in rows if row.seed < num_seeds])
+    return rows + run_missed(results, rows)
 
 
-def run_missed(results: Path, found: Sequence[Chosen]) -> list[Chosen]:
+def run_missed(results: Path, rows: Sequence[Chosen]) -> list[Chosen]:
     """Run the steps of each case that misses the target for lack of memory again, with host memory for keys."""
     steps = []
     for gigabytes, num_stages, case in product(GIGABYTES, STAGES, CASES):
-        of_case = [one for one in found if one.key[:3] == (case.name, num_stages, gigabytes)]
-        lacks_memory = any(min(one.slicing[1], one.slicing[3]) < one.longest for one in of_case)
-        if lacks_memory and statistics.mean(one.over_bound for one in of_case) > LIMIT:
-            steps += [(case, num_stages, gigabytes, one.seed, HOST_GIGABYTES) for one in of_case]
-    with_host = [one for one in read(results) if one.host_gigabytes]
+        case_rows = [row for row in rows if row.key[:3] == (case.name, num_stages, gigabytes)]
+        lacks_memory = any(min(row.slicing[1], row.slicing[3]) < row.longest for row in case_rows)
+        if lacks_memory and statistics.mean(row.over_bound for row in case_rows) > LIMIT:
+            steps += [(case, num_stages, gigabytes, row.seed, HOST_GIGABYTES) for row in case_rows]
+    with_host = [row for row in read(results) if row.host_gigabytes]
     _run_missing(results, with_host, steps)
     keys = {(case.name, *rest) for case, *rest in steps}
-    return [one for one in with_host if one.key in keys]
+    return [row for row in with_host if row.key in keys]
 
 
-def _run_missing(results: Path, found: list[Chosen], steps: Iterable[tuple[Case, int, int, int, int]]) -> None:
-    """Run the steps that are not among those found, and add them there and to the file."""
-    done = {one.key for one in found}
-    for case, *rest in steps:
-        if (case.name, *rest) not in done:
-            found.append(run_step(case, *rest))
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found[-1])) + "\n")
+def _run_missing(results: Path, rows: list[Chosen], steps: Iterable[tuple[Case, int, int, int, int]]) -> None:
+    """Run the steps that ``rows`` lack, and add them to ``rows`` and to the file."""
+    done = {row.key for row in rows}
+    missing = [step for step in steps if (step[0].name, *step[1:]) not in done]
+    for step in progress(missing, lambda step: f"{step[0].name} x {step[1]} stages, {step[2]} GB, step {step[3]}"):
+        rows.append(run_step(*step))
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(rows[-1])) + "\n")
 
 
-def complete(found: Sequence[Chosen]) -> list[Chosen]:
+def complete(rows: Sequence[Chosen]) -> list[Chosen]:
     """Return the results of the steps that all cases have run within a budget."""
-    on_device = [one for one in found if not one.host_gigabytes]
-    counts = Counter((one.gigabytes, one.seed) for one in on_device)
-    return [one for one in on_device if counts[one.gigabytes, one.seed] == len(CASES) * len(STAGES)]
+    on_device = [row for row in rows if not row.host_gigabytes]
+    counts = Counter((row.gigabytes, row.seed) for row in on_device)
+    return [row for row in on_device if counts[row.gigabytes, row.seed] == len(CASES) * len(STAGES)]
 
 
 def read(results: Path) -> list[Chosen]:
-    """Return the results in a file; none where there is no file."""
+    """Return the results in a file; none if there is no file."""
     lines: Iterable[str] = results.read_text(encoding="utf-8").splitlines() if results.exists() else ()
     values: Iterable[dict[str, Any]] = (json.loads(line) for line in lines)
     return [Chosen(**{**value, "slicing": tuple(value["slicing"])}) for value in values]
 
 
-def section(found: Sequence[Chosen]) -> list[str]:
-    """Return the section of the page: a table for each budget, and how many cases meet the target."""
+def section(results: Sequence[Chosen]) -> list[str]:
+    """Return the section of the page: a table for each budget, with the number of cases that meet the target."""
     lines = ["## Within the memory of a device", "", _TEXT, ""]
     for gigabytes, host in product(GIGABYTES, (0, HOST_GIGABYTES)):
-        steps = [one for one in found if (one.gigabytes, one.host_gigabytes) == (gigabytes, host)]
+        steps = [step for step in results if (step.gigabytes, step.host_gigabytes) == (gigabytes, host)]
         groups = [
-            [one for one in steps if (one.case, one.num_stages) == (case.name, num_stages)]
+            [step for step in steps if (step.case, step.num_stages) == (case.name, num_stages)]
             for num_stages, case in product(STAGES, CASES)
         ]
         rows = [_row(group) for group in groups if group]
         if not rows:
             continue
         met = sum(row.endswith("| met |") for row in rows)
-        num_steps = len({one.seed for one in steps})
+        num_steps = len({step.seed for step in steps})
         budget = f"{gigabytes} GB" + (f" and {host} GB of host memory, for cases that lack memory" if host else "")
         lines += [f"**{budget}**, {num_steps} steps: {met} of {len(rows)} cases meet {LIMIT:.2f}", ""]
         lines += [
@@ -189,11 +190,11 @@ def section(found: Sequence[Chosen]) -> list[str]:
 
 
 def _row(steps: Sequence[Chosen]) -> str:
-    largest = max(steps, key=lambda one: sum(one.parts.values()))
-    over = [one.over_bound for one in steps]
+    largest = max(steps, key=lambda step: sum(step.parts.values()))
+    over = [step.over_bound for step in steps]
     parts = " | ".join(f"{num_bytes:.1f}" for num_bytes in largest.parts.values())
-    planning = [one.planning_seconds for one in steps]
-    in_host = f"{max(one.in_host for one in steps):.1f} | " if largest.host_gigabytes else ""
+    planning = [step.planning_seconds for step in steps]
+    in_host = f"{max(step.in_host for step in steps):.1f} | " if largest.host_gigabytes else ""
     return (
         f"| {largest.case} x {largest.num_stages} stages | {statistics.mean(over):.3f} ({max(over):.3f}) | "
         f"{steps[0].described} | {sum(largest.parts.values()):.1f} | {parts} | "

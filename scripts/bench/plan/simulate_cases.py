@@ -1,9 +1,8 @@
-"""The cases of docs/results/simulated.md: steps of published lengths, planning speed, distance from optima."""
+"""The cases of docs/results/simulated.md: steps of published lengths, planning speed, gaps to the optimum."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -35,7 +34,7 @@ SLICINGS = (
     Slicing(8, ALL_KEYS).in_eager_order(),
     Slicing(12, ALL_KEYS).in_eager_order(),
 )
-"""Slicings that are tried with pipelines; 0 kept tokens mean the default of training."""
+"""Slicings of the cases with pipelines; 0 kept tokens mean the default of training."""
 ORDER_NOTE = f"*{SLICINGS[-1].order}*: stages run two forwards ahead (`{ORDER_FLAG}`)."
 
 
@@ -66,9 +65,9 @@ class Scores:
     """Outcomes of every scheduler in one case, step by step.
 
     Attributes:
-        bounds: of each step, without slices.
-        outcomes: by scheduler, and by ``label`` of ``SLICINGS``.
-        sliced_bounds: of each step in k slices, by the name in ``outcomes``.
+        bounds: lower bound of each step without slices.
+        outcomes: outcomes by scheduler, and by the ``label`` of a slicing.
+        sliced_bounds: lower bound of each step in slices, by the label of the slicing.
     """
 
     case: Case
@@ -78,20 +77,20 @@ class Scores:
     sliced_bounds: dict[str, list[float]]
 
     def over_bound(self, name: str) -> list[float]:
-        return [one.makespan / bound for one, bound in zip(self.of(name), self.bounds, strict=True)]
+        return [outcome.makespan / bound for outcome, bound in zip(self.of(name), self.bounds, strict=True)]
 
     def over_own_bound(self, name: str) -> list[float]:
-        """Return makespans over the bound of the slices that were run; without slices, as ``over_bound``."""
+        """Return makespans over the bound of their own slices, or of whole micro-batches."""
         bounds = self.sliced_bounds.get(name, self.bounds)
-        return [one.makespan / bound for one, bound in zip(self.of(name), bounds, strict=True)]
+        return [outcome.makespan / bound for outcome, bound in zip(self.of(name), bounds, strict=True)]
 
     @property
     def best_sliced(self) -> str:
-        """The name of our fastest plans with pipelines, in slices or not."""
+        """Name of our fastest plans with pipelines, in slices or whole."""
         return min(("ours", *self.sliced_bounds), key=lambda name: statistics.mean(self.over_bound(name)))
 
     def faster_than(self, name: str, other: str) -> list[float]:
-        return [theirs.makespan / one.makespan for one, theirs in zip(self.of(name), self.of(other), strict=True)]
+        return [b.makespan / a.makespan for a, b in zip(self.of(name), self.of(other), strict=True)]
 
     def of(self, name: str) -> list[Outcome]:
         outcomes = self.outcomes[name]
@@ -100,7 +99,6 @@ class Scores:
 
 def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     """Run every scheduler on every step of a case."""
-    print(f"{case.name} x {num_stages} stages", file=sys.stderr, flush=True)
     cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
     scenario = scenario_of(choose(setup_of_cost(shipped("bytescale_7b"), num_stages, cluster, case.context)))
     steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
@@ -119,20 +117,20 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
 
 
 def label(slicing: Slicing) -> str:
-    """Return the name of our plans in these slices."""
+    """Return the name of our plans in slices."""
     kept = "all keys" if slicing.kept_tokens else ""
     return ", ".join(filter(None, ("ours", f"{slicing.num_slices} slices", kept, slicing.order)))
 
 
 def default_kept_keys(num_stages: int, slicing: Slicing) -> int:
-    """Return the tokens of ``--hdp-kept-keys`` where it is not given."""
+    """Return the default of ``--hdp-kept-keys`` in tokens."""
     cost = shipped("bytescale_7b")
     return affordable_tokens(num_stages, slicing, TOKENS_PER_RANK, cost.layer_bytes, key_value_bytes(cost.shape))
 
 
 @dataclass(frozen=True)
 class PlanningSpeed:
-    """How long plans take: processor seconds of each, of steps of this many sequences."""
+    """Processor seconds of the plans of steps with ``num_sequences`` sequences."""
 
     num_ranks: int
     num_sequences: int
@@ -168,7 +166,7 @@ def _planning_seconds(
 
 
 def small_gaps() -> list[tuple[str, list[float], list[float]]]:
-    """Try every schedule of up to 8 documents on 4 ranks; return name, plan / optimum, optimum / bound."""
+    """Try every schedule of up to 8 documents on 4 ranks; return (name, plan / optimum, optimum / bound)."""
     rows = []
     for num_sequences in (4, 6, 8):
         gaps, bounds = zip(*(_gap(4, num_sequences, seed, None) for seed in range(3)), strict=True)
@@ -177,7 +175,7 @@ def small_gaps() -> list[tuple[str, list[float], list[float]]]:
 
 
 def middle_gaps(limit_seconds: float) -> list[tuple[str, list[float], list[float]]]:
-    """Return the same for more documents with the bound of CP-SAT, which no schedule beats, as the optimum."""
+    """Return the same for more documents, with the lower bound of CP-SAT as the optimum."""
     rows = []
     for num_ranks, num_sequences in ((8, 24), (8, 48), (16, 48)):
         gaps, bounds = zip(*(_gap(num_ranks, num_sequences, seed, limit_seconds) for seed in range(3)), strict=True)
@@ -186,7 +184,7 @@ def middle_gaps(limit_seconds: float) -> list[tuple[str, list[float], list[float
 
 
 def _gap(num_ranks: int, num_sequences: int, seed: int, limit_seconds: float | None) -> tuple[float, float]:
-    """Return (our plan / optimum or its best known bound, that / lower bound); launches are left out."""
+    """Return (our plan / optimum, optimum / lower bound) without launches; the optimum may be its best known bound."""
     stage = stage_costs(setup_of_cost(shipped("bytescale_7b")))[0]
     free = type(stage)(without_launch(stage.forward), without_launch(stage.backward))
     context = num_ranks * TOKENS_PER_RANK
@@ -195,7 +193,7 @@ def _gap(num_ranks: int, num_sequences: int, seed: int, limit_seconds: float | N
     bound = lower_bounds(lengths, cluster, (free,)).largest
     if limit_seconds is None:
         best = brute_force(lengths, cluster, free.both)
-    else:  # a solver that is stopped early may have proved less than the bound
+    else:  # a solver that stops early may have proved less than the bound
         best = max(bound, solve(lengths, cluster, free.both, limit_seconds).bound)
     plan = HdpPlanner(cluster, (free,))(lengths)
     return replay(plan, free.both).makespan / best, best / bound

@@ -1,4 +1,4 @@
-"""The summary and the two figures at the head of docs/results/simulated.md, made from the tables of that page."""
+"""The summary and the two pictures at the head of docs/results/simulated.md, made from the tables of the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIGURES = ("simulated/single.png", "simulated/pipelines.png")
 
 @dataclass(frozen=True)
 class Figures:
-    """Mean figures of one case: time / bound by (stages, scheduler), and how much faster our plan is than others."""
+    """Mean figures of one case: time / bound by (stages, scheduler), and our speed over other schedulers."""
 
     case: str
     over_bound: dict[tuple[int, str], float]
@@ -30,30 +30,30 @@ class Figures:
 
 
 def read_figures(text: str) -> list[Figures]:
-    """Return the figures of each case of a page. Raises ValueError if the page has none."""
-    found: dict[str, Figures] = {}
+    """Return the figures of each case of a page. Raises ValueError if the page has no cases."""
+    by_case: dict[str, Figures] = {}
     num_stages, case = 1, ""
     for line in text.splitlines():
         if heading := re.match(r"## (?:Without pipelines|(\d+) pipeline stages)", line):
             num_stages, case = int(heading[1] or 1), ""
         elif heading := re.match(r"\*\*(.+ ranks)\*\*, ", line):
             case = heading[1]
-            found.setdefault(case, Figures(case, {}, {}))
+            by_case.setdefault(case, Figures(case, {}, {}))
         elif line.startswith("## "):
             case = ""
         elif case and (row := re.match(r"\| ([\w-]+) \| ([\d.]+) \(", line)):
-            found[case].over_bound[num_stages, row[1]] = float(row[2])
+            by_case[case].over_bound[num_stages, row[1]] = float(row[2])
             cells = line.split("|")
             if (num_stages, row[1]) == (1, "ours"):
-                found[case].faster.update(
+                by_case[case].faster.update(
                     zip(SCHEDULERS, (float(cell.split()[0]) for cell in cells[3:5]), strict=False)
                 )
     target = rf"\| (.+ ranks) x (\d+) stages: .* chosen within {BUDGET} GB \| .* \| ([\d.]+) \|"
     for name, stages, value in re.findall(target, text):
-        found[name].over_bound[int(stages), "chosen"] = float(value)
-    if not found:
+        by_case[name].over_bound[int(stages), "chosen"] = float(value)
+    if not by_case:
         raise ValueError("the page has no table of a case")
-    return list(found.values())
+    return list(by_case.values())
 
 
 def with_summary(text: str) -> str:
@@ -77,28 +77,28 @@ def summary(text: str) -> list[str]:
         + " | ".join(f"{stages} stages: 1F1B, slices" for stages in STAGES) + " |",
         "|---|---|---|---|" + "---|" * len(STAGES),
     ]  # fmt: skip
-    for one in read_figures(text):
-        faster = [f"{one.faster[other]:.2f}" for other in ("static", "megatron-hybrid")]
-        piped = [f"{one.over_bound[stages, 'ours']:.2f}, {one.chosen(stages):.2f}" for stages in STAGES]
-        lines.append(f"| {' | '.join([one.case, *faster, f'{one.over_bound[1, "ours"]:.3f}', *piped])} |")
+    for figures in read_figures(text):
+        faster = [f"{figures.faster[other]:.2f}" for other in ("static", "megatron-hybrid")]
+        piped = [f"{figures.over_bound[stages, 'ours']:.2f}, {figures.chosen(stages):.2f}" for stages in STAGES]
+        lines.append(f"| {' | '.join([figures.case, *faster, f'{figures.over_bound[1, "ours"]:.3f}', *piped])} |")
     texts = ("Time of a step over the lower bound, without pipelines", "The same with pipelines")
     return [*lines, "", *(f"![{words}]({name})\n" for words, name in zip(texts, FIGURES, strict=True))]
 
 
 def draw_figures(text: str, folder: Path) -> None:
-    """Write the two figures of a page, whose folder this is, below that folder."""
+    """Write the two pictures of a page below its folder."""
     (folder / FIGURES[0]).parent.mkdir(exist_ok=True)
-    found = read_figures(text)
-    plain = {one.case: [one.over_bound[1, name] for name in SCHEDULERS] for one in found}
+    cases = read_figures(text)
+    plain = {figures.case: [figures.over_bound[1, name] for name in SCHEDULERS] for figures in cases}
     axis = "time of a step / lower bound (1: nothing is faster)"
     draw_dots(plain, list(SCHEDULERS.values()), folder / FIGURES[0], "without pipelines, simulated", axis)
     piped = {
-        f"{one.case}, {stages} stages": [
-            *(one.over_bound[stages, name] for name in ("static", "ours")),
-            one.chosen(stages),
+        f"{figures.case}, {stages} stages": [
+            *(figures.over_bound[stages, name] for name in ("static", "ours")),
+            figures.chosen(stages),
         ]
         for stages in STAGES
-        for one in found
+        for figures in cases
     }
     names = ["static", "ours, whole micro-batches", f"ours, slices within {BUDGET} GB"]
     axis = "time of a step / lower bound of 1F1B"

@@ -1,11 +1,10 @@
 """Write docs/results/simulated.md: schedulers against each other, planning speed, gaps to the true optimum.
 
-    python scripts/bench/plan/simulate_table.py
-    python scripts/bench/plan/simulate_table.py --only budgets speed      # these sections of the page that is there
-    python scripts/bench/plan/simulate_table.py --only summary            # its head and figures, from its tables
+    .venv/bin/python scripts/bench/plan/simulate_table.py
+    .venv/bin/python scripts/bench/plan/simulate_table.py --only budgets speed   # only these sections of the page
+    .venv/bin/python scripts/bench/plan/simulate_table.py --only summary         # only its head and its pictures
 
-All of it is simulated: plans are replayed under the shipped costs of a 7B model, nothing is trained. Needs no GPU and
-some minutes on one core.
+Everything is simulated: plans are replayed under the shipped costs of a 7B model, without a training and a GPU.
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.measure.cost_file import shipped  # noqa: E402
-from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
-from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit  # noqa: E402
-from bytescale_ext.plan.setup.costs import stage_costs  # noqa: E402
-from bytescale_ext.plan.setup.setup import setup_of_cost  # noqa: E402
-from bytescale_ext.plan.step.sizes import Cluster, Slicing  # noqa: E402
-from scripts.bench.plan.simulate_budgets import (  # noqa: E402
+from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.setup import setup_of_cost
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
+from scripts.bench.common import ROOT, Target
+from scripts.bench.plan.simulate_budgets import (
     GIGABYTES,
     HOST_GIGABYTES,
     LIMIT,
@@ -40,7 +38,7 @@ from scripts.bench.plan.simulate_budgets import (  # noqa: E402
     run_all,
     section,
 )
-from scripts.bench.plan.simulate_cases import (  # noqa: E402
+from scripts.bench.plan.simulate_cases import (
     CASES,
     ORDER_NOTE,
     TOKENS_PER_RANK,
@@ -53,26 +51,12 @@ from scripts.bench.plan.simulate_cases import (  # noqa: E402
     run_case,
     small_gaps,
 )
-from scripts.bench.plan.simulate_summary import draw_figures, with_summary  # noqa: E402
+from scripts.bench.plan.simulate_summary import draw_figures, with_summary
+from scripts.bench.progress import progress
 
 OUT = ROOT / "docs" / "results" / "simulated.md"
 RESULTS = Path("simulate_budgets.jsonl")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A target and the figure that was reached."""
-
-    text: str
-    value: float
-    limit: float
-    at_most: bool
-
-    @property
-    def row(self) -> str:
-        is_met = self.value <= self.limit if self.at_most else self.value >= self.limit
-        sign = "at most" if self.at_most else "at least"
-        return f"| {self.text} | {sign} {self.limit:g} | {self.value:.3f} | {'met' if is_met else '**missed**'} |"
+FORM = ".3f"
 
 
 def main() -> None:
@@ -82,11 +66,11 @@ def main() -> None:
     parser.add_argument("--solver-seconds", type=float, default=30.0, metavar="S", help="of each middle case (30)")
     parser.add_argument(
         "--only", nargs="+", choices=("budgets", "speed", "summary"),
-        help="run these sections alone, and put them into the page",
+        help="run only these sections, and put them into the page",
     )  # fmt: skip
     parser.add_argument(
         "--results", type=Path, default=RESULTS, metavar="FILE",
-        help="steps within budgets that have run, a line of JSON each; the others are added (simulate_budgets.jsonl)",
+        help="finished steps within budgets, a line of JSON each (simulate_budgets.jsonl)",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=OUT, metavar="FILE", help="page to write (%(default)s)")
     args = parser.parse_args()
@@ -99,7 +83,9 @@ def main() -> None:
             text = with_speeds(text, planning_speeds(args.seeds))
         write_page(text, args.output)
         return
-    scores = [run_case(case, num_stages, args.seeds) for num_stages in (1, 4, 8) for case in CASES]
+    parts = [(case, num_stages) for num_stages in (1, 4, 8) for case in CASES]
+    shown = progress(parts, lambda part: f"{part[0].name} x {part[1]} stages")
+    scores = [run_case(case, num_stages, args.seeds) for case, num_stages in shown]
     text = page(scores, [*small_gaps(), *middle_gaps(args.solver_seconds)], args)
     text = with_speeds(with_budgets(text, run_all(args.results, args.seeds)), planning_speeds(args.seeds))
     write_page(text, args.output)
@@ -107,41 +93,41 @@ def main() -> None:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page with its summary, and the figures beside it."""
+    """Write a page with its summary, and its pictures."""
     path.write_text(with_summary(text), encoding="utf-8")
     draw_figures(text, path.parent)
 
 
-def with_budgets(text: str, found: Sequence[Chosen]) -> str:
+def with_budgets(text: str, results: Sequence[Chosen]) -> str:
     """Return the page with the section of choices within a budget, and their targets."""
     rows = []
     for gigabytes, host, num_stages, case in product(GIGABYTES, (0, HOST_GIGABYTES), STAGES, CASES):
         budget = (case.name, num_stages, gigabytes, host)
-        over = [one.over_bound for one in found if (*one.key[:3], one.host_gigabytes) == budget]
-        what = f"{case.name} x {num_stages} stages: time / pipeline bound, mean, chosen within {gigabytes} GB"
-        what += f" and {host} GB of host memory" if host else ""
-        rows += [Target(what, statistics.mean(over), LIMIT, True).row] if over else []
-    return _with_section(_with_targets(text, ", chosen within ", rows), section(found), "## What 1F1B allows")
+        over = [step.over_bound for step in results if (*step.key[:3], step.host_gigabytes) == budget]
+        figure = f"{case.name} x {num_stages} stages: time / pipeline bound, mean, chosen within {gigabytes} GB"
+        figure += f" and {host} GB of host memory" if host else ""
+        rows += [Target(figure, statistics.mean(over), LIMIT, True, FORM).row] if over else []
+    return _with_section(_with_targets(text, ", chosen within ", rows), section(results), "## What 1F1B allows")
 
 
 def with_speeds(text: str, speeds: Sequence[PlanningSpeed]) -> str:
     """Return the page with the section of planning speed, and its targets."""
     rows = []
     for speed, limit in zip(speeds, (0.1, 3.0), strict=False):
-        what = f"plan of {speed.num_sequences:,} documents on {speed.num_ranks:,} ranks, processor seconds, median"
-        rows.append(Target(what, statistics.median(speed.seconds), limit, True).row)
+        figure = f"plan of {speed.num_sequences:,} documents on {speed.num_ranks:,} ranks, processor seconds, median"
+        rows.append(Target(figure, statistics.median(speed.seconds), limit, True, FORM).row)
     lines = ["## Planning speed", "", f"Processor seconds, {platform.machine()}, GitHub's lengths at 2M tokens.", ""]
     lines += ["| ranks | documents | pipeline | median s | worst s |", "|---|---|---|---|---|"]
     lines += [
-        f"| {one.num_ranks:,} | {one.num_sequences:,} | {one.pipeline} | {statistics.median(one.seconds):.3f} | "
-        f"{max(one.seconds):.3f} |"
-        for one in speeds
+        f"| {speed.num_ranks:,} | {speed.num_sequences:,} | {speed.pipeline} | "
+        f"{statistics.median(speed.seconds):.3f} | {max(speed.seconds):.3f} |"
+        for speed in speeds
     ]
     return _with_section(_with_targets(text, "| plan of ", rows), [*lines, ""], "## Distance from the true optimum")
 
 
 def _with_targets(text: str, mark: str, rows: Sequence[str]) -> str:
-    """Replace the rows of the first table that have ``mark`` in them, or add them at its end."""
+    """Replace the rows of the first table that contain ``mark``, or add rows at its end."""
     lines = text.split("\n")
     start = lines.index("## Targets")
     stop = lines.index("", start + 2)
@@ -150,7 +136,7 @@ def _with_targets(text: str, mark: str, rows: Sequence[str]) -> str:
 
 
 def _with_section(text: str, lines: Sequence[str], before: str) -> str:
-    """Replace the section with the heading of ``lines``, or put it before another section."""
+    """Replace the section with the first line as its heading, or put it before another section."""
     head, _, rest = text.partition(f"{lines[0]}\n")
     if rest:
         rest = rest[rest.index(f"{before}\n") :]
@@ -161,28 +147,27 @@ def _with_section(text: str, lines: Sequence[str], before: str) -> str:
 
 
 def targets(scores: Sequence[Scores]) -> list[Target]:
-    """Return the targets of the schedulers and what was reached."""
+    """Return the targets of the schedulers."""
     rows = []
     for score in scores:
         over, name = score.over_bound("ours"), score.case.name
         if score.num_stages > 1:
             text = f"{name} x {score.num_stages} stages: time / pipeline bound"
-            rows.append(Target(f"{text}, mean", statistics.mean(over), 1.10, True))
+            rows.append(Target(f"{text}, mean", statistics.mean(over), 1.10, True, FORM))
             best = score.best_sliced
-            how = best.removeprefix("ours, ") if best in score.sliced_bounds else "no slices"
-            rows.append(
-                Target(f"{text}, mean, best of all ({how})", statistics.mean(score.over_bound(best)), 1.10, True)
-            )
+            slicing = best.removeprefix("ours, ") if best in score.sliced_bounds else "no slices"
+            mean = statistics.mean(score.over_bound(best))
+            rows.append(Target(f"{text}, mean, best of all ({slicing})", mean, 1.10, True, FORM))
             continue
         is_hardest = (score.case.sampler, score.case.context) == ("github", 2 * M)
-        rows.append(Target(f"{name}: time / bound, mean", statistics.mean(over), 1.05, True))
-        rows.append(Target(f"{name}: time / bound, worst", max(over), 1.10, True))
+        rows.append(Target(f"{name}: time / bound, mean", statistics.mean(over), 1.05, True, FORM))
+        rows.append(Target(f"{name}: time / bound, worst", max(over), 1.10, True, FORM))
         if score.of("megatron-hybrid"):
             faster = statistics.mean(score.faster_than("ours", "megatron-hybrid"))
-            rows.append(Target(f"{name}: over megatron-hybrid", faster, 1.25 if is_hardest else 1.08, False))
+            rows.append(Target(f"{name}: over megatron-hybrid", faster, 1.25 if is_hardest else 1.08, form=FORM))
         if is_hardest and score.of("static"):
             faster = statistics.mean(score.faster_than("ours", "static"))
-            rows.append(Target(f"{name}: over static", faster, 7.89, False))
+            rows.append(Target(f"{name}: over static", faster, 7.89, form=FORM))
     return rows
 
 
@@ -198,7 +183,7 @@ def page(
         "",
         "This page is written by one command; do not edit it:",
         "",
-        f"    python scripts/bench/plan/simulate_table.py{options}",
+        f"    .venv/bin/python scripts/bench/plan/simulate_table.py{options}",
         "",
         "## What the figures are",
         "",
@@ -260,7 +245,7 @@ _GAP_TEXT = (
 
 
 def limits(scores: Sequence[Scores]) -> list[str]:
-    """Return the table of the least time of any plan with pipelines, from step 0 of each case."""
+    """Return the table of the lower bounds of any plan with pipelines, from step 0 of each case."""
     lines = ["## What 1F1B allows", "", _LIMIT_TEXT, ""]
     lines += ["| case | least possible / bound | ours / least possible | in slices / bound |", "|---|---|---|---|"]
     for score in scores:

@@ -1,12 +1,12 @@
-"""Compare the predicted with the measured step of many strategies of one model, on CPU processes of this machine.
+"""Compare predicted with measured steps of many strategies of one model, on CPU processes of this machine.
 
-    python scripts/bench/search/truth.py [--ranks 2] [--arms 14] [--rounds 3] [--json]
+    .venv/bin/python scripts/bench/search/truth.py [--ranks 2] [--arms 14] [--rounds 3] [--json]
     sudo .venv/bin/python scripts/bench/search/truth.py --cluster --ranks 8 --rounds 2  # emulated: Linux, root
 
-``bytescale profile`` measures the model on all ranks at once, ``bytescale search`` scores all strategies with that cost
-file, and the fastest strategies of different kinds, from the fastest to the slowest, are trained as ``--verify`` does:
-several times each, in rounds that go through them forwards and backwards in turn. Strategies whose ranks would run the
-same, as a policy that has nothing to do, count once.
+``bytescale profile`` measures the model on all ranks, and ``bytescale search`` scores all strategies with that cost
+file. Strategies of different kinds, spread from the fastest to the slowest, are trained like those of ``--verify``:
+several times each, in rounds that alternate between forward and reverse order. Strategies with which the ranks run the
+same work count once, such as a policy that has nothing to do.
 
 ``--cluster`` trains on an emulated cluster (``scripts/cluster/emulate.py``). Each rank has a network namespace and a
 fixed share of a core, so there may be more ranks than cores.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
@@ -51,12 +51,12 @@ from megatron.bytescale.cli.search.verify import (
 from scripts.bench.cluster.cases import CORES_SHARE
 from scripts.bench.cluster.predict import wall_cost
 from scripts.bench.cluster.speed import profile_ranks
-from scripts.bench.plan.launch import printed_by
+from scripts.bench.common import ROOT, printed_by
+from scripts.bench.progress import progress
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
 from scripts.cluster.ranks import Launch, preload
 from scripts.cluster.topology import Topology
 
-ROOT = Path(__file__).resolve().parents[3]
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -66,12 +66,13 @@ MODEL = (
 TASK = "--sampler github --context 4K --global-batch-size 16 --device-memory-gb 4 --steps 5"
 CLUSTER_TASK = "--sampler github --context 8K --global-batch-size 32 --device-memory-gb 4 --steps 4"
 MOST_TOKENS = 2048
-"""Of a micro-batch that is profiled."""
+"""Largest micro-batch of the profile."""
 MOST_SECONDS = 900.0
+"""Time limit of a training."""
 
 
 def profile(num_ranks: int, output: Path) -> None:
-    """Measure the model on all ranks at once. Raises RuntimeError."""
+    """Profile the model on all ranks and write the cost file. Raises RuntimeError if that fails."""
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     bytescale = str(Path(sys.executable).parent / "bytescale")
     words = ["profile", "--output", str(output), "--max-tokens", str(MOST_TOKENS), "--", *MODEL.split()]
@@ -79,12 +80,12 @@ def profile(num_ranks: int, output: Path) -> None:
 
 
 def profile_cluster(topology: Topology, folder: Path) -> ModelCost:
-    """Measure the model on all ranks of an emulated cluster at once, in wall time. Raises RuntimeError."""
+    """Profile the model on all ranks of an emulated cluster, in wall time. Raises RuntimeError if that fails."""
     return wall_cost(profile_ranks(topology, MODEL.split(), MOST_TOKENS, folder), topology)
 
 
 def on_cluster(topology: Topology) -> Train:
-    """Return what trains a strategy on an emulated cluster."""
+    """Return a function that trains a strategy on an emulated cluster."""
 
     def train(of: Run, words: Sequence[str], folder: Path, row: Verified) -> Verified:
         command = (str(ROOT / "pretrain_gpt_hdp.py"), *of.flags(), *words)
@@ -98,22 +99,22 @@ def on_cluster(topology: Topology) -> Train:
 
 
 def kind(strategy: Strategy) -> tuple[object, ...]:
-    """Return what strategies of one kind have in common."""
+    """Return the properties that strategies of one kind share."""
     return (strategy.tensor_parallel, strategy.num_stages, strategy.tokens_per_rank, strategy.chunks,
             strategy.chooses_slices, strategy.activations)  # fmt: skip
 
 
 def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
     """Return the fastest strategy of each kind, fastest first."""
-    *_, seen = explore([task], space.branches(task), sys.maxsize)
-    found: dict[tuple[object, ...], Scored] = {}
-    for one in seen.found:
-        found.setdefault(kind(one.strategy), one)
-    return list(found.values())
+    *_, frontier = explore([task], space.branches(task), sys.maxsize)
+    fastest: dict[tuple[object, ...], Scored] = {}
+    for scored in frontier.found:
+        fastest.setdefault(kind(scored.strategy), scored)
+    return list(fastest.values())
 
 
 def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
-    """Return what the ranks run under a strategy: the same for those that differ in what does not come into play."""
+    """Return a key of the work of the ranks: equal for strategies that differ only in settings without effect."""
     case = CostedStrategy.of(task, strategy)
     slicings = tuple(case.plan(step).slicing or ONE_SLICE for step in task.steps)
     policies = [case.forecast.under_policy(slicing) for slicing in slicings]
@@ -123,29 +124,29 @@ def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
 
 
 def different(task: Task, scored: Sequence[Scored]) -> list[Scored]:
-    """Return the first of those whose ranks run the same."""
-    found: dict[tuple[object, ...], Scored] = {}
-    for one in scored:
-        found.setdefault(executed(task, one.strategy), one)
-    return list(found.values())
+    """Return the strategies whose ranks run different work; the first of equal ones stays."""
+    distinct: dict[tuple[object, ...], Scored] = {}
+    for row in scored:
+        distinct.setdefault(executed(task, row.strategy), row)
+    return list(distinct.values())
 
 
 def in_rounds(trained: Sequence[Sequence[Verified]]) -> tuple[list[Verified], dict[str, float]]:
-    """Return the median of each strategy over the rounds, and how far rounds differ.
+    """Return the median of each strategy over the rounds, and the spread of the rounds.
 
-    ``trained``: of each round, the strategies in the order of the search. A strategy that fails once has failed. The
-    spread of one is half the range of its times over their median.
+    ``trained`` holds the rows of each round, in the order of the search. A strategy that fails once has failed. The
+    spread of a strategy is half the range of its times, over their median.
     """
     rows, spreads = [], []
-    for of_one in zip(*trained, strict=True):
-        failed = [row for row in of_one if row.seconds is None or row.gb is None]
-        seconds = [row.seconds for row in of_one if row.seconds is not None]
+    for rounds in zip(*trained, strict=True):
+        failed = [row for row in rounds if row.seconds is None or row.gb is None]
+        seconds = [row.seconds for row in rounds if row.seconds is not None]
         if failed:
             rows.append(failed[0])
             continue
         middle = statistics.median(seconds)
         spreads.append((max(seconds) - min(seconds)) / 2 / middle)
-        rows.append(replace(of_one[0], seconds=middle))
+        rows.append(replace(rounds[0], seconds=middle))
     if not spreads:
         return rows, {}
     return rows, {"median_spread": statistics.median(spreads), "worst_spread": max(spreads)}
@@ -154,22 +155,22 @@ def in_rounds(trained: Sequence[Sequence[Verified]]) -> tuple[list[Verified], di
 def train_all(
     search: argparse.Namespace, task: Task, scored: Sequence[Scored], rounds: int, train: Train | None = None
 ) -> list[list[Verified]]:
-    """Train all strategies once in each round, in turn forwards and backwards; see ``in_rounds``."""
-    found = []
-    for number in range(rounds):
+    """Train all strategies once in each round, every other round in reverse; return the rows of each round."""
+    trained = []
+    for number in progress(range(rounds), lambda number: f"round {number + 1} of {len(scored)} trainings"):
         rows = verified(search, task, scored if number % 2 == 0 else scored[::-1], train)
         in_order = rows if number % 2 == 0 else rows[::-1]
-        found.append([replace(row, number=place) for place, row in enumerate(in_order, 1)])
-    return found
+        trained.append([replace(row, number=place) for place, row in enumerate(in_order, 1)])
+    return trained
 
 
 def spread(scored: Sequence[Scored], count: int) -> list[Scored]:
-    """Return so many of them, from the first to the last."""
+    """Return ``count`` strategies at even distances, with the first and the last."""
     return [scored[round(place)] for place in sorted(set(np.linspace(0, len(scored) - 1, count).round().tolist()))]
 
 
 def summary(rows: Sequence[Verified]) -> dict[str, float | None]:
-    """Return how far predictions are from what was measured. Raises ValueError where nothing was."""
+    """Return the errors of the predictions. Raises ValueError if no strategy ran."""
     ran = [(row, row.seconds, row.gb) for row in rows if row.seconds is not None and row.gb is not None]
     if not ran:
         raise ValueError("no strategy ran")
@@ -188,7 +189,7 @@ def summary(rows: Sequence[Verified]) -> dict[str, float | None]:
 def main() -> None:
     """Profile, search, train and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes, at most one for each core (2)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes, at most one per core (2)")
     parser.add_argument("--arms", type=int, default=14, metavar="N", help="strategies to train (14)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="trainings of each strategy (3)")
     parser.add_argument("--cluster", action="store_true", help="emulate a cluster of one node with these ranks")
@@ -204,25 +205,26 @@ def main() -> None:
         preload()
         train = on_cluster(topology)
     elif args.ranks > cores:
-        parser.error(f"--ranks {args.ranks}: predictions are of one core for each, and there are {cores}")
+        parser.error(f"--ranks {args.ranks}: each rank needs a core, and there are {cores}")
     with tempfile.TemporaryDirectory() as folder:
         cost = Path(folder) / "cost.json"
-        if args.cluster:
-            write_cost(cost, profile_cluster(topology, Path(folder) / "profile"))
-        else:
-            profile(args.ranks, cost)
+        for _ in progress(["profile of the ranks"]):
+            if args.cluster:
+                write_cost(cost, profile_cluster(topology, Path(folder) / "profile"))
+            else:
+                profile(args.ranks, cost)
         given = CLUSTER_TASK if args.cluster else TASK
         words = ["search", "--model-flags", MODEL, *given.split(), "--gpus", str(args.ranks), "--cost-file", str(cost)]
         search = cli.parse(words)
         task = task_of(search)
         arms = spread(different(task, fastest_of_kinds(task, Space())), args.arms)
         rows, spreads = in_rounds(train_all(search, task, arms, args.rounds, train))
-    found = summary(rows) | spreads
+    figures = summary(rows) | spreads
     if args.json:
-        print(json.dumps({"strategies": [asdict(row) for row in rows], "summary": found}))
+        print(json.dumps({"strategies": [asdict(row) for row in rows], "summary": figures}))
         return
     print(verified_text(rows))
-    print(", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in found.items() if value is not None))
+    print(", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in figures.items() if value is not None))
 
 
 if __name__ == "__main__":

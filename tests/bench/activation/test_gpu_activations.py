@@ -1,4 +1,4 @@
-"""The benchmarks for a GPU run on CPU with tiny sizes, and every arm computes the same loss."""
+"""The GPU benches of activations run on CPU with tiny sizes, and every arm computes the same loss."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
         gpu_memory_plan,
     )
 
-    found: dict[str, Any] = {}
-    found["calibrate"], cost = gpu_activations_calibrate.calibrate(False, True, 2, num_processes=2)
+    figures: dict[str, Any] = {}
+    figures["calibrate"], cost = gpu_activations_calibrate.calibrate(False, True, 2, num_processes=2)
     write_cost(Path(folder) / "cost.json", cost)
     sys.argv = [*QUICK, "--cost-file", f"{folder}/cost.json"]
-    found["activations"] = gpu_activations.run(gpu_activations.parse()[0])
+    figures["activations"] = gpu_activations.run(gpu_activations.parse()[0])
     sys.argv = [*QUICK, "--host-bound", "--arms", *HOST_BOUND]
-    found["host bound"] = gpu_activations.run(gpu_activations.parse()[0])
+    figures["host bound"] = gpu_activations.run(gpu_activations.parse()[0])
     parser = argparse.ArgumentParser()
     memory_plan.add_arguments(parser)
     sys.argv = QUICK
     args = gpu_memory_plan.options()
-    words = gpu_memory_plan.recording(args, Path(folder) / "plan.json")
+    words = gpu_memory_plan.plan_command(args, Path(folder) / "plan.json")
     memory_plan.run(parser.parse_args(words[1:]))
     memory = gpu_memory_plan.read(Path(folder) / "plan.json")
     rows = [gpu_memory_plan.run_arm(arm, memory, False, args.host_gb, args.steps) for arm in gpu_memory_plan.ARMS]
-    found["memory plan"] = {"rows": rows, "buffer": memory.buffer_bytes, "bound": memory.plan.model.bound}
-    return found
+    figures["memory plan"] = {"rows": rows, "buffer": memory.buffer_bytes, "bound": memory.plan.model.bound}
+    return figures
 
 
 def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
@@ -76,15 +76,15 @@ def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("scripts")
     results = dict(run_ranks(run_scripts, 1, str(folder), init_group=False)[0])
     return {**results, "cost": read_cost(folder / "cost.json")}
 
 
 @pytest.mark.ranks
-def test_arms_differ_in_everything_but_the_loss(found: dict[str, Any]) -> None:
-    rows = found["activations"]["rows"]
+def test_arms_differ_in_everything_but_the_loss(figures: dict[str, Any]) -> None:
+    rows = figures["activations"]["rows"]
     assert {row["num_tokens"] for row in rows} == {64, 130}
     for length in (64, 130):
         arms = {row["arm"]: row for row in rows if row["num_tokens"] == length}
@@ -104,31 +104,31 @@ def test_arms_differ_in_everything_but_the_loss(found: dict[str, Any]) -> None:
         assert arms["save_on_cpu"]["stall_seconds"] is None
         assert arms["priced"]["alpha"] == 0.0  # everything fits: nothing is done
     assert "alpha 0.5" in {row["arm"] for row in rows}
-    assert set(found["activations"]["layer_forward_seconds"]) == {64, 130}
-    assert {one["what"].split(":")[0] for one in found["activations"]["targets"]} >= {"64", "130"}
+    assert set(figures["activations"]["layer_forward_seconds"]) == {64, 130}
+    assert {target["text"].split(":")[0] for target in figures["activations"]["targets"]} >= {"64", "130"}
 
 
 @pytest.mark.ranks
-def test_a_host_bound_model_runs_the_chosen_arms(found: dict[str, Any]) -> None:
-    rows = found["host bound"]["rows"]
+def test_a_host_bound_model_runs_the_chosen_arms(figures: dict[str, Any]) -> None:
+    rows = figures["host bound"]["rows"]
     assert {(row["num_tokens"], row["arm"]) for row in rows} == {(n, arm) for n in (64, 130) for arm in HOST_BOUND}
-    losses = {row["num_tokens"]: row["loss"] for row in found["activations"]["rows"]}
+    losses = {row["num_tokens"]: row["loss"] for row in figures["activations"]["rows"]}
     assert all(row["loss"] == losses[row["num_tokens"]] for row in rows)
 
 
 @pytest.mark.ranks
-def test_the_longest_sequences_are_searched(found: dict[str, Any]) -> None:
+def test_the_longest_sequences_are_searched(figures: dict[str, Any]) -> None:
     """On CPU the limit is counted, and norms are not fused: so only the order of the arms tells something."""
-    longest = found["activations"]["longest_tokens"]
+    longest = figures["activations"]["longest_tokens"]
     assert all(tokens % 32 == 0 for tokens in longest.values())
     assert 0 < longest["none"] < longest["full recompute"] <= longest["keep attention output"] < 512
-    assert found["host bound"]["longest_tokens"] == {}
+    assert figures["host bound"]["longest_tokens"] == {}
 
 
 @pytest.mark.ranks
-def test_the_arm_of_fine_grained_offload_computes_the_same(found: dict[str, Any]) -> None:
+def test_the_arm_of_fine_grained_offload_computes_the_same(figures: dict[str, Any]) -> None:
     engine = run_ranks(run_engine_arm, 1, init_group=False)[0]
-    losses = {row["num_tokens"]: row["loss"] for row in found["activations"]["rows"] if row["arm"] == "none"}
+    losses = {row["num_tokens"]: row["loss"] for row in figures["activations"]["rows"] if row["arm"] == "none"}
     assert {row["num_tokens"]: row["loss"] for row in engine["rows"]} == losses
     assert {row["arm"] for row in engine["rows"]} == {"fine-grained offload (TransformerEngine)"}
     assert engine["ends"] == 2 * (2 + 1)  # every step of both lengths, to warm up or timed
@@ -175,24 +175,24 @@ def test_defaults_fit_nine_minutes(words: tuple[str, ...], monkeypatch: pytest.M
 
 
 @pytest.mark.ranks
-def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:
-    figures = found["calibrate"]
-    assert all(speed > 0 for speed in figures["link_gb_per_second"].values())
-    shared = figures["shared_link"]
+def test_calibration_makes_a_cost_file(figures: dict[str, Any]) -> None:
+    calibration = figures["calibrate"]
+    assert all(speed > 0 for speed in calibration["link_gb_per_second"].values())
+    shared = calibration["shared_link"]
     assert shared["num_processes"] == 2
     assert shared["gpus_per_link"] in (1, 2)
     assert min(*shared["alone"], *shared["together"]) > 0
-    assert [row["num_tokens"] for row in figures["layer"]] == [64, 128, 256]
-    assert found["cost"].forward.a > 0
-    assert found["cost"].backward.b > 0
+    assert [row["num_tokens"] for row in calibration["layer"]] == [64, 128, 256]
+    assert figures["cost"].forward.a > 0
+    assert figures["cost"].backward.b > 0
 
 
 @pytest.mark.ranks
-def test_arms_of_memory_plans_learn_the_same(found: dict[str, Any]) -> None:
-    figures = found["memory plan"]
-    assert [row["arm"] for row in figures["rows"]] == ["default", "expandable segments", "buffers", "plan"]
-    assert len({row["loss"] for row in figures["rows"]}) == 1
-    assert 0 < figures["buffer"] < figures["bound"]
+def test_arms_of_memory_plans_learn_the_same(figures: dict[str, Any]) -> None:
+    results = figures["memory plan"]
+    assert [row["arm"] for row in results["rows"]] == ["default", "expandable segments", "buffers", "plan"]
+    assert len({row["loss"] for row in results["rows"]}) == 1
+    assert 0 < results["buffer"] < results["bound"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

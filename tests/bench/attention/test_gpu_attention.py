@@ -1,15 +1,13 @@
-"""The attention benchmark runs on the CPU with tiny sizes, and its checks are real ones."""
+"""The bench of attention runs on CPU with tiny sizes, and its checks find errors."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,25 +15,14 @@ import torch
 from bytescale_ext.attention.kernels.contract import Output
 from bytescale_ext.attention.kernels.table import choose_kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from scripts.bench.attention import gpu_attention as bench
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = ROOT / "scripts" / "bench" / "attention" / "gpu_attention.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_attention", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_attention"] = module
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = Path(bench.__file__)
 
 
 @pytest.mark.ranks
 def test_command_on_cpu() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--json"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert output.returncode == 0, output.stderr
@@ -44,37 +31,37 @@ def test_command_on_cpu() -> None:
     assert any("not torch_flash" in line for line in text)
     results = json.loads(last)
     assert results["kernel"] == "cpu_flash"
-    measured = {(row["what"], row["num_tokens"], row["width"]) for row in results["rows"]}
-    assert measured == {(what, 192, w) for what in ("forward", "forward+backward") for w in (0, 1, 2, 4, 8)}
+    measured = {(row["direction"], row["num_tokens"], row["width"]) for row in results["rows"]}
+    assert measured == {(direction, 192, w) for direction in ("forward", "forward+backward") for w in (0, 1, 2, 4, 8)}
     assert all(0 < row["kernel_ms"] <= row["total_ms"] for row in results["rows"])
     assert set(results["relative_errors"]) == {"1", "2", "4", "8"}
     assert all(error < 1e-5 for errors in results["relative_errors"].values() for error in errors.values())
 
 
-def test_without_a_gpu_the_message_says_what_to_do(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_message_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(SystemExit):
         bench.parse([])
-    assert "--device cpu runs tiny sizes" in capsys.readouterr().err
+    assert "--device cpu --quick runs tiny sizes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_tokens", [1, 192, 8192, 1000])
-def test_packs_are_full(bench: ModuleType, num_tokens: int) -> None:
+def test_packs_are_full(num_tokens: int) -> None:
     lengths = bench.pack_lengths(num_tokens)
     assert sum(lengths) == num_tokens
     assert min(lengths) >= 1
     assert max(lengths) <= max(1, num_tokens // 8)
 
 
-def test_work_of_a_ring_is_that_of_the_sequence(bench: ModuleType) -> None:
+def test_work_counts_the_causal_triangle_once() -> None:
     _, settings = bench.parse(["--device", "cpu", "--quick"])
     # Two tokens see three keys: QK and PV are two products of 2 * heads * head_dim each.
     assert settings.tera_flops([2], backward=False) == pytest.approx(3 * 4 * 4 * 64 / 1e12)
     assert settings.tera_flops([2, 2], backward=True) == pytest.approx(2 * 3.5 * 3 * 4 * 4 * 64 / 1e12)
 
 
-def test_a_wrong_kernel_shows_in_the_errors(bench: ModuleType) -> None:
+def test_a_wrong_kernel_shows_in_the_errors() -> None:
     _, settings = bench.parse(["--device", "cpu", "--quick"])
     kernel = choose_kernel("cpu", torch.float32, settings.head_dim).kernel
 
@@ -82,5 +69,5 @@ def test_a_wrong_kernel_shows_in_the_errors(bench: ModuleType) -> None:
         out, lse = kernel.forward(q, k, v, block)
         return out, lse + 0.5 * block.causal
 
-    found = bench.errors(settings, dataclasses.replace(kernel, forward=wrong))
-    assert found[2]["out"] > 1e-2
+    errors = bench.errors(settings, dataclasses.replace(kernel, forward=wrong))
+    assert errors[2]["out"] > 1e-2

@@ -1,4 +1,4 @@
-"""The benchmark of joined blocks on CPU with tiny sizes."""
+"""The bench of joined blocks runs on CPU with tiny sizes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from scripts.bench.attention import gpu_merge
 def test_it_runs_and_says_why_no_kernel_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_merge.main(["--device", "cpu", "--json"])
     *text, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
+    figures = json.loads(last)
     assert text[0] == "no fused kernel: it runs on cuda, not on cpu"
-    assert [(row["intervals"], row["way"]) for row in found["rows"]] == [("one", "torch"), ("two", "torch")]
-    assert all(row["gb_per_second"] > 0 for row in found["rows"])
+    assert [(row["intervals"], row["way"]) for row in figures["rows"]] == [("one", "torch"), ("two", "torch")]
+    assert all(row["gb_per_second"] > 0 for row in figures["rows"])
 
 
 def test_both_ways_are_measured_on_the_same_rows() -> None:
-    seen: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def way(name: str) -> gpu_merge.JoinFunction:
         def join(totals: gpu_merge.Output, part: gpu_merge.Output, rows: gpu_merge.Rows) -> None:
             assert rows.num_rows == len(part[0])
-            seen.append((name, len(rows.intervals)))
+            calls.append((name, len(rows.intervals)))
             join_(totals, part, rows)
 
         return join
 
     rows = gpu_merge.measure(torch.device("cpu"), (8,), {"a": way("a"), "b": way("b")})
     assert [(row["way"], row["intervals"]) for row in rows] == [("a", "one"), ("b", "one"), ("a", "two"), ("b", "two")]
-    assert set(seen) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
+    assert set(calls) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
 
 
-def test_bytes_are_those_that_must_move() -> None:
+def test_moved_bytes_count_totals_twice_and_the_block_once() -> None:
     """Totals of the joined rows in float32, read and written; the block in bfloat16; sums in float32."""
     device = torch.device("cpu")
     totals, part = gpu_merge.outputs(10, torch.float32, device), gpu_merge.outputs(4, torch.bfloat16, device)

@@ -1,4 +1,4 @@
-"""Runs and results for the tests of the cluster benchmark."""
+"""Runs and results for the tests of the bench on a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COST = replace(shipped("bytescale_7b"), dtype="float32")
 
 
 def run_of(speeds: Sequence[float], loss: float = 2.0, predicted: float | None = None, measured: float = 1.0) -> Run:
-    """Return a run of these tokens per second; the first is that of the step that is not counted."""
+    """Return a run with these tokens per second; the first step does not count."""
     return Run(tuple(Step(speed, 3.0, 1.1, loss) for speed in speeds), dict(SPLIT), predicted, measured)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
@@ -18,6 +16,7 @@ from scripts.bench.cluster.cases import (
     STEP_TOKENS,
     TOKENS_PER_RANK,
     Case,
+    Planned,
     with_names,
 )
 
@@ -31,7 +30,7 @@ def test_a_case_is_its_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("byted", "give lengths, nodes x ranks and links"),
         ("poems 2x4 matched", "give lengths"),
@@ -41,20 +40,20 @@ def test_a_case_is_its_name(text: str) -> None:
         ("byted 2x4 matched long", "long is not a number of tokens"),
     ],
 )
-def test_bad_names_are_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_names_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Case.parse(text)
 
 
-def test_links_are_multiples_of_the_matched_ones() -> None:
-    found = {link: Case("byted", 2, 4, link).gbps(MATCHED) for link in LINKS}
-    assert found == {"unlimited": (0.0, 0.0), "fast": (32.0, 3.2), "matched": MATCHED, "slow": (2.0, 0.2)}
+def test_links_are_multiples_of_matched_links() -> None:
+    gbps = {link: Case("byted", 2, 4, link).gbps(MATCHED) for link in LINKS}
+    assert gbps == {"unlimited": (0.0, 0.0), "fast": (32.0, 3.2), "matched": MATCHED, "slow": (2.0, 0.2)}
     assert Case("byted", 2, 4, "0.4").gbps(MATCHED) == (0.4, 0.4)
     topology = Case("byted", 2, 4).topology(MATCHED)
     assert (topology.intra_gbps, topology.inter_gbps, topology.num_ranks) == (8.0, 0.8, 8)
 
 
-def test_documents_have_the_shares_of_tokens_of_the_sampler_but_are_never_tiny() -> None:
+def test_short_documents_are_joined_and_keep_their_share_of_tokens() -> None:
     case = Case("byted", 1, 8)
     lengths = case.lengths(num_steps=3, seed=4)
     assert lengths == case.lengths(3, 4) != case.lengths(3, 5)
@@ -66,7 +65,7 @@ def test_documents_have_the_shares_of_tokens_of_the_sampler_but_are_never_tiny()
     assert max(Case("byted", 1, 8, context=2048).lengths(3, 4)) <= 2048
 
 
-def test_arms_say_why_they_cannot_run() -> None:
+def test_reasons_of_arms_that_cannot_run() -> None:
     case = Case("byted", 2, 4)
     assert [arm for arm in ARMS if ARMS[arm].refusal(case)] == ["packed"]
     assert ARMS["packed"].refusal(case) == (
@@ -88,22 +87,17 @@ def test_flags_of_arms() -> None:
     ]  # fmt: skip
 
 
-def test_the_lists_of_cases() -> None:
-    for planned in (QUICK, FULL):
-        names = [str(one.case) for one in planned]
-        assert len(set(names)) == len(names)
-        assert all(one.arms[0] == "ours" for one in planned)
-        never = {"plain"} if planned is QUICK else set()  # its rings lie inside nodes: both arms have the same plans
-        assert {arm for one in planned for arm in one.arms} == set(ARMS) - never
-        assert {one.case.sampler for one in planned} == {"byted", "github", "wikipedia"}
-        assert {"1x8", "2x4", "4x2"} <= {name.split()[1] for name in names}
-    assert sum(len(one.arms) for one in QUICK) < 31 < sum(len(one.arms) for one in FULL)
-    assert {one.case.link for one in FULL} == set(LINKS)
-    assert all(a.arms is not b.arms or a.case != b.case for a, b in pairwise(FULL))
+@pytest.mark.parametrize("planned", [QUICK, FULL], ids=["quick", "full"])
+def test_each_case_is_listed_once_and_compared_with_ours(planned: tuple[Planned, ...]) -> None:
+    names = [str(row.case) for row in planned]
+    assert len(set(names)) == len(names)
+    assert all(row.arms[0] == "ours" for row in planned)
+    assert {arm for row in planned for arm in row.arms} | {"plain"} == set(ARMS)
+    assert {row.case.sampler for row in planned} == {"byted", "github", "wikipedia"}
 
 
 def test_cases_and_arms_can_be_named() -> None:
-    (one,) = with_names(QUICK, ["github 2x4 slow"], ["ours", "eager"])
-    assert (one.case, one.arms) == (Case("github", 2, 4, "slow"), ("ours", "eager"))
-    assert {one.arms for one in with_names(QUICK, None, ["static"])} == {("static",)}
+    (planned,) = with_names(QUICK, ["github 2x4 slow"], ["ours", "eager"])
+    assert (planned.case, planned.arms) == (Case("github", 2, 4, "slow"), ("ours", "eager"))
+    assert {row.arms for row in with_names(QUICK, None, ["static"])} == {("static",)}
     assert with_names(QUICK, None, None) == QUICK

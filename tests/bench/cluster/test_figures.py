@@ -1,4 +1,4 @@
-"""Figures of the cluster benchmark: arms compared step by step, errors of the cost model, the table."""
+"""Figures of the bench on a cluster: arms compared step by step, errors of the cost model, the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_speeds_are_compared_step_by_step_without_the_first() -> None:
     assert figures["largest_loss_difference"] == pytest.approx(0.2)
 
 
-def test_losses_are_compared_between_arms_of_equal_stages() -> None:
+def test_losses_are_compared_between_arms_with_the_same_number_of_stages() -> None:
     arms = {
         arm: [run_of([1.0, 2.0], loss=loss)]
         for arm, loss in (("ours", 2.0), ("naive", 2.2), ("pipelines", 3.0), ("slices", 3.0))
@@ -43,7 +43,7 @@ def test_the_last_line_has_the_ratios_of_all_cases(tmp_path: Path) -> None:
     assert list(figures["cases"]) == ["byted 2x4 matched", "byted 2x4 slow", "github 1x8 matched"]
 
 
-def test_predictions_are_held_against_measured_steps() -> None:
+def test_errors_of_predicted_steps() -> None:
     arms = {
         "ours": [run_of([1.0, 2.0], predicted=1.0, measured=1.0)],
         "naive": [run_of([1.0, 2.0], predicted=3.3, measured=3.0)],
@@ -65,4 +65,4 @@ def test_the_table() -> None:
     assert ours.split() == ["ours", "3,000", "3.0", "6.0", "50%", "20%", "20%", "1.10"]
     assert static.split()[-4:] == ["1.50x", "(1.50", "to", "1.50)"]
     assert packed.split() == ["packed", "refused:", "no", "room"]
-    assert losses == "losses of the arms differ by 0.0e+00 at most"
+    assert losses == "losses of the arms differ by at most 0.0e+00"

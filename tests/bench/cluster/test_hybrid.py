@@ -1,4 +1,4 @@
-"""Megatron's hybrid plan as a plan of ours: its groups and order are kept, and a barrier stands between groups."""
+"""Megatron's hybrid plan as our plan: the same groups in the same order, with a barrier between groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_plan_holds_megatrons_groups_in_their_order() -> None:
     groups = hybrid_groups(LENGTHS, PLANNER.cluster)
     assert len(groups) > 1
     for rank, micro_batches in enumerate(plan.ranks):
-        assert [[shard.seq for shard in one.shards] for one in micro_batches] == [
+        assert [[shard.seq for shard in batch.shards] for batch in micro_batches] == [
             [seq] for group in groups for seq in group[rank]
         ]
         ranks = plan.ranks
@@ -44,26 +44,26 @@ def test_the_planner_can_be_sent_to_another_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "message"),
     [
         ([[[0], []]], "rank 1 has no sequence in group 0"),
         ([[[0], [1], [0]]], "sequence 0 is not at one place of contiguous ranks"),
         ([[[0, 1], [1, 0]]], "sequence 1 is not at one place"),
     ],
 )
-def test_groups_that_no_plan_can_hold_are_refused(groups: list[list[list[int]]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_groups_that_no_plan_can_hold_are_refused(groups: list[list[list[int]]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         place_groups(groups, [5, 5])
 
 
-def test_a_barrier_stands_before_each_group_but_the_first() -> None:
-    happened: list[Any] = []
+def test_a_barrier_before_each_group_except_the_first() -> None:
+    events: list[Any] = []
     placed = place_groups([[[0, 1], [2]], [[3], [3]], [[4], [5]]], [5] * 6)
     runtime: Any = runtime_of(comm=RingComm(None, 0, 2))
-    forward = with_barriers(lambda data, model: happened.append(data), runtime, lambda: happened.append("barrier"))
+    forward = with_barriers(lambda data, model: events.append(data), runtime, lambda: events.append("barrier"))
     for _ in range(2):
         runtime.step.batch = SimpleNamespace(plan=SimpleNamespace(ranks=placed))
         for seq in (0, 1, 3, 4):
             forward(seq, None)
-    assert happened == [0, 1, "barrier", 3, "barrier", 4] * 2
+    assert events == [0, 1, "barrier", 3, "barrier", 4] * 2
     assert group_numbers(placed).tolist() == [0, 0, 0, 1, 2, 2]

@@ -23,24 +23,24 @@ LENGTHS = CASE.lengths(num_steps=1, seed=0)
 
 
 def slower(factor: float) -> float:
-    """Return Gbit/s at which keys arrive so many times slower than the costs say."""
+    """Return Gbit/s at which keys arrive ``factor`` times slower than in the costs."""
     return key_value_bytes(COST.shape, 1, 4) / COST.forward.c * 8e-9 / factor / 0.95
 
 
 def test_work_takes_its_share_of_a_core_and_exchange_the_link() -> None:
-    found = wall_cost(COST, Topology(2, 4, slower(6.0), slower(3.0), cores_per_rank=0.25))
-    assert found.forward.a == pytest.approx(4 * COST.forward.a)
-    assert found.backward.b == pytest.approx(4 * COST.backward.b)
-    assert found.head_forward == pytest.approx(4 * COST.head_forward)
-    assert found.forward.c == pytest.approx(3 * COST.forward.c)
-    assert found.backward.c == pytest.approx(3 * COST.backward.c)
-    assert found.slowdown == pytest.approx(2.0)
+    cost = wall_cost(COST, Topology(2, 4, slower(6.0), slower(3.0), cores_per_rank=0.25))
+    assert cost.forward.a == pytest.approx(4 * COST.forward.a)
+    assert cost.backward.b == pytest.approx(4 * COST.backward.b)
+    assert cost.head_forward == pytest.approx(4 * COST.head_forward)
+    assert cost.forward.c == pytest.approx(3 * COST.forward.c)
+    assert cost.backward.c == pytest.approx(3 * COST.backward.c)
+    assert cost.slowdown == pytest.approx(2.0)
 
 
-def test_no_link_is_faster_than_unlimited_ones() -> None:
+def test_no_link_is_faster_than_an_unlimited_link() -> None:
     for gbps in (0.0, 1e9):
-        found = wall_cost(COST, Topology(2, 4, gbps, gbps, cores_per_rank=0.25))
-        assert (found.forward.c, found.slowdown) == (pytest.approx(COST.forward.c), 1.0)
+        cost = wall_cost(COST, Topology(2, 4, gbps, gbps, cores_per_rank=0.25))
+        assert (cost.forward.c, cost.slowdown) == (pytest.approx(COST.forward.c), 1.0)
 
 
 def test_a_step_is_the_replay_of_its_plan() -> None:
@@ -49,18 +49,18 @@ def test_a_step_is_the_replay_of_its_plan() -> None:
         planned_by("none")(LENGTHS, scenario).makespan, rel=0.02
     )
 
-    found = predicted_seconds(ARMS["hybrid"], CASE, LENGTHS, COST)
-    assert found == pytest.approx(megatron_hybrid(LENGTHS, scenario).makespan, rel=0.05)
+    seconds = predicted_seconds(ARMS["hybrid"], CASE, LENGTHS, COST)
+    assert seconds == pytest.approx(megatron_hybrid(LENGTHS, scenario).makespan, rel=0.05)
 
 
 @pytest.mark.parametrize(("arm", "nodes", "is_slower"), [("static", 2, True), ("static", 1, False), ("ours", 1, False)])
 def test_rings_over_nodes_wait_for_slower_links(arm: str, nodes: int, is_slower: bool) -> None:
     case = replace(CASE, num_nodes=nodes, ranks_per_node=8 // nodes)
     fast = predicted_seconds(ARMS[arm], case, LENGTHS, COST)
-    found = predicted_seconds(ARMS[arm], case, LENGTHS, replace(COST, slowdown=100.0))
+    slow = predicted_seconds(ARMS[arm], case, LENGTHS, replace(COST, slowdown=100.0))
     assert fast is not None
-    assert found is not None
-    assert found > 10 * fast if is_slower else found == fast
+    assert slow is not None
+    assert slow > 10 * fast if is_slower else slow == fast
 
 
 def test_pipelines_are_not_predicted() -> None:

@@ -1,4 +1,4 @@
-"""Results of the cluster benchmark: kept after each run, read again, never mixed with those of another setting."""
+"""Results of the bench on a cluster: written after each run, read again, never mixed with another setting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_cases_hold_the_arms_that_ran(tmp_path: Path) -> None:
 def test_another_setting_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     Results(path, SETTING).write()
-    with pytest.raises(ValueError, match="of another setting"):
+    with pytest.raises(ValueError, match="has another setting"):
         Results.open(path, {**SETTING, "seed": 1})
 
 

@@ -1,4 +1,4 @@
-"""The cluster benchmark without a cluster: its data, its order of runs, what it reads of them, its command line."""
+"""The bench on a cluster, without a cluster: its data, the order of its runs, their figures, its command line."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_metrics_of_steps_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand in for training runs; return what ran."""
+    """Replace the trainings; return the arms that ran."""
     ran: list[str] = []
 
     def run_arm(bench: speed.Bench, case: Case, arm: str, cost: object, folder: Path) -> Run:
@@ -74,7 +74,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def test_arms_take_turns_and_go_on_where_they_ended(tmp_path: Path, order: list[str]) -> None:
+def test_arms_take_turns_and_continue_after_an_end(tmp_path: Path, order: list[str]) -> None:
     planned = Planned(CASE, ("ours", "packed", "static"))
     results = Results(tmp_path / "results.json", SETTING, COST)
     speed.run_all(bench_of(tmp_path), results, (planned,), 2)
@@ -114,7 +114,7 @@ def test_the_first_and_the_last_arm_are_drawn(tmp_path: Path, order: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--rounds", "0"], "--rounds 0"),
         (["--steps", "2"], "--steps 2"),
@@ -122,12 +122,12 @@ def test_the_first_and_the_last_arm_are_drawn(tmp_path: Path, order: list[str]) 
         (["--cases", "byted 0x4 matched"], "--nodes 0"),
         (["--cases", "byted 1x2 matched"], "do not fit on 2 ranks of C = 2048"),
         (["--cases", "byted 1x8 quick"], "links 'quick'"),
-        (["--results", "{tmp}/results.json"], "of another setting"),
+        (["--results", "{tmp}/results.json"], "has another setting"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -140,7 +140,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert shown.out == ""
     assert shown.err.startswith("speed.py: error: ")
     assert shown.err.count("\n") == 1
-    assert said in shown.err
+    assert message in shown.err
 
 
 def test_the_last_line_is_json(

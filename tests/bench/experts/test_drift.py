@@ -1,4 +1,4 @@
-"""Loads that drift: what the scheduler makes of them. Times are measured by the script, not here."""
+"""Drifting loads, and the placements that follow them."""
 
 from __future__ import annotations
 

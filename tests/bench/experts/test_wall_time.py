@@ -1,13 +1,12 @@
-"""The benchmark of replicas by the clock, without a cluster: its flags, its order of runs, what it reads and prints."""
+"""The bench of replicas without a cluster: its flags, the order of its runs, what it reads and what it prints."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from scripts.bench.experts.wall_time import Bench, Steps
 from scripts.cluster.emulate import BEFORE_TRAINING, Ended
 from scripts.cluster.ranks import Launch
 from scripts.cluster.topology import Topology
+from tests.bytescale.arguments.resolving import resolved
 
 LOG = """\
 {before}
@@ -43,7 +43,7 @@ WARNING:megatron.core.tensor_parallel.random:a line in between
 
 
 def log_of(times: Sequence[float], balances: Sequence[float]) -> str:
-    """Return what the last rank prints in four steps."""
+    """Return the log of the last rank after four steps."""
     return LOG.format(before=BEFORE_TRAINING, times=times, balances=balances)
 
 
@@ -59,13 +59,14 @@ def write_trace(path: Path, trace: Trace) -> None:
     """Append loads as the training does."""
     rows: list[object] = [] if path.exists() else [asdict(trace.head)]
     for step, loads in enumerate(trace.loads):
-        by_layer = {str(layer): one.tolist() for layer, one in zip(trace.layers, loads, strict=True)}
+        by_layer = {str(layer): row.tolist() for layer, row in zip(trace.layers, loads, strict=True)}
         rows.append({"step": step + 1, "loads": by_layer})
     with path.open("a") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
 STATIC = Steps.of(log_of([9000.0, 4000.0, 2500.0, 2700.0], [2.205, 2.0, 2.1, 2.3]))
+DROPPED = Steps.with_drops(log_of([9000.0, 4000.0, 1250.0, 1350.0], [1.0] * 4), trace_of(0.5))
 FLEXMOE = Steps.of(log_of([9000.0, 2000.0, 1250.0, 1350.0], [2.205, 1.5, 1.0, 1.1]))
 
 
@@ -100,7 +101,7 @@ def test_a_log_without_steps_is_refused(log: str, message: str) -> None:
         Steps.of(log)
 
 
-def test_a_loss_that_is_not_a_number_is_read_and_is_equal_to_none() -> None:
+def test_a_loss_that_is_not_a_number_equals_no_loss() -> None:
     log = log_of([1.0] * 4, [1.0] * 4).replace("5.6E+00", "nan")
     assert str(Steps.of(log).losses[2]) == "nan"
     with pytest.raises(RuntimeError, match="losses of flexmoe are up to nan"):
@@ -148,12 +149,6 @@ def value_of(words: Sequence[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-def test_the_bias_is_drawn_once(tmp_path: Path) -> None:
-    """Megatron keeps what it has drawn if the number is negative."""
-    words = bench_of(tmp_path, "--bias", "1.5").words("flexmoe")
-    assert value_of(words, "--moe-router-force-biased") == "-1.5"
-
-
 @pytest.fixture
 def argv(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Hold a process that looks like one of four ranks."""
@@ -163,11 +158,11 @@ def argv(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_megatron_and_the_feature_accept_the_flags(tmp_path: Path, argv: pytest.MonkeyPatch) -> None:
-    """As a rank would, up to where it would build the model."""
+    """The flags are parsed and resolved as by a rank."""
     from megatron.bytescale.arguments.parse import parse
     from megatron.bytescale.arguments.resolve import resolve
 
-    words = bench_of(tmp_path, "--speeds", "0.02", "0.5").words("eplb")
+    words = bench_of(tmp_path).words("eplb")
     argv.setattr(sys, "argv", words)
     args = parse(words, on_cpu=True)
     run = resolve(args)
@@ -176,14 +171,14 @@ def test_megatron_and_the_feature_accept_the_flags(tmp_path: Path, argv: pytest.
     placing = config.placing
     assert (placing.placement, placing.num_slots, placing.interval) == ("eplb", wall_time.SLOTS, 1)
     assert isinstance(run.shape, ModelShape)
-    assert placing.cost == ExpertCost.of(run.shape, 0.02e12, 0.5e9)
+    assert placing.cost == ExpertCost.of(run.shape, 0.01e12, 0.1e9)
     assert args.moe_router_force_biased == -2.0
     assert args.global_batch_size == args.micro_batch_size * wall_time.RANKS, "one micro-batch in each step"
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Launch, Topology]]:
-    """Stand in for the cluster; return what ran on it. Ranks of flexmoe take half the time."""
+    """Replace the cluster; return the runs on it. Ranks of flexmoe take half the time."""
     ran: list[tuple[str, Launch, Topology]] = []
 
     def run(topology: Topology, launch: Launch) -> Ended:
@@ -207,10 +202,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Launch, Topolog
 def test_arms_take_turns_on_one_node(
     tmp_path: Path, launched: list[tuple[str, Launch, Topology]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--folder", str(tmp_path), "--steps", "4", "--cores-per-rank", "0.3", "--gbps", "2", "--json"]
+    words = ["--folder", str(tmp_path), "--steps", "4", "--cores-per-rank", "0.3", "--json"]
     assert wall_time.main(words) == 0
     assert [arm for arm, _, _ in launched] == ["static", "flexmoe", "flexmoe", "static"]
-    assert {topology for _, _, topology in launched} == {Topology(1, 4, 0.0, 2.0, 0.0, 0.3)}
+    assert {topology for _, _, topology in launched} == {Topology(1, 4, 0.0, 1.0, 0.0, 0.3)}
     assert len({launch.log_dir for _, launch, _ in launched}) == 4
     assert all(launch.is_warm and launch.quota_after == BEFORE_TRAINING for _, launch, _ in launched)
     assert IndexedDataset(value_of(launched[0][1].command, "--data-path")).sequence_lengths.size > 0
@@ -220,7 +215,7 @@ def test_arms_take_turns_on_one_node(
     )
     assert re.search(
         r"flexmoe: 1000 ms a step, 2\.00 times as fast as static .* 1\.00 times the mean, 2\.20 without replicas; "
-        r"6 new replicas in 4 steps",
+        r"6 new replicas; ",
         second,
     )
     assert [(row["arm"], row["speedup"]) for row in json.loads(last)] == [("static", 1.0), ("flexmoe", 2.0)]
@@ -248,9 +243,9 @@ def test_a_run_that_fails_ends_with_its_log(
 
     monkeypatch.setattr(wall_time, "run", run)
     assert wall_time.main(["--folder", str(tmp_path), "--steps", "4"]) == 1
-    said = capsys.readouterr().err
-    assert "static ended with exit code 7" in said
-    assert said.rstrip().endswith("ValueError: it stops")
+    message = capsys.readouterr().err
+    assert "static ended with exit code 7" in message
+    assert message.rstrip().endswith("ValueError: it stops")
     assert len(launched) == 1
 
 
@@ -259,11 +254,9 @@ def test_a_run_that_fails_ends_with_its_log(
     [
         (["--rounds", "0"], "--rounds 0, --steps 12: give 1 and 3 or more"),
         (["--steps", "2"], "--rounds 2, --steps 2: give 1 and 3 or more"),
-        (["--bias", "0"], "--bias 0 must be positive"),
         (["--capacity-factor", "0"], "--capacity-factor 0 must be positive"),
         (["--capacity-factor", "nan"], "--capacity-factor nan must be positive"),
-        (["--bias", "nan"], "--bias nan must be positive"),
-        (["--arms", "static", "static"], "--arms static static: each arm can be given once"),
+        (["--arms", "static", "static"], "--arms static static: give each arm once"),
         (["--cores-per-rank", "0"], "--cores-per-rank 0 must be positive"),
     ],
 )
@@ -278,18 +271,52 @@ def test_bad_input_ends_before_anything_runs(
     assert not folder.exists()
 
 
-def test_it_needs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(wall_time, "preload", lambda: pytest.fail("it has begun"))
-    assert wall_time.main(["--folder", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("wall_time.py: error: an emulated cluster needs ")
+def test_dropped_tokens_are_read_from_the_trace() -> None:
+    assert DROPPED.ms == (9000.0, 4000.0, 1250.0, 1350.0)
+    assert DROPPED.losses == FLEXMOE.losses
+    assert DROPPED.kept == (0.5,) * 4
+    assert DROPPED.balance == DROPPED.plain_balance == (2.0,) * 4
+    assert DROPPED.drops
+    assert not Steps.with_drops(log_of([1.0] * 4, [1.0] * 4), trace_of(1.0)).drops
+    with pytest.raises(ValueError, match="the log has 4 steps and the trace 3"):
+        Steps.with_drops(log_of([1.0] * 4, [1.0] * 4), trace_of(0.5, steps=3))
 
 
-def test_command_lines_are_shown_without_root(
+def test_arms_are_compared_by_the_tokens_they_keep() -> None:
+    """The arm that drops half of the tokens is as fast and has other losses."""
+    far = replace(DROPPED, losses=(1.0,) * 4)
+    plain, placed, dropped = wall_time.rows_of({"static": [STATIC], "flexmoe": [FLEXMOE], "capacity": [far]})
+    assert (plain.kept, placed.kept, dropped.kept) == (1, 1, 0.5)
+    assert placed.ms == dropped.ms == 1300
+    assert placed.kept_per_second == pytest.approx(wall_time.TOKENS / 1.3)
+    assert dropped.kept_per_second == pytest.approx(wall_time.TOKENS / 2.6)
+    assert (plain.kept_speedup, placed.kept_speedup, dropped.kept_speedup) == (1, pytest.approx(2), pytest.approx(1))
+
+
+def test_losses_are_compared_if_nothing_was_dropped() -> None:
+    whole = Steps.with_drops(log_of([1.0] * 4, [1.0] * 4), trace_of(1.0))
+    with pytest.raises(RuntimeError, match="losses of capacity are up to"):
+        wall_time.rows_of({"static": [STATIC], "capacity": [replace(whole, losses=(1.0,) * 4)]})
+
+
+def test_dropped_tokens_do_not_count(
     tmp_path: Path, launched: list[tuple[str, Launch, Topology]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert wall_time.main(["--folder", str(tmp_path), "--show", "--arms", "eplb", "static"]) == 0
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [value_of(words, "--moe-placement") for words in shown] == ["eplb", "static"]
-    assert all(words[0].endswith("pretrain_gpt_hdp.py") for words in shown)
-    assert launched == []
+    """The loads of an earlier run are not read."""
+    write_trace(bench_of(tmp_path).trace, trace_of(0.25, steps=9))
+    words = ["--folder", str(tmp_path), "--steps", "4", "--rounds", "2", "--arms", "static", "capacity"]
+    assert wall_time.main(words) == 0
+    assert [arm for arm, _, _ in launched] == ["static", "capacity", "capacity", "static"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("4096 tokens kept per second (100.0 %), 1.00 times as many as static")
+    assert second.startswith("capacity: 2000 ms a step, 1.00 times as fast as static")
+    assert second.endswith("2048 tokens kept per second (50.0 %), 0.50 times as many as static")
+
+
+@pytest.mark.ranks
+def test_megatron_accepts_the_flags_of_the_arm_that_drops_tokens(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path)
+    run = resolved(wall_time.RANKS, *bench.words("capacity")[1:])
+    (trace,) = run.features.values()
+    assert (trace.path, trace.head) == (bench.trace, TraceHead(wall_time.EXPERTS, wall_time.TOPK, wall_time.RANKS))
+    assert run.args["moe_expert_capacity_factor"] == 1.0

@@ -1,4 +1,4 @@
-"""The counter of what autograd keeps."""
+"""The counter of bytes that autograd saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from scripts.bench.pipeline.saved_bytes import SavedBytes
 
 
-def test_saved_tensors_are_counted_until_they_are_let_go() -> None:
+def test_saved_tensors_count_until_they_are_freed() -> None:
     counter = SavedBytes()
     weight = torch.nn.Parameter(torch.ones(8, 8))
     rows = torch.ones(4, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The arms of the measurement of Seq1F1B, without a training."""
+"""The arms of the bench of Seq1F1B without a training, and its timed layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from megatron.bytescale import features
-from scripts.bench.pipeline import seq1f1b
+from scripts.bench.pipeline import gpu_seq1f1b, seq1f1b
 
 PRINTED = "".join(f" elapsed time per iteration (ms): {ms} |\n" for ms in (900, 100, 100))
 
 
 def printed(command: list[str]) -> str:
-    """What a training prints whose passes take 1 second forward and 1 backward for a whole micro-batch."""
+    """Return the output of a training whose passes take 1 second forward and 1 second backward per micro-batch."""
     k = int(command[command.index("--seq1f1b-slices") + 1])
     count = int(next(word for word in command if word.startswith("--global-batch-size")).split("=")[1])
     passes = [[kind, unit // k, unit % k, 0, 1 / k] for kind in "FB" for unit in range(count * k)]
@@ -39,7 +39,7 @@ def test_every_arm_trains_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths == [(64,), (32, 32), (45, 19), (45, 19)]
 
 
-def test_zero_bubble_beside_whole_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_bubble_is_compared_with_whole_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or printed(command))
     arms = seq1f1b.arms_of(64, 4, CostModel(1.0, 1.0))
@@ -49,10 +49,10 @@ def test_zero_bubble_beside_whole_backward_passes(monkeypatch: pytest.MonkeyPatc
     assert list(zip(slices, split, strict=True)) == [("1", False), ("4", False), ("1", True), ("4", True)]
 
 
-def test_micro_batches_beside_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gains_by_micro_batches_and_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """With p = 2 and k = 4: (m + 1) / (m + 1 / 4)."""
-    found = [seq1f1b.bound(2, count, 4) for count in (2, 4, 8, 16)]
-    assert found == pytest.approx([3 / 2.25, 5 / 4.25, 9 / 8.25, 17 / 16.25])
+    bounds = [seq1f1b.bound(2, count, 4) for count in (2, 4, 8, 16)]
+    assert bounds == pytest.approx([3 / 2.25, 5 / 4.25, 9 / 8.25, 17 / 16.25])
     commands: list[list[str]] = []
     monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or printed(command))
     arms = {name: arm for name, arm in seq1f1b.arms_of(64, 4, CostModel(1.0, 1.0)).items() if name in ("1f1b", "time")}
@@ -73,3 +73,10 @@ def test_1f1b_is_one_slice_by_our_code() -> None:
         assert [feature.name for feature in features.enabled(args)] == ["slices"]
     assert features.enabled(args) == []
     assert features.slices.slicing_of(args) == Slicing()
+
+
+def test_the_overhead_of_slices_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_seq1f1b.main(["--device", "cpu", "--json"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(figures["split_overhead"]) == {"256/4", "256/8"}
+    assert min(figures["split_overhead"].values()) > -1

@@ -1,4 +1,4 @@
-"""The tables of docs/results/slices.md are those that the script writes."""
+"""The tables of docs/results/slices.md are up to date and complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_the_document_is_up_to_date() -> None:
     assert seq1f1b_table.with_tables(text) == text, "run scripts/bench/pipeline/seq1f1b_table.py"
 
 
-def test_every_model_and_length_is_there() -> None:
+def test_every_model_and_length_has_rows() -> None:
     rows = [row for row in seq1f1b_table.memory_rows() if row.startswith("| gpt")]
     assert len(rows) == 4 * 3 * 6
     assert sum("out of memory" in row for row in rows) == sum(

@@ -1,4 +1,4 @@
-"""The training benchmark: its command, its figures, and one tiny CPU run, whose times are not checked."""
+"""The bench of training on a GPU: its command, its figures, and a tiny run on CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def steps(count: int) -> list[dict[str, float]]:
     ]
 
 
-def test_figures_leave_out_the_steps_that_warm_up() -> None:
+def test_figures_leave_out_the_warm_up() -> None:
     figures = gpu_training.figures_of(PRINTED, steps(5))
     assert figures == {
         "num_steps": 3,
@@ -39,11 +39,11 @@ def test_figures_leave_out_the_steps_that_warm_up() -> None:
         "losses": [4.0, 3.0, 2.0, 1.0, 0.0],
     }
     assert gpu_training.figures_of("nothing", steps(3))["tflops_per_gpu"] is None
-    with pytest.raises(RuntimeError, match=r"2 steps were run.* give more --steps"):
+    with pytest.raises(RuntimeError, match=r"2 steps ran.* give more --steps"):
         gpu_training.figures_of(PRINTED, steps(2))
 
 
-def test_the_model_replaces_the_one_of_the_demo(tmp_path: Path) -> None:
+def test_the_model_replaces_the_model_of_the_demo(tmp_path: Path) -> None:
     """On one GPU the longest document fits in a micro-batch, and our parser takes the flags."""
     words = gpu_training.training_command(Demo(1, False, tmp_path), False, 10, tmp_path)
     parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))

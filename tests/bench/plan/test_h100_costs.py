@@ -1,4 +1,4 @@
-"""Cost files of an H100 from published timings: the fit, on made-up timings of known constants, and what is shipped."""
+"""Cost files of an H100 from published timings: the fit on timings of known constants, and the shipped files."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def timings(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_constants_are_found_again(timings: Path) -> None:
-    found = fit(timings)
-    assert (found.square, found.token, found.attention_start) == pytest.approx((SQUARE, TOKEN, START))
-    assert found.bytes_per_second == pytest.approx(BYTES_PER_SECOND)
+def test_known_constants_are_fitted(timings: Path) -> None:
+    fitted = fit(timings)
+    assert (fitted.square, fitted.token, fitted.attention_start) == pytest.approx((SQUARE, TOKEN, START))
+    assert fitted.bytes_per_second == pytest.approx(BYTES_PER_SECOND)
     flops = linear_flops_per_token(MODELS["h100_34b"]) - 2 * 8192 * 32000
-    assert found.linear_flops == pytest.approx(flops / 48 / PER_TOKEN)
-    assert all(worst < 1e-6 for _, worst, _ in found.errors.values())
+    assert fitted.linear_flops == pytest.approx(flops / 48 / PER_TOKEN)
+    assert all(worst < 1e-6 for _, worst, _ in fitted.errors.values())
 
 
 def test_cost_files_are_written(timings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,12 +76,12 @@ def test_the_documentation_has_their_errors() -> None:
     assert rows == parts
 
 
-def test_they_are_taken_as_cost_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_the_shipped_cost_files(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(SHIPPED / "h100_8b.json")
     words = (
         "simulate --sampler github --context 128K --ranks 16 --tokens-per-rank 8K --global-tokens 1M --seeds 1 --json"
     )
     assert command([*words.split(), "--schedulers", "static,ours", "--cost-file", path]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["scenario"]["cost"] == {"file": path, "device": "NVIDIA H100 (published timings)"}
-    assert found["schedulers"]["ours"]["speedup_over_static"]["mean"] > 1
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["scenario"]["cost"] == {"file": path, "device": "NVIDIA H100 (published timings)"}
+    assert figures["schedulers"]["ours"]["speedup_over_static"]["mean"] > 1

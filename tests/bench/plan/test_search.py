@@ -1,3 +1,5 @@
+"""Three other ways to choose a launch line, on a small task; the search is never slower."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,10 +16,10 @@ TASK = Task(WIDE, Devices(8, 8, 1e9), 4096, tuple((4000, 200, 900, 40, 2500, 700
 
 
 def test_the_search_is_never_slower() -> None:
-    found = compare(TASK)
-    assert set(found) == {"recipe", "fixed-length search", "table", "search"}
-    assert all(one.seconds >= found["search"].seconds for one in found.values())
-    rows = text_of("a case", found).splitlines()
+    choices = compare(TASK)
+    assert set(choices) == {"recipe", "fixed-length search", "table", "search"}
+    assert all(choice.seconds >= choices["search"].seconds for choice in choices.values())
+    rows = text_of("a case", choices).splitlines()
     assert len(rows) == 4
     assert "| 1.00 |" in rows[-1]
 
@@ -26,13 +28,13 @@ def test_the_recipe_fills_a_node_first() -> None:
     assert recipe(TASK).strategy == Strategy(8, (8,), 4096, shares_optimizer=True)
 
 
-def test_samples_of_one_length_lie_on_one_rank() -> None:
+def test_samples_of_one_length_run_on_one_rank() -> None:
     case = fixed_length(TASK)
     assert case.strategy.tokens_per_rank == 4096
     assert case.planner.static_width == 1
 
 
-def test_lines_recompute_where_memory_is_short() -> None:
+def test_lines_recompute_if_memory_is_short() -> None:
     (plain,) = fitting(TASK, [(1, 1, 4)])
     tight = replace(TASK, devices=replace(TASK.devices, memory_bytes=plain.full_bytes[0] - 1))
     (full,) = fitting(tight, [(1, 1, 4)])
@@ -46,7 +48,7 @@ def test_meshes_divide_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("context", [65536, 262144])
-def test_tasks_have_equally_many_documents(context: int) -> None:
+def test_tasks_have_the_same_number_of_documents(context: int) -> None:
     task = task_of("byted", context)
     assert {len(step) for step in task.steps} == {512}
     assert max(map(max, task.steps)) <= context

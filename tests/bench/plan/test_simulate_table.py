@@ -1,4 +1,4 @@
-"""Parts of docs/results/simulated.md that are run alone take their place in the page, and leave the rest as it is."""
+"""Sections of docs/results/simulated.md that run alone replace their part of the page and leave the rest unchanged."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_sections_are_added_once_and_replaced() -> None:
 def test_cases_that_miss_the_target_have_a_table_with_host_memory() -> None:
     missed, slicing = chosen(2.0), (3, 1 << 19, True, 1 << 18, False, 1 << 20)
     case = CASES[-1].name
-    again = [replace(one, over_bound=1.0, slicing=slicing, longest=1 << 20, host_gigabytes=200, in_host=90.0)
-             for one in missed if one.key[:3] == (case, 8, 80)]  # fmt: skip
+    again = [replace(row, over_bound=1.0, slicing=slicing, longest=1 << 20, host_gigabytes=200, in_host=90.0)
+             for row in missed if row.key[:3] == (case, 8, 80)]  # fmt: skip
     text = with_budgets(PAGE, missed + again)
     cells = "1.000 (1.000) | 3 slices, eager, keys to 512K, in host memory to 1024K, sums to 256K | 65.0 | "
     assert f"| {case} x 8 stages | {cells}" in text
@@ -81,21 +81,21 @@ def test_cases_that_miss_the_target_have_a_table_with_host_memory() -> None:
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    found = chosen(1.0)[:3]
+    rows = chosen(1.0)[:3]
     file = tmp_path / "results.jsonl"
     assert read(file) == []
-    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in found), encoding="utf-8")
-    assert read(file) == found
+    file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    assert read(file) == rows
 
 
 def test_a_step_counts_once_all_cases_have_run_it() -> None:
-    found = chosen(1.0)
-    assert complete(found) == found
-    assert {(one.gigabytes, one.seed) for one in complete(found[1:])} == {(80, 1), (141, 0), (141, 1)}
+    rows = chosen(1.0)
+    assert complete(rows) == rows
+    assert {(row.gigabytes, row.seed) for row in complete(rows[1:])} == {(80, 1), (141, 0), (141, 1)}
 
 
 @pytest.mark.parametrize(("count", "least"), [(2, 1.14), (3, 1.31), (4, 1.47), (8, 2.12)])
-def test_where_the_longest_keys_travel_again_no_slices_meet_the_target(count: int, least: float) -> None:
+def test_no_slices_meet_the_target_if_the_longest_keys_are_sent_again(count: int, least: float) -> None:
     """The bounds in docs/results/slices.md of Byted's lengths at 2M tokens on 4 stages, first step."""
     case = next(case for case in CASES if case.name == "byted 2M, 512 ranks")
     lengths = sample_lengths(case.sampler, case.context, case.global_tokens, 0).tolist()

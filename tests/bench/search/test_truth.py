@@ -1,3 +1,5 @@
+"""The choice of strategies to train, their rounds, and the errors of predictions, without a training."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,3 +1,5 @@
+"""The bench of n-gram rows runs on CPU, and a cache reads the same rows as a gather."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +23,7 @@ def test_rows_of_steps() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_cache_reads_and_learns_what_a_gather_does(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_reads_and_updates_the_same_rows_as_a_gather(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, device = gpu_ngram.drawn_steps(200, 20, 6, seed=0), torch.device("cpu")
     tables = [RowTable.random(range(200), 4, 1.0, 0) for _ in range(2)]
     read: list[torch.Tensor] = []
@@ -38,24 +40,11 @@ def test_a_cache_reads_and_learns_what_a_gather_does(ahead: bool, monkeypatch: p
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "gpu_ngram.py",
-        "--device",
-        "cpu",
-        "--rows",
-        "2K",
-        "--dim",
-        "4",
-        "--tokens",
-        "16",
-        "--steps",
-        "2",
-        "--json",
-    ]
+    words = "gpu_ngram.py --device cpu --rows 2K --dim 4 --tokens 16 --steps 2 --json".split()
     monkeypatch.setattr(sys, "argv", words)
     assert gpu_ngram.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
-    assert list(found["seconds"]) == ["device", "host", "cached", "ahead"]
-    assert found["start"]["forecast_bytes"] == 2048 * (16 + 12 + 4) + 204 * (32 + 48)
+    figures = json.loads(lines[-1])
+    assert list(figures["seconds"]) == ["device", "host", "cached", "ahead"]
+    assert figures["start"]["forecast_bytes"] == 2048 * (16 + 12 + 4) + 204 * (32 + 48)
     assert lines[0].startswith("start ")

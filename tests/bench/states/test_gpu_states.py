@@ -1,4 +1,4 @@
-"""The benchmark of paged states runs on CPU with tiny sizes, and both arms give the same parameters."""
+"""The bench of paged states runs on CPU with tiny sizes, and both arms give the same parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def test_it_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(sys, "argv", ["gpu_states.py", "--device", "cpu", "--quick", "--json"])
     gpu_states.main()
     text, figures = capsys.readouterr().out.strip().splitlines()
-    found = json.loads(figures)
+    results = json.loads(figures)
     assert text.startswith("0.1 M parameters: resident ")
     assert text.endswith("; equal results")
-    assert found["equal"]
-    assert found["pages"] == 3 * -(-100_000 * 4 // 65536)
-    assert all(found[f"{name}_seconds"] > 0 for name in ("resident", "paged", "predicted"))
+    assert results["equal"]
+    assert results["pages"] == 3 * -(-100_000 * 4 // 65536)
+    assert all(results[f"{name}_seconds"] > 0 for name in ("resident", "paged", "predicted"))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ByteScale's mixture of 8 experts (8x22B) on 12,288 GPUs. Published for models in pipelines on GitHub's lengths:
-# 3.4 to 4.3 times static context parallelism. Heads, groups and widths are those of ByteScale's experiments
-# (arXiv 2502.21231); MLPs are LLaMA's, which it does not give. Steps of 32M tokens, documents of up to 2M tokens.
+# 3.4 to 4.3 times static context parallelism. Heads, groups and widths are from ByteScale
+# (arXiv 2502.21231); it gives no MLPs, so they are LLaMA's. Steps of 32M tokens, documents of up to 2M tokens.
 export VOCAB=32000 PARAMETERS=140620634112
 export NODES=1536 GPUS_PER_NODE=8 SEQ_LENGTH=2097152 TOKENS_PER_RANK=8192 BATCH=1536 SAMPLER=byted
 export MODEL_FLAGS="

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ByteScale's 30B on 4,096 GPUs. Published for 7B to 30B on GitHub's lengths: 6.2 to 7.9 times static context
-# parallelism. Heads, groups and widths are those of ByteScale's experiments (arXiv 2502.21231); MLPs are LLaMA's,
-# which it does not give. Steps of 32M tokens, documents of up to 2M tokens.
+# parallelism. Heads, groups and widths are from ByteScale (arXiv 2502.21231); it gives no MLPs, so they are
+# LLaMA's. Steps of 32M tokens, documents of up to 2M tokens.
 export VOCAB=32000 PARAMETERS=28439497216
 export NODES=512 GPUS_PER_NODE=8 SEQ_LENGTH=2097152 TOKENS_PER_RANK=8192 BATCH=1024 SAMPLER=byted
 export MODEL_FLAGS="

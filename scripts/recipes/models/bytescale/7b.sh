@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ByteScale's 7B on 1,024 GPUs. Published: a step of 8 min 40 s with static context parallelism took 4 min 32 s
-# with HDP and 2 min 37 s balanced. Heads, groups and widths are those of ByteScale's experiments (arXiv
-# 2502.21231); MLPs are LLaMA's, which it does not give. Steps of 32M tokens, documents of up to 2M tokens.
+# with HDP and 2 min 37 s balanced. Heads, groups and widths are from ByteScale (arXiv 2502.21231);
+# it gives no MLPs, so they are LLaMA's. Steps of 32M tokens, documents of up to 2M tokens.
 export VOCAB=32000 PARAMETERS=5933109248
 export NODES=128 GPUS_PER_NODE=8 SEQ_LENGTH=2097152 TOKENS_PER_RANK=8192 BATCH=1024 SAMPLER=byted
 export MODEL_FLAGS="

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # MEMO's 30B on 32 GPUs of 80 GB. MEMO (arXiv 2407.12117) swaps a share of the activations to host memory: here
-# 240 GB of it for each GPU.
+# 240 GB per GPU.
 export VOCAB=50257 PARAMETERS=30319980544
 export NODES=4 GPUS_PER_NODE=8 SEQ_LENGTH=1048576 TOKENS_PER_RANK=262144 BATCH=4 SAMPLER=equal
 export MODEL_FLAGS="

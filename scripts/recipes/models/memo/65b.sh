@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # MEMO's 65B with up to 1,408K tokens on 64 GPUs of 80 GB, reported for its first version at 51.45 % MFU. MEMO
-# (arXiv 2407.12117) swaps a share of the activations to host memory: here 240 GB of it for each GPU.
+# (arXiv 2407.12117) swaps a share of the activations to host memory: here 240 GB per GPU.
 export VOCAB=50257 PARAMETERS=65256456192
 export NODES=8 GPUS_PER_NODE=8 SEQ_LENGTH=1441792 TOKENS_PER_RANK=180224 BATCH=8 SAMPLER=equal
 export MODEL_FLAGS="

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # MEMO's 7B with 1M tokens on 8 GPUs of 80 GB. Published: 52.30 % MFU. MEMO (arXiv 2407.12117) swaps a share of
-# the activations to host memory: here 240 GB of it for each GPU.
+# the activations to host memory: here 240 GB per GPU.
 export VOCAB=50257 PARAMETERS=6855868416
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=1048576 TOKENS_PER_RANK=1048576 BATCH=2 SAMPLER=equal
 export MODEL_FLAGS="

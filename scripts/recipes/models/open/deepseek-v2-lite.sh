@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DeepSeek-V2-Lite: multi-latent attention with YaRN; all layers but the first have 64 experts, of which a token has 6,
-# and 2 shared ones. Documents of up to 32K tokens on 8 GPUs of 80 GB, each layer's experts on all of them.
+# DeepSeek-V2-Lite: multi-latent attention with YaRN; all layers except the first have 64 experts, 6 for each token, and
+# 2 shared experts. Documents of up to 32K tokens on 8 GPUs of 80 GB, which share the experts of each layer.
 export VOCAB=102400 PARAMETERS=15706484224
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=64 SAMPLER=github
 export MODEL_FLAGS="

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3-30B-A3B, 128 experts of which a token has 8, on documents of up to 32K tokens: 32 GPUs of 80 GB, each
-# layer's experts on 8 of them.
+# Qwen3-30B-A3B: 128 experts, 8 for each token, on documents of up to 32K tokens: 32 GPUs of 80 GB, 8 of which share
+# the experts of each layer.
 export VOCAB=151936 PARAMETERS=30532122624
 export NODES=4 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=128 SAMPLER=github
 export MODEL_FLAGS="

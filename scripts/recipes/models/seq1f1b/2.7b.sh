@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Seq1F1B's 2.7B on 8 GPUs. Published peak of a GPU at 32K tokens: 53.1 GB; 1F1B runs out of 80 GB. Seq1F1B (arXiv
-# 2406.03488) cuts each micro-batch of one length in 4 slices, without recomputation.
+# 2406.03488) splits each micro-batch of one length into 4 slices, without recomputation.
 export VOCAB=50257 PARAMETERS=2774968320
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=32768 BATCH=8 SAMPLER=equal
 export MODEL_FLAGS="

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Seq1F1B's 30B on 64 GPUs. Published peak of a GPU at 64K tokens: 67.5 GB; 1F1B runs out of 80 GB. Seq1F1B (arXiv
-# 2406.03488) cuts each micro-batch of one length in 4 slices, without recomputation.
+# 2406.03488) splits each micro-batch of one length into 4 slices, without recomputation.
 export VOCAB=50257 PARAMETERS=29613711360
 export NODES=8 GPUS_PER_NODE=8 SEQ_LENGTH=65536 TOKENS_PER_RANK=65536 BATCH=16 SAMPLER=equal
 export MODEL_FLAGS="
