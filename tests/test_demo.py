@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from scripts import demo
-from scripts.bench.common import printed_by
 from scripts.bench.plan import hdp_e2e
+from scripts.bench.report import printed_by
 from tests.harness import run_ranks
 
 

@@ -45,7 +45,7 @@ class SavedTensor:
     view: TensorView | None = None
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor. The first call restores the whole layer. Each tensor can be restored once."""
+        """Return the tensor, of any shape. The first call restores the whole layer. A tensor is restored once."""
         if self.region is None:
             assert self.tensor is not None, "this activation was restored before"
             return self.tensor

@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it also runs as a file
 
-from scripts.bench.common import ROOT
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT
 
 DONE, SKIPPED = "done", "done before"
 SECONDS_TO_END = 10.0

@@ -60,7 +60,7 @@ def test_what_cannot_be_reserved_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(torch, "empty", fail)
-    with pytest.warns(UserWarning, match="2 GB of the memory plan could not be reserved"):
+    with pytest.warns(UserWarning, match="2 GB for the memory plan could not be reserved"):
         reserve(2_000_000_000, CPU)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.bench.common import Target, in_turns
+from scripts.bench.report import Target, in_turns
 
 
 def test_every_other_round_is_reversed() -> None:

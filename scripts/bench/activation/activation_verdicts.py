@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.bench.common import Target
+from scripts.bench.report import Target
 
 SWEPT = "alpha "
 """Prefix of the names of the arms of the sweep; the alpha follows."""

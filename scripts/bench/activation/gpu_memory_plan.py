@@ -32,9 +32,9 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.memory.step_file import StepMemory
 from megatron.bytescale.training.one_device import build_model
 from scripts.bench.activation.models import LOSS_TOKENS, SHAPE, TINY
-from scripts.bench.common import ROOT
 from scripts.bench.gpu import gpu_parser, parse_on_gpu
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT
 
 ACTIVATIONS = ActivationPlan("memo", 0.5, 0.5, 1.0, False, 2)
 LONGEST, STEPS, WARM_UP = 65536, 6, 2

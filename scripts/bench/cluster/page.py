@@ -39,7 +39,7 @@ from scripts.bench.cluster.figures import (
     ratio_text,
 )
 from scripts.bench.cluster.results import Results
-from scripts.bench.common import ROOT, Target
+from scripts.bench.report import ROOT, Target
 from scripts.cluster.spec import SPECS, matched_links
 
 SPEC = "H200-IB"

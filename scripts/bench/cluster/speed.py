@@ -54,8 +54,8 @@ from scripts.bench.cluster.cases import (
 from scripts.bench.cluster.figures import all_figures, case_figures, table
 from scripts.bench.cluster.predict import predicted_seconds, wall_cost
 from scripts.bench.cluster.results import Results, Run, Step
-from scripts.bench.common import ROOT, in_turns
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, in_turns
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
 from scripts.cluster.ranks import Launch, preload
 from scripts.cluster.spec import SPECS, matched_links

@@ -40,8 +40,8 @@ from bytescale_ext.plan.experts.cost import balance_ratio
 from bytescale_ext.plan.experts.placement import home_parts
 from bytescale_ext.plan.experts.replay import PLACEMENTS
 from bytescale_ext.plan.experts.trace import Trace, read_trace
-from scripts.bench.common import ROOT, in_turns
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, in_turns
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
 from scripts.cluster.ranks import Launch, preload
 from scripts.cluster.topology import Topology

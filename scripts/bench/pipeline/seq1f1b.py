@@ -47,10 +47,10 @@ from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from megatron.bytescale import features
 from megatron.bytescale.features.slices.flags import flags_of
-from scripts.bench.common import ROOT, in_turns, printed_by
 from scripts.bench.gpu import median_seconds
 from scripts.bench.pipeline.saved_bytes import SavedBytes
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, in_turns, printed_by
 
 NUM_SLICES = 4
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 
 from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared
 from bytescale_ext.plan.step.sizes import Slicing
-from scripts.bench.common import ROOT
+from scripts.bench.report import ROOT
 
 DOCUMENT = ROOT / "docs" / "results" / "slices.md"
 BEGIN, END = "<!-- tables: scripts/bench/pipeline/seq1f1b_table.py -->", "<!-- end of tables -->"

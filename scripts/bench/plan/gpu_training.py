@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 
 from rich.console import Console
 
-from scripts.bench.common import ROOT, printed_by
 from scripts.bench.gpu import gpu_parser, parse_on_gpu
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, printed_by
 from scripts.demo import Demo, build_corpora, read_metrics
 
 MODEL = (

@@ -30,8 +30,8 @@ from rich.console import Console
 
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.slices.flags import flags_of
-from scripts.bench.common import ROOT, in_turns, printed_by
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, in_turns, printed_by
 from scripts.demo import CONTEXT, Demo, build_corpora, num_gpus, read_metrics
 
 MOST_RANKS = 4

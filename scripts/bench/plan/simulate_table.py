@@ -28,7 +28,6 @@ from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit
 from bytescale_ext.plan.setup.costs import stage_costs
 from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
-from scripts.bench.common import ROOT, Target
 from scripts.bench.plan.simulate_budgets import (
     GIGABYTES,
     HOST_GIGABYTES,
@@ -53,6 +52,7 @@ from scripts.bench.plan.simulate_cases import (
 )
 from scripts.bench.plan.simulate_summary import draw_figures, with_summary
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, Target
 
 OUT = ROOT / "docs" / "results" / "simulated.md"
 RESULTS = Path("simulate_budgets.jsonl")

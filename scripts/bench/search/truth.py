@@ -51,8 +51,8 @@ from megatron.bytescale.cli.search.verify import (
 from scripts.bench.cluster.cases import CORES_SHARE
 from scripts.bench.cluster.predict import wall_cost
 from scripts.bench.cluster.speed import profile_ranks
-from scripts.bench.common import ROOT, printed_by
 from scripts.bench.progress import progress
+from scripts.bench.report import ROOT, printed_by
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
 from scripts.cluster.ranks import Launch, preload
 from scripts.cluster.topology import Topology

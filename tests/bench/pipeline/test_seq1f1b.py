@@ -8,8 +8,9 @@ import json
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import features
+from megatron.bytescale.features.slices.flags import flags_of
 from scripts.bench.pipeline import gpu_seq1f1b, seq1f1b
 
 PRINTED = "".join(f" elapsed time per iteration (ms): {ms} |\n" for ms in (900, 100, 100))
@@ -67,12 +68,11 @@ def test_1f1b_is_one_slice_by_our_code() -> None:
     parser = argparse.ArgumentParser()
     for feature in features.FEATURES:
         feature.add_arguments(parser)
-    args = parser.parse_args(features.slices.flags_of(ONE_SLICE))
+    args = parser.parse_args(flags_of(ONE_SLICE))
     assert features.enabled(args) == []
     with seq1f1b.one_slice_counts():
         assert [feature.name for feature in features.enabled(args)] == ["slices"]
     assert features.enabled(args) == []
-    assert features.slices.slicing_of(args) == Slicing()
 
 
 def test_the_overhead_of_slices_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:

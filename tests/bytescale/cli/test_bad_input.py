@@ -241,7 +241,9 @@ def plans(folder: Path) -> Path:
     parser = OneLineParser()
     cli.plan.add_arguments(parser)
     args = parser.parse_args([word.format(**{"in": folder}) for word in PLAN[1:]])
-    plan = cli.plan.planner_of(args, cli.plan.model_cost(None))(read_lengths(args.lengths)).to_json()
+    lengths = read_lengths(args.lengths)
+    decision = cli.plan.decision_of(args, cli.plan.model_cost(None), lengths)
+    plan = cli.plan.planner_of(decision)(lengths).to_json()
     (folder / "plan.json").write_text(json.dumps(plan))
     broken = {**plan, "lengths": [*plan["lengths"][:-1], 10**6]}
     (folder / "broken.json").write_text(json.dumps(broken))

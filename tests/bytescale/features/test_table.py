@@ -10,6 +10,7 @@ import pytest
 
 from bytescale_ext.config.run import RunConfig
 from megatron.bytescale import features
+from megatron.bytescale.arguments.conditions import given
 from megatron.bytescale.arguments.options import Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
@@ -24,10 +25,11 @@ def feature_of(name: str, **changes: Any) -> Feature[Any]:
         parser.add_argument(f"--{name}", action="store_true")
         parser.add_argument(f"--{name}-size", type=int)
 
-    def resolve(args: Any, run: RunConfig) -> object:
-        return vars(args)[f"{name}_size"]
+    def resolve(options: Any, run: RunConfig) -> object:
+        return getattr(options, f"{name}_size")
 
-    made = Feature(name, f"--{name}", "for tests", add_arguments, lambda args: getattr(args, name), resolve,
+    options = dataclasses.make_dataclass("Options", [(f"{name}_size", int | None)], frozen=True)
+    made = Feature(name, f"--{name}", "for tests", add_arguments, given(name), options, resolve,
                    lambda training, runtime: training)  # fmt: skip
     return dataclasses.replace(made, **changes)
 

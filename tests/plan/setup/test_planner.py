@@ -35,7 +35,7 @@ def test_nothing_is_sliced_or_offloaded_by_default() -> None:
 
 
 def test_slices_of_documents_reach_the_planner() -> None:
-    slices = DocumentSliceConfig(SliceRule(Slicing(3, 50).two_ahead()), num_stages=2)
+    slices = DocumentSliceConfig(SliceRule(Slicing(3, 50).in_eager_order()), num_stages=2)
     sliced = run_of(hdp_of(balance="pp", num_stages=2), slices).decision
     assert sliced.finest == slices.slicing == Slicing(3, 50, True)
     assert slices.group_size == 3

@@ -244,8 +244,7 @@ def test_keys_of_slices_take_host_memory_of_activations() -> None:
 
 
 def test_a_choice_is_two_lines() -> None:
-    machine = Machine(80e9, 10e9, 55e9)
-    one = Prediction(StateOption(), 2.0, 0.25, 10e9, 0.0, 5e9, 0.0, machine, 1.0)
+    one = Prediction(StateOption(), 2.0, 0.25, 10e9, 0.0, 5e9, 0.0, 1.0)
     other = replace(one, option=StateOption(3, 1, 0.5), seconds=3.0)
     assert StateChoice(one, (other,)).described().splitlines() == [
         "> bytescale: states auto (the least predicted time): resident: 2 s a step (0.25 s of it the update), "

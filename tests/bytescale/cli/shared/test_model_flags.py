@@ -78,7 +78,7 @@ def test_types_and_rows() -> None:
     [
         (f"{SIZES} --hidden-dropout much", "argument --hidden-dropout: invalid float value"),
         (f"{SIZES} --nonsense 3", "Megatron 0.19.2 knows no --nonsense"),
-        (f"{SIZES} --fp8-format hybrid", "use --transformer-impl transformer_engine"),
+        (f"{SIZES} --fp8-format hybrid --fp8-recipe tensorwise", "use --transformer-impl transformer_engine"),
     ],
 )
 def test_what_training_refuses_is_refused(flags: str, message: str) -> None:

@@ -54,6 +54,8 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "use_tp_pp_dp_mapping": False, "distributed_backend": "gloo", "distributed_timeout_minutes": 10,
         "log_interval": 1, "train_iters": 5, "save": None, "mtp_num_layers": None,
         "qk_l2_norm": False, "full_validation": False, "step_batch_size_schedule": None,
+        "rampup_batch_size": None, "train_samples": None, "eval_global_batch_size": None,
+        "fp16": False, "loss_scale": None, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0,
         "multiple_validation_sets": False, "ddp_average_in_collective": False, "optimizer": "adam",
         "result_rejected_tracker_filename": None, "init_model_with_meta_device": False,
         "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
