@@ -21,7 +21,7 @@ from bytescale_ext.plan.setup.costs import stage_costs
 from bytescale_ext.plan.setup.planner import scenario_of
 from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
-from megatron.bytescale.cli.simulate import all_schedulers, outcomes_of
+from megatron.bytescale.cli.simulate import DEFAULTS, all_schedulers, outcomes_of
 from megatron.bytescale.features.slices.flags import ORDER_FLAG
 
 K, M = 1 << 10, 1 << 20
@@ -102,7 +102,8 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
     scenario = scenario_of(choose(setup_of_cost(shipped("bytescale_7b"), num_stages, cluster, case.context)))
     steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
-    outcomes = {name: outcomes_of(scheduler, scenario, steps) for name, scheduler in all_schedulers().items()}
+    schedulers = all_schedulers()
+    outcomes = {name: outcomes_of(schedulers[name], scenario, steps) for name in DEFAULTS}
 
     def bounds(slicing: Slicing) -> list[float]:
         return [lower_bounds(step, cluster, scenario.stages, slicing).largest for step in steps]
@@ -111,7 +112,7 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     for slicing in SLICINGS if num_stages > 1 else ():
         name = label(slicing)
         used = slicing if slicing.kept_tokens else replace(slicing, kept_tokens=default_kept_keys(num_stages, slicing))
-        outcomes[name] = outcomes_of(all_schedulers()["ours"], replace(scenario, slicing=used), steps)
+        outcomes[name] = outcomes_of(schedulers["ours"], replace(scenario, slicing=used), steps)
         sliced_bounds[name] = bounds(used)
     return Scores(case, num_stages, bounds(ONE_SLICE), outcomes, sliced_bounds)
 
