@@ -134,8 +134,7 @@ def stock_only(feature: str) -> set[str]:
         for file, classes in STOCK_OPTIONS.items():
             read |= names_declared((ours / file).read_text(encoding="utf-8"), classes)
     files = [*(ours / "features" / feature).glob("*.py"), ours / "core" / "transformer" / "dot_product_attention.py"]
-    if feature == "activations":
-        files.append(ours / "arguments" / "stage_layers.py")
+    files.append(ours / "arguments" / "setup.py")
     for text in (file.read_text(encoding="utf-8") for file in files):
         read -= names_read(text) | names_declared(text) | set(re.findall(r"(?:config|current\(\w+\))\.(\w+)", text))
     return read

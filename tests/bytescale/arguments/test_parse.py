@@ -32,7 +32,7 @@ REFUSED: list[tuple[list[object], str]] = [
         ["--micro-batch-size", 1, "--data-path", "unread", "--cost-file", "cost.json"],
         "--cost-file needs --hybrid-data-parallel or --seq1f1b-slices or --activation-policy",
     ),
-    ([*HDP, "--data-path", "unread", "--cost-file", "cost.json"], "--cost-file cost.json"),
+    ([*HDP, "--data-path", "unread", "--cost-file", "cost.json"], "cost file cost.json: No such file"),
     (["--hdp-loader", "ray"], "--hdp-loader needs --hybrid-data-parallel"),
     (["--hdp-ray-servers", 2], "--hdp-ray-servers needs --hdp-loader ray"),
     (["--hdp-ray-address", "host:1"], "--hdp-ray-address needs --hdp-loader ray"),

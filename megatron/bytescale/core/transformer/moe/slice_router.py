@@ -67,7 +67,7 @@ class SliceRouter(TopKRouter):
         """
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         is_recomputed_later = self.training and not torch.is_grad_enabled()
-        if is_recomputed_later and self.loads is not None and self.is_aux_loss_enabled():
+        if is_recomputed_later and self.runtime.step.expert_loads is not None and self.is_aux_loss_enabled():
             num_rows, batch = logits.shape[:2]
             mask = None if padding_mask is None else padding_mask.reshape(-1)
             chosen, scores = compute_routing_scores_for_aux_loss(
