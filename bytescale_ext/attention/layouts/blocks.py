@@ -159,7 +159,7 @@ class PlacedBlock:
 
 
 def share_values(blocks: Sequence[PlacedBlock]) -> tuple[PlacedBlock, ...]:
-    """Return the blocks with equal rows and offsets made identical objects, which are copied to a device once."""
+    """Return the blocks, with one object for equal rows or offsets, so that they are copied to a device once."""
     rows: dict[Rows, Rows] = {}
     offsets: dict[CuSeqlens, CuSeqlens] = {}
     return tuple(

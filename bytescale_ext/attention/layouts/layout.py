@@ -269,10 +269,7 @@ def ring_pass(
     """
     width, index = route.width, route.index
     before = [0] * len(lengths) if prefix is None else [tokens // width for tokens in prefix.tokens]
-    shares = tuple(
-        tuple(sum(stop - start for start, stop in zigzag_ranges(length, width, member)) for length in lengths)
-        for member in range(width)
-    )
+    shares = tuple(tuple(zigzag_share(length, width, member) for length in lengths) for member in range(width))
     sources = map(route.source, range(width))
     pairs = [_blocks(index, source, shares[index], shares[source], before) for source in sources]
     in_micro_batch = Rows.of([(0, sum(shares[index]))]) if in_micro_batch is None else in_micro_batch
@@ -287,6 +284,11 @@ def ring_pass(
         prefix_blocks=share_values([block for _, block in pairs]) if any(before) else (),
         kept=None if prefix is None else prefix.kept,
     )
+
+
+def zigzag_share(num_tokens: int, width: int, member: int) -> int:
+    """Return the number of tokens in the zigzag share of a member of a ring of ``width`` ranks."""
+    return sum(stop - start for start, stop in zigzag_ranges(num_tokens, width, member))
 
 
 def _blocks(

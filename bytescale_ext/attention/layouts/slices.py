@@ -17,13 +17,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
-from bytescale_ext.attention.layouts.layout import AttentionLayout, KeptKeys, PrefixKeys, RingPass, ring_pass
+from bytescale_ext.attention.layouts.layout import (
+    AttentionLayout,
+    KeptKeys,
+    PrefixKeys,
+    RingPass,
+    ring_pass,
+    zigzag_share,
+)
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, PartRows, Rows
 from bytescale_ext.attention.layouts.window import WindowPass, WindowSequence, is_limited, window_pass
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices
 from bytescale_ext.plan.schedule.slices import slice_ranges
-from bytescale_ext.plan.step.micro_batch import zigzag_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ class _KeyRows:
         start, stop = self.slices.ring_range(number, index)
         begin = self._begins[number][member]
         own = begin + start // width
-        return begin, own, own + _share(stop - start, width, member)
+        return begin, own, own + zigzag_share(stop - start, width, member)
 
     def added_rows(self, index: int, number: int, of_all: bool) -> list[tuple[int, int]]:
         """Return the rows of a ring shard's keys in slice ``index``, of all members or only of this rank."""
@@ -137,7 +143,7 @@ class _KeyRows:
         # In all slices except the last, the members have equal numbers of tokens.
         ends, width = self.slices.ring_ends[number], len(self.ring(number))
         before = ends[-2] if len(ends) > 1 else 0
-        shares = (before // width + _share(ends[-1] - before, width, member) for member in range(width - 1))
+        shares = (before // width + zigzag_share(ends[-1] - before, width, member) for member in range(width - 1))
         return dict(enumerate(accumulate(shares, initial=self.first_rows[number])))
 
 
@@ -240,11 +246,6 @@ def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Ro
             KeptKeys(tuple(whole.values()), tuple(own.values()), numbers[0] in slices.sent_sums) if is_kept else None,
         ),
     )
-
-
-def _share(num_tokens: int, width: int, member: int) -> int:
-    """Return the number of tokens of a ring member's zigzag share."""
-    return sum(stop - start for start, stop in zigzag_ranges(num_tokens, width, member))
 
 
 def sample_layouts(lengths: Sequence[int], batch: int, window: int | None = None) -> tuple[SliceLayout, ...]:
