@@ -15,7 +15,8 @@ from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.travel import Computed, Keys
 from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
-type Steps[Result] = Generator[Pending, None, Result]
+type Exchanges[Result] = Generator[Pending, None, Result]
+"""A generator that yields each exchange where it must be complete, and returns a result."""
 
 
 @dataclass(frozen=True)

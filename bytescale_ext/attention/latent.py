@@ -76,11 +76,11 @@ class Expansion:
         """Raise ValueError unless ``q [num_rows, heads, width]`` and halves ``k, v [num_rows, 1, half]`` fit."""
         heads = self.weight.shape[0] // sum(self.sizes)
         half = -(-(self.weight.shape[1] + self.position_dim) // 2)
-        wanted = [(num_rows, heads, self.width), *2 * [(num_rows, 1, half)]]
-        got = [tuple(tensor.shape) for tensor in tensors]
-        if got != wanted or len({tensor.dtype for tensor in tensors}) > 1:
+        expected = [(num_rows, heads, self.width), *2 * [(num_rows, 1, half)]]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if shapes != expected or len({tensor.dtype for tensor in tensors}) > 1:
             dtypes = ", ".join(str(tensor.dtype) for tensor in tensors)
-            raise ValueError(f"attention over latents needs q, k, v {wanted} and one dtype; got {got}, {dtypes}")
+            raise ValueError(f"attention over latents needs q, k, v {expected} and one dtype; got {shapes}, {dtypes}")
 
     def _parts(self, k: torch.Tensor, v: torch.Tensor) -> KeysAndValues:
         """Return the latents ``[rows, key_rank]`` and the parts with positions ``[rows, position_dim]`` of halves."""

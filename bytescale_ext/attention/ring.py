@@ -1,16 +1,16 @@
 """Ring attention over any number of ranks, for all sequences of a micro-batch at once.
 
 The sequences that share a ring of D ranks form one pass. Their keys and values travel together from each member to the
-next, D-1 times. Every member computes one block per step while the keys of the next step are in transit::
+next. Every member computes one block per hop, while the keys of the next hop are in transit. Hop 0 has its own keys::
 
-    step           0              1              2
+    hop            0              1              2
     compute        own triangles  keys of 1st    keys of 2nd      predecessor on the route
     in transit     keys of 1st    keys of 2nd    -
 
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of their
-gradients follow one step behind. After the last step the sums need one more hop to reach their owner. Rings over
-several nodes may be hierarchical: keys and sums travel inside nodes and between nodes at the same time
-(``layouts/route.py``, ``travel.py``).
+gradients follow one hop behind. A final exchange returns the sums to the owners of the keys. Rings over several nodes
+may be hierarchical: keys and sums travel inside nodes and between nodes at the same time (``layouts/route.py``,
+``travel.py``).
 
 If keys are kept from slice to slice (``KeptKeys``), a slice sends only its own keys in the forward pass and only
 gradients in the backward pass. Ranks that keep sums of gradients send the sums of the slice's own keys, which include
@@ -30,7 +30,7 @@ from functools import partial
 
 import torch
 
-from bytescale_ext.attention.backend import Backend, PendingGradients, Steps
+from bytescale_ext.attention.backend import Backend, Exchanges, PendingGradients
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
@@ -89,7 +89,7 @@ class RingAttention(torch.autograd.Function):
         *weights: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``; ``weights``: ``Backend.weights``."""
-        out, lse = drive(forward_steps(q, k, v, *settings))
+        out, lse = drive(attention_forward(q, k, v, *settings))
         if weights[0] is not None:
             add_sink_(out, lse, weights[0])
         ctx.save_for_backward(q, k, v, out, lse)
@@ -101,23 +101,25 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: _RingCtx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of ``q, k, v`` and the weights, of their shapes; ``dout``: ``[t, heads, dim]``."""
         saved, layout, backend = Saved(*ctx.saved_tensors), ctx.settings[0], ctx.settings[1].for_backward()
-        grads = drive(backward_steps(dout.contiguous(), saved, layout, backend))
+        grads = drive(attention_backward(dout.contiguous(), saved, layout, backend))
         dsink = sink_gradient(dout, saved.out, saved.lse, backend.sink)
         return *grads, None, dsink, backend.expansion_gradient()
 
 
-def drive[Result](steps: Steps[Result]) -> Result:
+def drive[Result](exchanges: Exchanges[Result]) -> Result:
     """Run the algorithm between processes: wait for each exchange that it yields, and return its result."""
     while True:
         try:
-            pending = next(steps)
+            pending = next(exchanges)
         except StopIteration as stop:
             result: Result = stop.value
             return result
         pending.wait()
 
 
-def forward_steps(q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, backend: Backend) -> Steps[Output]:
+def attention_forward(
+    q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, backend: Backend
+) -> Exchanges[Output]:
     """Run the forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
     Yields the exchanges with the other members of the rings, in an order that all members share. Passes run in the
@@ -138,10 +140,10 @@ def forward_steps(q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, ba
         rows = layout_pass.in_micro_batch
         meanwhile = compute_local if number == 0 else _compute_nothing
         if isinstance(layout_pass, WindowPass):
-            steps = window_forward(rows.take(q), k, v, layout_pass, backend, meanwhile)
+            exchanges = window_forward(rows.take(q), k, v, layout_pass, backend, meanwhile)
         else:
-            steps = _forward_pass(rows.take(q), k, v, layout_pass, backend, meanwhile)
-        pass_out, pass_lse = yield from steps
+            exchanges = _forward_pass(rows.take(q), k, v, layout_pass, backend, meanwhile)
+        pass_out, pass_lse = yield from exchanges
         rows.put_(out, pass_out)
         rows.put_(lse, pass_lse, dim=1)
     if not layout.all_passes:
@@ -160,7 +162,7 @@ def _forward_pass(
     ring_pass: RingPass,
     backend: Backend,
     meanwhile: Callable[[], None],
-) -> Steps[Output]:
+) -> Exchanges[Output]:
     """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of its queries, in the accumulation dtype.
 
     Args:
@@ -170,17 +172,17 @@ def _forward_pass(
     """
     totals = empty_output(q, accumulation_dtype(q.dtype))
     travelling = TravellingKeys(k, v, ring_pass, backend.exchange)
-    for step in range(ring_pass.width):
+    for hop in range(ring_pass.width):
         # Posted before the block is computed, so that the transfer overlaps with computation.
-        arriving = travelling.post(step)
-        keys, values = travelling.here(step)
-        if step == 0:
+        arriving = travelling.post(hop)
+        keys, values = travelling.here(hop)
+        if hop == 0:
             meanwhile()
-        for block in ring_pass.at(step):
+        for block in ring_pass.at(hop):
             _compute_block(totals, q, keys, values, block, backend)
         if arriving is not None:
             yield arriving
-            travelling.arrive(step + 1)
+            travelling.arrive(hop + 1)
     return totals
 
 
@@ -198,31 +200,33 @@ def _compute_block(totals: Output, q: torch.Tensor, k: Keys, v: Keys, block: Pla
     backend.kernel.join(totals, block_output, rows)
 
 
-def backward_steps(dout: torch.Tensor, saved: Saved, layout: AttentionLayout, backend: Backend) -> Steps[Gradients]:
+def attention_backward(
+    dout: torch.Tensor, saved: Saved, layout: AttentionLayout, backend: Backend
+) -> Exchanges[Gradients]:
     """Run the backward pass of a micro-batch: ``dq [t, heads, dim]`` and ``dk, dv [t, kv_heads, dim]``.
 
-    ``dout``: ``[t, heads, dim]``; ``saved``: inputs and outputs of ``forward_steps``.
+    ``dout``: ``[t, heads, dim]``; ``saved``: inputs and outputs of ``attention_forward``.
     """
     dk, dv = torch.zeros_like(saved.k), torch.zeros_like(saved.v)
-    dq = yield from summing_steps(dout, Computed(*saved), (dk, dv), layout, backend)
+    dq = yield from attention_backward_into(dout, Computed(*saved), (dk, dv), layout, backend)
     return dq, dk, dv
 
 
-def summing_steps(
+def attention_backward_into(
     dout: torch.Tensor,
     computed: Computed,
     sums: tuple[Keys, Keys],
     layout: AttentionLayout,
     backend: Backend,
-) -> Steps[torch.Tensor]:
+) -> Exchanges[torch.Tensor]:
     """Run the backward pass of a micro-batch or slice: ``dq [t, heads, dim]``. Key gradients are added to ``sums``.
 
-    Yields exchanges like ``forward_steps``, with the passes in the same order. Local documents are computed last, while
-    the gradients of this rank's keys are in transit.
+    Yields exchanges like ``attention_forward``, with the passes in the same order. Local documents are computed last,
+    while the gradients of this rank's keys are in transit.
 
     Args:
         dout: gradient of ``out``, ``[t, heads, dim]``.
-        computed: inputs and outputs of ``forward_steps``.
+        computed: inputs and outputs of ``attention_forward``.
         sums: sums of the gradients of keys and of values, each ``[tk, kv_heads, dim]``.
         layout: attention layout of this rank.
         backend: kernel and communication.
@@ -235,10 +239,10 @@ def summing_steps(
         rows = layout_pass.in_micro_batch
         pass_computed = Computed(rows.take(q), k, v, rows.take(out), rows.take(lse, dim=1))
         if isinstance(layout_pass, WindowPass):
-            steps = window_backward(rows.take(dout), pass_computed, layout_pass, backend)
+            exchanges = window_backward(rows.take(dout), pass_computed, layout_pass, backend)
         else:
-            steps = _backward_pass(rows.take(dout), pass_computed, (dk, dv), layout_pass, backend)
-        pass_dq, gradients = yield from steps
+            exchanges = _backward_pass(rows.take(dout), pass_computed, (dk, dv), layout_pass, backend)
+        pass_dq, gradients = yield from exchanges
         rows.put_(dq, pass_dq)
         pending_gradients.append(gradients)
     for block in layout.local_blocks:
@@ -263,11 +267,11 @@ def _backward_pass(
     totals: tuple[Keys, Keys],
     ring_pass: RingPass,
     backend: Backend,
-) -> Steps[tuple[torch.Tensor, PendingGradients]]:
+) -> Exchanges[tuple[torch.Tensor, PendingGradients]]:
     """Run one pass: ``dq [rows, heads, dim]`` of its queries, and the pending gradients of this rank's keys.
 
     Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. ``TravellingSums``
-    returns them to the owners of the keys. The sum of a step is posted after the keys of the step.
+    returns them to the owners of the keys. The sum of a hop is posted after the keys of the hop.
 
     Args:
         dout: gradient of the pass's output, ``[rows, heads, dim]``.
@@ -281,29 +285,29 @@ def _backward_pass(
     travelling_sums = TravellingSums(k, ring_pass, backend.exchange)
     own: list[torch.Tensor] = []
     arriving_sums: Pending | None = None
-    for step in range(ring_pass.width):
-        arriving = travelling_keys.post(step) if ring_pass.kept is None else None
-        keys, values = travelling_keys.here(step)
-        step_saved = saved._replace(k=keys, v=values)
-        computed = [(block, backend.backward(dout, step_saved, block)) for block in ring_pass.at(step)]
+    for hop in range(ring_pass.width):
+        arriving = travelling_keys.post(hop) if ring_pass.kept is None else None
+        keys, values = travelling_keys.here(hop)
+        hop_saved = saved._replace(k=keys, v=values)
+        computed = [(block, backend.backward(dout, hop_saved, block)) for block in ring_pass.at(hop)]
         for block, grads in computed:
             block.queries.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
-        travelling = travelling_sums.here(step) if step else None
+        travelling = travelling_sums.here(hop) if hop else None
         total = key_sums(len(keys), k) if travelling is None or kept is not None else travelling
         for block, grads in computed:
             block.keys.add_(total[0], grads[1])
             block.keys.add_(total[1], grads[2])
         if kept is not None:
-            source = ring_pass.source(step)
+            source = ring_pass.source(hop)
             add_kept(totals, total, travelling, kept.whole[source], kept.own[source])
-        elif step == 0:
+        elif hop == 0:
             own.append(total)
-        arriving_sums = travelling_sums.post(step)
+        arriving_sums = travelling_sums.post(hop)
         if arriving is not None:
             yield arriving
-            travelling_keys.arrive(step + 1)
+            travelling_keys.arrive(hop + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
     if ring_pass.route.inner_rings > 1:
         yield arriving_sums

@@ -23,7 +23,7 @@ import torch
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.layouts.rows import PartRows, RowParts, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
-from bytescale_ext.attention.ring import drive, forward_steps, summing_steps
+from bytescale_ext.attention.ring import attention_backward_into, attention_forward, drive
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import Computed, key_sums
 
@@ -224,7 +224,7 @@ class _SliceAttention(torch.autograd.Function):
         keys, values = prefix.keys_of(layout)
         if not is_repeated:
             prefix.read_adjacent(1)
-        out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
+        out, lse = drive(attention_forward(q, keys, values, layout.attention, backend))
         if not is_repeated:  # after a recomputation the backward pass follows and uses the keys again
             prefix.release()
         if weights[0] is not None:
@@ -242,7 +242,7 @@ class _SliceAttention(torch.autograd.Function):
         sums = prefix.start_backward(layout)
         computed = Computed(q, *prefix.keys_of(layout), out, lse)
         prefix.read_adjacent(-1)
-        dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
+        dq = drive(attention_backward_into(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
         prefix.end_backward()
         dsink = sink_gradient(dout, out, lse, backend.sink)

@@ -61,7 +61,7 @@ class TravellingKeys:
     """Keys and values of a pass that travel round the ring.
 
     In a hierarchical ring a member sends the keys that it has at the start of a round to its counterpart. It sends them
-    in parts, one with each step of the round, so that every exchange is one batch and the link between nodes is always
+    in parts, one with each hop of the round, so that every exchange is one batch and the link between nodes is always
     busy.
 
     Args:
@@ -79,46 +79,46 @@ class TravellingKeys:
         self._here = self._next = nothing
         self._leaving = self._arriving = nothing  # keys at the start of this round and of the next round
 
-    def post(self, step: int) -> Pending | None:
-        """Forward the keys of this step and start receiving the next keys. Return None after the last step."""
+    def post(self, hop: int) -> Pending | None:
+        """Forward the keys of this hop and start receiving the next keys. Return None after the last hop."""
         route = self._pass.route
-        if step == 0:
+        if hop == 0:
             self._here = torch.stack([self._pass.sent_keys.take(held) for held in self._held])
-        number, hop = divmod(step, route.inner_width)
+        round_number, inner_hop = divmod(hop, route.inner_width)
         sends, receives = [], []
-        if hop < route.inner_width - 1:
-            self._next = self._empty(step + 1)
+        if inner_hop < route.inner_width - 1:
+            self._next = self._empty(hop + 1)
             sends.append((self._here, route.next_rank))
             receives.append((self._next, route.previous_rank))
-        if number < route.inner_rings - 1:
-            if hop == 0:
-                self._leaving, self._arriving = self._here, self._empty(step + route.inner_width)
-            sends.append((part_of(self._leaving, hop, route), route.next_counterpart))
-            receives.append((part_of(self._arriving, hop, route), route.previous_counterpart))
+        if round_number < route.inner_rings - 1:
+            if inner_hop == 0:
+                self._leaving, self._arriving = self._here, self._empty(hop + route.inner_width)
+            sends.append((part_of(self._leaving, inner_hop, route), route.next_counterpart))
+            receives.append((part_of(self._arriving, inner_hop, route), route.previous_counterpart))
         return self._exchange(sends, receives) if sends else None
 
-    def arrive(self, step: int) -> None:
-        """Use the received keys of a step from now on."""
-        self._here = self._next if step % self._pass.route.inner_width else self._arriving
+    def arrive(self, hop: int) -> None:
+        """Use the received keys of a hop from now on."""
+        self._here = self._next if hop % self._pass.route.inner_width else self._arriving
         if self._pass.kept is not None:
             for held, received in zip(self._held, self._here, strict=True):
-                self._pass.kept.own[self._pass.source(step)].put_(held, received)
+                self._pass.kept.own[self._pass.source(hop)].put_(held, received)
 
-    def here(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a step's blocks, ``[rows, kv_heads, dim]`` each."""
+    def here(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a hop's blocks, ``[rows, kv_heads, dim]`` each."""
         if self._pass.kept is None:
             return self._here[0], self._here[1]
-        rows = self._pass.kept.whole[self._pass.source(step)]
+        rows = self._pass.kept.whole[self._pass.source(hop)]
         return rows.take(self._held[0]), rows.take(self._held[1])
 
-    def _empty(self, step: int) -> torch.Tensor:
-        """Return uninitialized memory for the keys of a step, ``[2, rows, kv_heads, dim]``."""
-        rows = self._pass.travelling(self._pass.source(step))
+    def _empty(self, hop: int) -> torch.Tensor:
+        """Return uninitialized memory for the keys of a hop, ``[2, rows, kv_heads, dim]``."""
+        rows = self._pass.travelling(self._pass.source(hop))
         return self._here.new_empty((2, rows, *self._here.shape[2:]))
 
 
 class TravellingSums:
-    """Sums of key gradients of a pass that travel to the owners of the keys, one step behind the keys.
+    """Sums of key gradients of a pass that travel to the owners of the keys, one hop behind the keys.
 
     In each round the members of an inner ring sum the gradients of the keys that visit the ring. A sum starts at the
     successor of the member that has the keys at the start of the round, visits the other members and ends at that
@@ -146,38 +146,38 @@ class TravellingSums:
         self._leaving = self._arriving = nothing  # totals of the previous round and of the previous inner rings
         self.home: list[torch.Tensor] = []
 
-    def here(self, step: int) -> torch.Tensor:
-        """Return the sum ``[2, rows, kv_heads, dim]`` to which this rank adds its gradients of a step.
+    def here(self, hop: int) -> torch.Tensor:
+        """Return the sum ``[2, rows, kv_heads, dim]`` to which this rank adds its gradients of a hop.
 
         All exchanges posted so far must be complete. Step 0, with this rank's own keys, has no such sum.
         """
-        number, hop = divmod(step, self._pass.route.inner_width)
-        assert step > 0, f"{step=}"
-        rows = self._pass.travelling_sums(self._pass.source(step))
-        if hop == 0:
-            self._end_round(number - 1)
+        round_number, inner_hop = divmod(hop, self._pass.route.inner_width)
+        assert hop > 0, f"{hop=}"
+        rows = self._pass.travelling_sums(self._pass.source(hop))
+        if inner_hop == 0:
+            self._end_round(round_number - 1)
             self._mine = key_sums(rows, self._keys)
             return self._mine
-        self._here = key_sums(rows, self._keys) if hop == 1 else self._next
+        self._here = key_sums(rows, self._keys) if inner_hop == 1 else self._next
         return self._here
 
-    def post(self, step: int) -> Pending | None:
-        """Forward the sums of this step and start receiving the next sums. Return None if there are none yet."""
+    def post(self, hop: int) -> Pending | None:
+        """Forward the sums of this hop and start receiving the next sums. Return None if there are none yet."""
         route = self._pass.route
-        number, hop = divmod(step, route.inner_width)
-        first = step - hop
+        round_number, inner_hop = divmod(hop, route.inner_width)
+        first = hop - inner_hop
         sends, receives = [], []
-        if hop > 0:
-            self._next = self._empty(first + (hop + 1) % route.inner_width)
+        if inner_hop > 0:
+            self._next = self._empty(first + (inner_hop + 1) % route.inner_width)
             sends.append((self._here, route.next_rank))
             receives.append((self._next, route.previous_rank))
-        if step == route.inner_width - 1:
+        if hop == route.inner_width - 1:
             self.home.append(self._next)
-        if number > 1:
-            if hop == 0:
-                self._arriving = self._empty(step)
-            sends.append((part_of(self._leaving, hop, route), route.next_counterpart))
-            receives.append((part_of(self._arriving, hop, route), route.previous_counterpart))
+        if round_number > 1:
+            if inner_hop == 0:
+                self._arriving = self._empty(hop)
+            sends.append((part_of(self._leaving, inner_hop, route), route.next_counterpart))
+            receives.append((part_of(self._arriving, inner_hop, route), route.previous_counterpart))
         return self._exchange(sends, receives) if sends else None
 
     def post_home(self) -> Pending:
@@ -188,21 +188,21 @@ class TravellingSums:
         self.home.append(self._arriving)
         return self._exchange([(self._leaving, route.next_counterpart)], [(self._arriving, route.previous_counterpart)])
 
-    def _end_round(self, number: int) -> None:
+    def _end_round(self, round_number: int) -> None:
         """Compute the total of a round whose exchanges are complete. The sum of round 0 has already arrived."""
-        if number > 0:
+        if round_number > 0:
             self._leaving = self._mine.add_(self._next)
-        if number > 1:
+        if round_number > 1:
             self._leaving.add_(self._arriving)
 
-    def _empty(self, step: int) -> torch.Tensor:
-        """Return uninitialized memory for the sum of a step's keys, ``[2, rows, kv_heads, dim]``."""
-        return key_sums(self._pass.travelling_sums(self._pass.source(step)), self._keys, filled=False)
+    def _empty(self, hop: int) -> torch.Tensor:
+        """Return uninitialized memory for the sum of a hop's keys, ``[2, rows, kv_heads, dim]``."""
+        return key_sums(self._pass.travelling_sums(self._pass.source(hop)), self._keys, filled=False)
 
 
-def part_of(message: torch.Tensor, hop: int, route: Route) -> torch.Tensor:
-    """Return the part of a message ``[2, rows, kv_heads, dim]`` for step ``hop`` of a round, as a flat view."""
-    return message.view(-1).tensor_split(route.inner_width)[hop]
+def part_of(message: torch.Tensor, inner_hop: int, route: Route) -> torch.Tensor:
+    """Return the part of a message ``[2, rows, kv_heads, dim]`` for hop ``inner_hop`` of a round, as a flat view."""
+    return message.view(-1).tensor_split(route.inner_width)[inner_hop]
 
 
 def key_sums(num_rows: int, keys: Keys, filled: bool = True) -> torch.Tensor:

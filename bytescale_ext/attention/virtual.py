@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bytescale_ext.attention.backend import Steps
+from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.parallel.p2p import ExchangeStats, Pending, Transfer
 
 Address = tuple[int, int, int]  # sender, receiver, number of the message between them
@@ -81,7 +81,7 @@ def mailbox_comms(size: int) -> list[MailboxComm]:
     return [MailboxComm(boxes, rank) for rank in range(size)]
 
 
-def run_in_turn[Result](ranks: Sequence[Steps[Result]]) -> list[Result]:
+def run_in_turn[Result](ranks: Sequence[Exchanges[Result]]) -> list[Result]:
     """Run the algorithm of every virtual rank to its end and return their results in order.
 
     Raises:

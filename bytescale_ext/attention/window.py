@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from bytescale_ext.attention.backend import Backend, PendingGradients, Steps
+from bytescale_ext.attention.backend import Backend, Exchanges, PendingGradients
 from bytescale_ext.attention.kernels.contract import Output, empty_output
 from bytescale_ext.attention.layouts.window import WindowPass
 from bytescale_ext.attention.travel import Computed, Keys, key_sums, like
@@ -21,7 +21,7 @@ from bytescale_ext.attention.travel import Computed, Keys, key_sums, like
 
 def window_forward(
     q: torch.Tensor, k: Keys, v: Keys, window_pass: WindowPass, backend: Backend, meanwhile: Callable[[], None]
-) -> Steps[Output]:
+) -> Exchanges[Output]:
     """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of its queries.
 
     Args:
@@ -42,7 +42,7 @@ def window_forward(
 
 def window_backward(
     dout: torch.Tensor, saved: Computed, window_pass: WindowPass, backend: Backend
-) -> Steps[tuple[torch.Tensor, PendingGradients]]:
+) -> Exchanges[tuple[torch.Tensor, PendingGradients]]:
     """Run one pass: ``dq [rows, heads, dim]`` of its queries, and the pending gradients of this rank's keys.
 
     Args:
@@ -76,7 +76,7 @@ def window_backward(
 
 def _pool(
     k: Keys, v: Keys, window_pass: WindowPass, backend: Backend, meanwhile: Callable[[], None] = lambda: None
-) -> Steps[torch.Tensor]:
+) -> Exchanges[torch.Tensor]:
     """Fetch the keys and values of the pool, ``[2, num_keys, kv_heads, dim]``. Arguments as in ``window_forward``."""
     sent = torch.stack([window_pass.keys.take(tensor) for tensor in (k, v)])
     pool = sent.new_empty((2, window_pass.num_keys, *like(k).shape[1:]))

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import torch
 
-from bytescale_ext.attention.backend import Backend, Steps
+from bytescale_ext.attention.backend import Backend, Exchanges
 from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.table import Kernel, kernel_table
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
 from bytescale_ext.attention.layouts.rows import CuSeqlens
-from bytescale_ext.attention.ring import backward_steps, forward_steps
+from bytescale_ext.attention.ring import attention_backward, attention_forward
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.parallel.p2p import Comm
@@ -221,7 +221,7 @@ def run_round(
     ``inputs`` are ``q, k, v, dout``.
     """
     ranks = list(zip(inputs, layouts, backends, strict=True))
-    outputs = run_in_turn([forward_steps(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
+    outputs = run_in_turn([attention_forward(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
     for (out, lse), backend in zip(outputs, backends, strict=True):
         if backend.sink is not None:
             add_sink_(out, lse, backend.sink)
@@ -229,7 +229,7 @@ def run_round(
     ranks = list(zip(inputs, layouts, backward, strict=True))
     grads = run_in_turn(
         [
-            backward_steps(dout, Saved(q, k, v, *output), layout, backend)
+            attention_backward(dout, Saved(q, k, v, *output), layout, backend)
             for ((q, k, v, dout), layout, backend), output in zip(ranks, outputs, strict=True)
         ]
     )
@@ -255,15 +255,15 @@ def run_virtual(
     return results, comms
 
 
-def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Steps[list[tuple[torch.Tensor, ...]]]:
+def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Exchanges[list[tuple[torch.Tensor, ...]]]:
     """One virtual rank runs all its micro-batches; ``out, dq, dk, dv`` of each, float64, without padding."""
     found = []
     for micro_batch in plan.ranks[comm.rank]:
         q, k, v, dout = case.planned_inputs(micro_batch)
         layout = attention_layout(micro_batch, comm.rank, plan.lengths, micro_batch.num_tokens)
         backend = case.backend(comm)
-        out, lse = yield from forward_steps(q, k, v, layout, backend)
-        found.append((out, *(yield from backward_steps(dout, Saved(q, k, v, out, lse), layout, backend))))
+        out, lse = yield from attention_forward(q, k, v, layout, backend)
+        found.append((out, *(yield from attention_backward(dout, Saved(q, k, v, out, lse), layout, backend))))
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale_ext.attention.backend import Steps
+from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.layouts.layout import RingPass, ring_pass
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.travel import TravellingKeys, TravellingSums
@@ -136,7 +136,7 @@ def test_random_plans_of_both_forms_are_exact() -> None:
     assert nested >= 3
 
 
-def travel(comm: MailboxComm, member: RingPass) -> Steps[tuple[list[float], list[torch.Tensor]]]:
+def travel(comm: MailboxComm, member: RingPass) -> Exchanges[tuple[list[float], list[torch.Tensor]]]:
     """Send keys and sums round; return which keys a rank has seen, and the sums that came home.
 
     Keys hold their owner's number. To the sum of each key a rank adds its own power of two.

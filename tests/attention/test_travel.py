@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from bytescale_ext.attention.backend import Backend, Steps
+from bytescale_ext.attention.backend import Backend, Exchanges
 from bytescale_ext.attention.kernels.table import KernelCalls, counting
 from bytescale_ext.attention.layouts.layout import KeptKeys, PrefixKeys, RingPass, attention_layout, ring_pass
 from bytescale_ext.attention.layouts.route import Route
@@ -48,7 +48,7 @@ def member_of(index: int, is_kept: bool) -> RingPass:
     return member
 
 
-def visit(comm: MailboxComm, is_kept: bool) -> Steps[tuple[list[torch.Tensor], torch.Tensor]]:
+def visit(comm: MailboxComm, is_kept: bool) -> Exchanges[tuple[list[torch.Tensor], torch.Tensor]]:
     """Return the keys that one rank sees at each step, checked against the member they come from, and its buffer."""
     member = member_of(comm.rank, is_kept)
     buffer = torch.full((5 * WIDTH, 1, 2), torch.nan)

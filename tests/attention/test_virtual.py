@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale_ext.attention.backend import Steps
+from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 
 
-def pass_on(comm: MailboxComm, size: int) -> Steps[int]:
+def pass_on(comm: MailboxComm, size: int) -> Exchanges[int]:
     """Send every rank's number round all ranks; return the sum that this rank saw."""
     held, total = torch.tensor([float(comm.rank)]), 0
     for _ in range(size):
@@ -20,17 +20,17 @@ def pass_on(comm: MailboxComm, size: int) -> Steps[int]:
     return total
 
 
-def receive_first(comm: MailboxComm, peer: int) -> Steps[None]:
+def receive_first(comm: MailboxComm, peer: int) -> Exchanges[None]:
     received = torch.empty(1)
     yield comm.exchange([], [(received, peer)])
     yield comm.exchange([(received, peer)], [])
 
 
-def send(comm: MailboxComm, peer: int, tensor: torch.Tensor) -> Steps[None]:
+def send(comm: MailboxComm, peer: int, tensor: torch.Tensor) -> Exchanges[None]:
     yield comm.exchange([(tensor, peer)], [])
 
 
-def receive(comm: MailboxComm, peer: int, tensor: torch.Tensor) -> Steps[torch.Tensor]:
+def receive(comm: MailboxComm, peer: int, tensor: torch.Tensor) -> Exchanges[torch.Tensor]:
     yield comm.exchange([], [(tensor, peer)])
     return tensor
 
@@ -63,7 +63,7 @@ def test_results_come_in_the_order_of_ranks() -> None:
     assert [None if one is None else float(one) for one in run_in_turn(steps)] == [7.0, 7.0, None]
 
 
-def relay(comm: MailboxComm, source: int, target: int, tensor: torch.Tensor) -> Steps[torch.Tensor]:
+def relay(comm: MailboxComm, source: int, target: int, tensor: torch.Tensor) -> Exchanges[torch.Tensor]:
     yield comm.exchange([], [(tensor, source)])
     yield comm.exchange([(tensor, target)], [])
     return tensor

@@ -8,9 +8,9 @@ The rows ``[0, num_rows)`` of a rank are, in this order::
     padding                                       no query sees it; output 0, gradients 0
 
 The shards with the same ring form a *ring pass*: a message holds the keys of all its sequences, and a kernel call
-computes all documents of a step. A pass over D ranks has D blocks on each rank. Step t pairs the rank's queries with
-the keys that are on the rank at this step (ByteScale section 7, Fig. 14; ``route.py``). With zigzag shares a block is,
-for each of its sequences, the causal triangle of the rank's own rows or one full rectangle::
+computes all documents of a hop. A pass over D ranks has D blocks on each rank. Block t pairs the rank's queries with
+the keys that are on the rank at hop t (ByteScale section 7, Fig. 14; ``route.py``). With zigzag shares a block is, for
+each of its sequences, the causal triangle of the rank's own rows or one full rectangle::
 
                keys of an earlier member   my own keys    keys of a later member
                front  back                 front  back    front  back
@@ -82,8 +82,8 @@ class RingPass:
         keys: rows of this rank's keys among the keys of the micro-batch.
         rows: number of keys of each member.
         shares: number of queries of each member, by sequence.
-        blocks: block of each step 0 .. D-1; block 0 has the triangles of this rank's own rows.
-        prefix_blocks: additional block of each step for the fronts' prefixes; empty without prefixes.
+        blocks: block of each hop 0 .. D-1; block 0 has the triangles of this rank's own rows.
+        prefix_blocks: additional block of each hop for the fronts' prefixes; empty without prefixes.
         kept: see ``PrefixKeys``.
     """
 
@@ -116,9 +116,9 @@ class RingPass:
         """Number of this rank's keys."""
         return self.rows[self.index]
 
-    def at(self, step: int) -> tuple[PlacedBlock, ...]:
-        """Return the non-empty blocks of a step."""
-        return tuple(part[step] for part in (self.blocks, self.prefix_blocks) if part and not part[step].is_empty)
+    def at(self, hop: int) -> tuple[PlacedBlock, ...]:
+        """Return the non-empty blocks of a hop."""
+        return tuple(part[hop] for part in (self.blocks, self.prefix_blocks) if part and not part[hop].is_empty)
 
     @property
     def kept_sums(self) -> KeptKeys | None:
@@ -143,9 +143,9 @@ class RingPass:
         """Return the number of a member's keys with gradients that travel round the ring."""
         return self.rows[member] if self.kept_sums is None else self.kept_sums.own[member].num_rows
 
-    def source(self, step: int) -> int:
-        """Return the index in ``ring`` of the member whose keys are here at a step; see ``Route.source``."""
-        return self.route.source(step)
+    def source(self, hop: int) -> int:
+        """Return the index in ``ring`` of the member whose keys are here at a hop; see ``Route.source``."""
+        return self.route.source(hop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,30 +292,30 @@ def zigzag_share(num_tokens: int, width: int, member: int) -> int:
 
 
 def _blocks(
-    index: int, source: int, my_share: Sequence[int], share: Sequence[int], before: Sequence[int]
+    index: int, source: int, query_share: Sequence[int], key_share: Sequence[int], before: Sequence[int]
 ) -> tuple[PlacedBlock, PlacedBlock]:
     """Return the block and the prefix block that member ``index`` computes with the keys of ``source``.
 
     Args:
         index: index of the member with the queries.
         source: index of the member with the keys.
-        my_share: number of queries of ``index``, by sequence.
-        share: number of queries of ``source``, by sequence.
+        query_share: number of tokens of ``index``, by sequence.
+        key_share: number of tokens of ``source``, by sequence.
         before: number of prefix rows of each sequence, equal on all members.
     """
-    mine = list(pairwise(accumulate(my_share, initial=0)))
-    fronts = [(start, start + _front(stop - start)) for start, stop in mine]
-    backs = [(start + _front(stop - start), stop) for start, stop in mine]
-    starts = accumulate((p + n for p, n in zip(before, share, strict=True)), initial=0)
+    queries = list(pairwise(accumulate(query_share, initial=0)))
+    fronts = [(start, start + _front(stop - start)) for start, stop in queries]
+    backs = [(start + _front(stop - start), stop) for start, stop in queries]
+    starts = accumulate((p + n for p, n in zip(before, key_share, strict=True)), initial=0)
     # For each sequence, in the keys of the source: start and end of the prefix, number of rows after the prefix.
-    keys = [(start, start + p, n) for start, p, n in zip(starts, before, share, strict=False)]
+    keys = [(start, start + p, n) for start, p, n in zip(starts, before, key_share, strict=False)]
     prefix: list[Interval] = [(start, begin) for start, begin, _ in keys]
     if source == index:
         own = [(begin, begin + n) for _, begin, n in keys]
-        return PlacedBlock.of(mine, own, causal=True, source=source), PlacedBlock.of(mine, prefix, source=source)
+        return PlacedBlock.of(queries, own, causal=True, source=source), PlacedBlock.of(queries, prefix, source=source)
     if source < index:
         up_to_front = [(start, begin + _front(n)) for start, begin, n in keys]
-        return PlacedBlock.of(mine, up_to_front, source=source), PlacedBlock.of([], [], source=source)
+        return PlacedBlock.of(queries, up_to_front, source=source), PlacedBlock.of([], [], source=source)
     whole = [(start, begin + n) for start, begin, n in keys]
     return PlacedBlock.of(backs, whole, source=source), PlacedBlock.of(fronts, prefix, source=source)
 

@@ -13,7 +13,7 @@ round each member also sends the keys that it had at the start of the round to i
 so that all links between nodes work at the same time. With two inner rings of 4 ranks, rank 0 has these keys::
 
     round            0                  1
-    step             0   1   2   3      4   5   6   7
+    hop              0   1   2   3      4   5   6   7
     keys of rank     0   1   3   2      4   5   7   6
     in transit       keys of rank 4     -
 
@@ -47,15 +47,15 @@ class Route:
 
     @property
     def inner_width(self) -> int:
-        """Number of members of an inner ring, and of steps of a round."""
+        """Number of members of an inner ring, and of hops of a round."""
         return len(self.ring) // self.inner_rings
 
-    def source(self, step: int) -> int:
-        """Return the index in ``ring`` of the member whose keys are here at a step. The route repeats after D steps."""
+    def source(self, hop: int) -> int:
+        """Return the index in ``ring`` of the member whose keys are here at a hop. The route repeats after D hops."""
         inner = self.inner_width
-        round_number, hop = divmod(step % self.width, inner)
+        round_number, inner_hop = divmod(hop % self.width, inner)
         inner_ring, place = divmod(self.index, inner)
-        return _upstream(self.inner_rings, inner_ring, round_number) * inner + _upstream(inner, place, hop)
+        return _upstream(self.inner_rings, inner_ring, round_number) * inner + _upstream(inner, place, inner_hop)
 
     @property
     def next_rank(self) -> int:

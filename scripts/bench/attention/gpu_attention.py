@@ -36,7 +36,7 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, ring_pass
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
-from bytescale_ext.attention.ring import backward_steps, forward_steps
+from bytescale_ext.attention.ring import attention_backward, attention_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
 from scripts.bench.gpu import device_name, gpu_parser, parse_on_gpu
@@ -195,12 +195,12 @@ def run_ranks_in_turn(
     """
     backends = [Backend(comm, kernel, scale) for comm in mailbox_comms(len(layouts))]
     ranks = list(zip(inputs, layouts, backends, strict=True))
-    outputs = run_in_turn([forward_steps(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
+    outputs = run_in_turn([attention_forward(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
     if not backward:
         return [(out,) for out, _ in outputs]
     grads = run_in_turn(
         [
-            backward_steps(dout, Saved(q, k, v, *output), layout, backend)
+            attention_backward(dout, Saved(q, k, v, *output), layout, backend)
             for ((q, k, v, dout), layout, backend), output in zip(ranks, outputs, strict=True)
         ]
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.attention.backend import Steps
+from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.layouts.later import NO_ROW, LaterRows, later_rows
 from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
@@ -29,7 +29,7 @@ def micro_batch(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], rank: 
     return MicroBatch(tuple(sorted(held, key=lambda shard: len(shard.ring) == 1)))
 
 
-def fetch(rows: LaterRows, states: torch.Tensor, comm: MailboxComm) -> Steps[torch.Tensor]:
+def fetch(rows: LaterRows, states: torch.Tensor, comm: MailboxComm) -> Exchanges[torch.Tensor]:
     """Return for each row the states after it, [t, count, h]; ``END`` where there is none."""
     pending, table = rows.start(states, comm.exchange)
     if pending is not None:

@@ -12,9 +12,9 @@ import torch
 from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
-from bytescale_ext.attention.backend import Steps
+from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.layouts.slices import SliceLayout, slice_layouts
-from bytescale_ext.attention.ring import forward_steps, summing_steps
+from bytescale_ext.attention.ring import attention_forward, attention_backward_into
 from bytescale_ext.attention.slices import LayerPrefix
 from bytescale_ext.attention.travel import Computed
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
@@ -50,7 +50,7 @@ def num_keys(layouts: Sequence[SliceLayout]) -> int:
     return held[-1][1] if held else 0
 
 
-def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Steps[torch.Tensor | None]:
+def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Exchanges[torch.Tensor | None]:
     """One virtual rank: all slices forward, then backward from the last; checks against dense attention.
 
     Returns the gradient of the weight of an expansion, if the case has one.
@@ -66,13 +66,13 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
         q, k, v, dout = (torch.cat((x, torch.ones(2, *x.shape[1:]).double())) for x in case.planned_inputs(piece))
         prefix.write(layout, k[: piece.num_tokens], v[: piece.num_tokens])
         keys = prefix.keys_of(layout)
-        runs.append((layout, piece, q, dout, *(yield from forward_steps(q, *keys, layout.attention, backend))))
+        runs.append((layout, piece, q, dout, *(yield from attention_forward(q, *keys, layout.attention, backend))))
         del keys
         prefix.release()
         assert bool(link.used_bytes) == bool(cut.swapped)
     for layout, piece, q, dout, out, lse in reversed(runs):
         sums, computed = prefix.start_backward(layout), Computed(q, *prefix.keys_of(layout), out, lse)
-        dq = yield from summing_steps(dout, computed, sums, layout.attention, backend)
+        dq = yield from attention_backward_into(dout, computed, sums, layout.attention, backend)
         assert not out[piece.num_tokens :].any()
         assert not dq[piece.num_tokens :].any()
         got = (out[: piece.num_tokens], dq[: piece.num_tokens], *(layout.own.take(total) for total in sums))

@@ -62,13 +62,13 @@ def measure(rank: int, world: int) -> dict[str, Any]:
     from megatron.bytescale.training.one_device import build_model
 
     calls: list[int] = []
-    original = ring.forward_steps
+    original = ring.attention_forward
 
     def counted(*args: Any) -> Any:
         calls.append(1)
         return original(*args)
 
-    ring.forward_steps = counted  # type: ignore[assignment]
+    ring.attention_forward = counted  # type: ignore[assignment]
     length = 96
     bench = build_model(SHAPE, torch.float32, 1 << 24, loss_tokens=40, on_cpu=True)
     load = layer_load(cost_of_rates(SHAPE, 1.0, 1.0, 1.0), length, how=LayerSettings(element_bytes=4))
