@@ -55,7 +55,7 @@ class Kernel:
         if device.type not in self.devices:
             return f"runs on {'/'.join(self.devices)}, not on {device.type}"
         if dtype not in self.dtypes:
-            return f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
+            return f"supports {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
         if head_dim % self.head_dim_multiple or head_dim > self.largest_head_dim:
             return (
                 f"head dim must be a multiple of {self.head_dim_multiple} up to {self.largest_head_dim}, got {head_dim}"
@@ -171,7 +171,7 @@ def choose_kernel(
     if name is not None:
         kernel = named_kernel(device, dtype, head_dim, name)
         _refuse(name, probe(kernel, device, dtype, head_dim, windows))
-        return _with_join(KernelChoice(kernel, "asked for by name", ()), device, dtype, head_dim)
+        return _with_join(KernelChoice(kernel, "requested by name", ()), device, dtype, head_dim)
     considered: list[tuple[str, str]] = []
     for kernel in kernel_table():
         why_not = kernel.why_not(device, dtype, head_dim)
@@ -179,11 +179,11 @@ def choose_kernel(
             why_not = f"on {device.type} it must be named, because it stores queries x keys scores"
         why_not = why_not or probe(kernel, device, dtype, head_dim, windows)
         if why_not is None:
-            reason = f"the first of the table that takes {dtype} of head dim {head_dim} on {device.type}"
+            reason = f"the first kernel of the table for {dtype} and head dim {head_dim} on {device.type}"
             return _with_join(KernelChoice(kernel, reason, tuple(considered)), device, dtype, head_dim)
         considered.append((kernel.name, why_not))
     reasons = "; ".join(f"{name}: {why_not}" for name, why_not in considered)
-    raise ValueError(f"no attention kernel takes {dtype} of head dim {head_dim} on {device}: {reasons}")
+    raise ValueError(f"no attention kernel supports {dtype} with head dim {head_dim} on {device}: {reasons}")
 
 
 def _with_join(choice: KernelChoice, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelChoice:
@@ -191,7 +191,9 @@ def _with_join(choice: KernelChoice, device: torch.device, dtype: torch.dtype, h
     join, why_not = choose_join(device, dtype, head_dim)
     if device.type == "cpu":
         return choice
-    join_text = "one kernel joins blocks" if why_not is None else f"torch joins blocks, not one kernel: {why_not}"
+    join_text = (
+        "the fused kernel joins blocks" if why_not is None else f"torch joins blocks, not the fused kernel: {why_not}"
+    )
     return choice._replace(kernel=replace(choice.kernel, join=join), reason=f"{choice.reason}; {join_text}")
 
 
@@ -210,7 +212,7 @@ def named_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int, 
 
 def _refuse(name: str, why_not: str | None) -> None:
     if why_not is not None:
-        raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; name another or none")
+        raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; name another kernel, or none")
 
 
 def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool = False) -> str | None:

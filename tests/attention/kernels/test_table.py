@@ -80,7 +80,9 @@ def test_limits_of_a_kernel() -> None:
 def test_without_any_kernel_the_error_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tuple(row for row in kernel_table() if row.name != "reference")
     monkeypatch.setattr("bytescale_ext.attention.kernels.table.kernel_table", lambda: rows)
-    with pytest.raises(ValueError, match=r"no attention kernel takes torch.float64 of head dim 16 on cpu") as error:
+    with pytest.raises(
+        ValueError, match=r"no attention kernel supports torch.float64 with head dim 16 on cpu"
+    ) as error:
         choose_kernel("cpu", torch.float64, 16)
     assert all(f"{row.name}: " in str(error.value) for row in rows)
 
@@ -112,7 +114,9 @@ def test_cuda_never_falls_back_to_all_scores(monkeypatch: pytest.MonkeyPatch) ->
     """The reference keeps queries x keys scores: inputs that no other kernel takes are refused in one line."""
     monkeypatch.setattr(table, "probe", lambda *_: None)
     monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
-    with pytest.raises(ValueError, match=r"no attention kernel takes torch.float64 of head dim 64 on cuda: ") as error:
+    with pytest.raises(
+        ValueError, match=r"no attention kernel supports torch.float64 with head dim 64 on cuda: "
+    ) as error:
         choose_kernel("cuda", torch.float64, 64)
     assert "reference: on cuda it must be named" in str(error.value)
     assert "\n" not in str(error.value)
@@ -135,9 +139,9 @@ def test_the_kernel_joins_blocks_as_the_device_does_best(monkeypatch: pytest.Mon
             kernel, reason, _ = choose_kernel("cuda", torch.bfloat16, 64, name)
             assert kernel.join is choice.join
             assert reason.endswith(
-                "; one kernel joins blocks"
+                "; the fused kernel joins blocks"
                 if choice.why_not_fused is None
-                else "; torch joins blocks, not one kernel: triton is broken"
+                else "; torch joins blocks, not the fused kernel: triton is broken"
             )
     monkeypatch.undo()
     assert choose_kernel("cpu", torch.bfloat16, 64).kernel.join is join_

@@ -50,7 +50,7 @@ def test_text_and_json() -> None:
     for words in (
         "megatron-core        0.19.2",
         "backend    gloo (--cpu was given)",
-        "attention  cpu_flash for fp32, head width 64 (the first of the table",
+        "attention  cpu_flash for fp32, head width 64 (the first kernel of the table",
         "not torch_flash: runs on cuda, not on cpu",
         "training_log                                  untouched",
     ):
