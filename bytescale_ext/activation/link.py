@@ -226,5 +226,5 @@ class CudaLink:
 
 
 def make_link(arena: HostArena, on_cuda: bool) -> Link:
-    """Return a link for the device, with arena memory that must be pinned for CUDA."""
+    """Return the link for the device. On CUDA the arena must be pinned."""
     return CudaLink(arena) if on_cuda else PlainLink(arena)

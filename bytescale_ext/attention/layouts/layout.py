@@ -80,10 +80,10 @@ class RingPass:
         route: route of the keys round the ring.
         in_micro_batch: rows of this rank's queries in the micro-batch or slice.
         keys: rows of this rank's keys among the keys of the micro-batch.
-        rows: number of keys of each member.
+        rows: number of keys of each member, including the prefix.
         shares: number of queries of each member, by sequence.
         blocks: block of each hop 0 .. D-1; block 0 has the triangles of this rank's own rows.
-        prefix_blocks: additional block of each hop for the fronts' prefixes; empty without prefixes.
+        prefix_blocks: additional block of each hop over prefixes; empty without prefixes.
         kept: see ``PrefixKeys``.
     """
 
