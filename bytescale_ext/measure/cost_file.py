@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import WINDOWS, ModelCost
+from bytescale_ext.plan.cost.model_cost import SHAPE_NOT_IN_FILES, ModelCost
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 
 FLAGS: Final = ("shape.gated", "shape.latent.has_norms", "shape.latent.is_plain")
@@ -76,7 +76,7 @@ def check_same_model(
     Raises:
         ValueError: sizes differ; the message names them.
     """
-    free = {"num_layers", "num_expert_layers", "vocab", *WINDOWS}
+    free = {"num_layers", "num_expert_layers", "vocab", *SHAPE_NOT_IN_FILES}
     model = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name not in free}
     model |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
     file = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in model}

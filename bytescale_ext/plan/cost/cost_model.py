@@ -1,10 +1,10 @@
-"""Predict the time of sequences, micro-batches and pipeline stages (ByteScale Eq. 3 and section 7)."""
+"""The predicted time of sequences, micro-batches and pipeline stages (ByteScale Eq. 3 and section 7)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,36 +18,37 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Cost of tokens on ranks, in seconds (or FLOPs, or any unit), of some layers in one direction or in both.
+    """Cost of some layers in one direction or in both, in seconds, FLOPs or any other unit.
 
-    A sequence of s tokens on d ranks costs each of them (ByteScale Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma,
-    divided over the ring, with the ring's exchange of keys and values hidden behind its computing, section 7)::
+    A sequence of s tokens on d ranks costs each of these ranks::
 
-        max(a s^2 / d + ((h + e) s / d + m) (d - 1), c s (d - 1) / d) + b s / d    and each micro-batch g once
+        max(a s^2 / d + ((h + e) s / d + m) (d - 1), c s (d - 1) / d) + b s / d
 
-    A ring over several nodes has ``Nodes.hops`` instead of d - 1 beside c.
+    and each micro-batch costs g in addition. This is ByteScale's Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma, divided by
+    the ranks of the ring, whose exchange of keys and values overlaps with computation (section 7). For a ring over
+    several nodes, the factor (d - 1) of c is ``Nodes.hops``.
 
-    Some layers may have a sliding window of w tokens. There a sequence of more than w tokens has no ring. A rank
-    computes the windows of its tokens, and receives the w tokens before its front and before its back part, which
-    nothing hides::
+    Some layers may have a sliding window of w tokens. In these layers a sequence of more than w tokens has no ring. A
+    rank computes the windows of its tokens. It receives the w tokens before its front part and before its back part,
+    and this transfer does not overlap::
 
         a (2 w s - w^2) / d + (c + h + e) min(2 w, s (d - 1) / d) + m min(2, d - 1) + b s / d
 
     Attributes:
-        a: per squared token, causal attention.
-        b: per token, everything that is linear in tokens.
-        c: per token whose keys and values a rank receives inside a node, hidden behind a, e, h and m.
-        g: per micro-batch.
-        h: per token whose keys and values a rank receives: the work of merging blocks, starting messages and, where
-            processors move the data themselves, copying. The paper has no such term.
-        nodes: links between nodes are slower; None: all are alike.
-        window: w, the most tokens that a token sees in these layers, itself included.
-        window_share: the share of the layers that have a window; a, c, e, h are of all layers, as if none had one.
-        m: per block of keys and values that a rank receives of a sequence: the work of starting its kernels, however
-            few tokens it has. The paper has no such term; it makes short sequences on many ranks slow.
-        e: per token of another rank, or of an earlier slice, whose keys and values a rank expands from latents
-            (``attention/latent.py``). Some ranks of a ring expand only the front parts of the others' shares; the cost
-            is that of ranks that expand whole shares, because the ring waits for them.
+        a: cost per squared token: causal attention.
+        b: cost per token of everything that is linear in tokens.
+        c: cost per token whose keys and values a rank receives from its own node; it overlaps with a, e, h and m.
+        g: cost per micro-batch.
+        h: cost per token whose keys and values a rank receives: merging blocks, starting messages and, if processors
+            move the data, copying. The paper has no such term.
+        nodes: nodes with slower links between them; None: all links are equally fast.
+        window: w, the most tokens that a token sees in layers with a window, itself included.
+        window_share: share of the layers with a window; a, c, e and h count all layers as layers without a window.
+        m: cost per block of keys and values that a rank receives: starting its kernels, however few tokens the block
+            has. The paper has no such term; it makes short sequences on many ranks slow.
+        e: cost per token of another rank or an earlier slice whose keys and values a rank expands from latents
+            (``attention/latent.py``). Some ranks of a ring expand only the front parts of other ranks' shares. The cost
+            counts whole shares, because the ring waits for the ranks that expand whole shares.
     """
 
     a: float
@@ -66,7 +67,7 @@ class CostModel:
     @overload
     def squares(self, lengths: Floats) -> Floats: ...
     def squares(self, lengths: float | Floats) -> float | Floats:
-        """Return what ``a`` multiplies for sequences on one rank, s^2 without windows: one or many, [n]."""
+        """Return the factor of ``a`` for sequences on one rank, s^2 without windows: a number, or [n]."""
         full = lengths * lengths
         if not self.window_share:
             return full
@@ -78,7 +79,7 @@ class CostModel:
     @overload
     def hops(self, widths: Floats) -> Floats: ...
     def hops(self, widths: float | Floats) -> float | Floats:
-        """Return the time of the exchange of rings, in hops (``Nodes.best_hops``): one or many, [n]."""
+        """Return the time of a ring's exchange in hops (``Nodes.best_hops``): a number, or [n]."""
         if self.nodes is None:
             return widths - 1
         if isinstance(widths, np.ndarray):
@@ -92,10 +93,10 @@ class CostModel:
     def attention_cost(
         self, lengths: float | Floats, widths: float | Floats, hops: float | Floats | None = None
     ) -> float | Floats:
-        """Return the cost of attention on each rank of a ring: the slower of computing and receiving.
+        """Return the cost of attention on each rank of a ring, the slower of computing and receiving: a number, or [n].
 
-        ``lengths`` and ``widths`` are tokens and ranks of one sequence, or of many: [n] each, and so is the result.
-        ``hops``: the time of the exchange; by default ``self.hops(widths)``.
+        ``lengths``, ``widths``: tokens and ranks of a sequence, or [n]; ``hops``: time of the exchange, or [n]; None:
+        ``self.hops(widths)``.
         """
         received = lengths * (self.hops(widths) if hops is None else hops)
         slower = np.maximum if isinstance(received, np.ndarray) else max  # max is much faster for numbers
@@ -103,11 +104,11 @@ class CostModel:
         return self._with_windows(full, lengths, widths) if self.window_share else full
 
     def _computing(self, lengths: float | Floats, widths: float | Floats) -> float | Floats:
-        """Return what all ranks of a ring compute together, which hides their exchange: one or many, [n]."""
+        """Return the computation of a ring's ranks together, with which the exchange overlaps: a number, or [n]."""
         return self.a * lengths * lengths + ((self.h + self.e) * lengths + self.m * widths) * (widths - 1)
 
     def _with_windows(self, full: float | Floats, lengths: float | Floats, widths: float | Floats) -> float | Floats:
-        """Return the cost of attention where ``full`` is that without windows; arguments as in ``attention_cost``."""
+        """Return the cost of attention in layers with and without windows; ``full``: the cost without windows."""
         tokens, ranks = np.asarray(lengths, dtype=np.float64), np.asarray(widths, dtype=np.float64)
         beyond, share = np.maximum(tokens - self.window, 0.0), self.limited_share(tokens)
         limited = self.a * (tokens * tokens - beyond * beyond) / ranks
@@ -117,13 +118,13 @@ class CostModel:
         return cost if isinstance(full, np.ndarray) else float(cost)
 
     def exposed_exchange(self, lengths: Floats, widths: Floats, hops: Floats) -> Floats:
-        """Return the part of ``attention_cost`` that is exchange not hidden behind computing: [n], as the arguments."""
+        """Return the part of ``attention_cost`` that is exchange without overlap: [n], as the arguments."""
         full = np.maximum(0.0, self.c * lengths * hops - self._computing(lengths, widths)) / widths
         share = self.limited_share(lengths)
         return np.asarray((1.0 - share) * full + share * self.c * self.window_received(lengths, widths))
 
     def limited_share(self, lengths: Floats) -> Floats:
-        """Return the share of the layers in which a window limits sequences: [n]."""
+        """Return the share of the layers whose window is shorter than each sequence: [n]."""
         return np.asarray(np.where(lengths > self.window, self.window_share, 0.0))
 
     def window_received(self, lengths: Floats, widths: Floats) -> Floats:
@@ -131,9 +132,9 @@ class CostModel:
         return np.minimum(2.0 * self.window, lengths * (widths - 1) / widths)
 
     def window_work(self, received: Floats, widths: Floats) -> Floats:
-        """Return the work of joining what a rank receives in a layer with a window: [n], or [n, k] of slices.
+        """Return the cost of joining received keys in a layer with a window: [n], or [n, k] for slices.
 
-        ``received``: tokens; they are of up to two blocks, before the rank's front part and before its back part.
+        ``received``: received tokens, in at most two blocks: before the rank's front part and before its back part.
         """
         return np.asarray((self.h + self.e) * received + self.m * np.minimum(widths - 1, 2))
 
@@ -142,7 +143,7 @@ class CostModel:
     @overload
     def sequence_cost(self, lengths: Floats, widths: Floats) -> Floats: ...
     def sequence_cost(self, lengths: float | Floats, widths: float | Floats) -> float | Floats:
-        """Return the cost of a sequence on each rank of its ring, without ``g``; many sequences: [n] each."""
+        """Return the cost of a sequence on each rank of its ring, without ``g``: a number, or [n]."""
         return self.attention_cost(lengths, widths) + self.b * lengths / widths  # type: ignore[arg-type]
 
     def linear_cost(self, num_tokens: int) -> float:
@@ -150,21 +151,23 @@ class CostModel:
         return self.b * num_tokens
 
     def work(self, tokens: float, squares: float) -> float:
-        """Return a cost that sequences do not undercut on all ranks together: without windows, exchange and launches.
+        """Return a lower bound of the cost of sequences on all ranks together.
+
+        It counts no exchange, no ``g`` and no attention in layers with a window.
 
         Args:
-            tokens: of all sequences.
-            squares: the sum of the squares of their lengths.
+            tokens: tokens of all sequences.
+            squares: sum of the squared lengths.
         """
         return self.b * tokens + self.a * (1.0 - self.window_share) * squares
 
     def end_of_share(self, lengths: Floats, shares: Floats, widths: Floats) -> Floats:
-        """Return the number of first tokens that cost this share of a sequence (Seq1F1B, Sun et al. 2024, section 3.3).
+        """Return the token at which a share of a sequence's cost ends (Seq1F1B, Sun et al. 2024, section 3.3).
 
         Token P costs ``max(2 a P, c (d - 1)) + b`` on d ranks that keep keys: up to some P, exchange takes longer than
-        attention. All arguments broadcast to the shape of the result.
+        attention. With windows, exchange is ignored, and the cost is ``a squares + b s``.
 
-        With windows this inverts ``squares``, in which token P costs less beyond the window; exchange is left out.
+        The arguments broadcast to the shape of the result.
         """
         if self.window_share:
             return self._end_with_windows(lengths, shares)
@@ -179,7 +182,7 @@ class CostModel:
         return np.asarray(np.where(before < kink, before, beyond))
 
     def _end_with_windows(self, lengths: Floats, shares: Floats) -> Floats:
-        """Return where a share of ``a squares + b s`` ends: the arguments broadcast to the shape of the result.
+        """Return the token at which a share of ``a squares + b s`` ends. The arguments broadcast to the result's shape.
 
         Up to the window the cost is ``a P^2 + b P``; beyond it ``a (1 - f) P^2 + (b + 2 a f w) P - a f w^2``.
         """
@@ -191,49 +194,49 @@ class CostModel:
         return np.asarray(np.where(within <= w, within, beyond))
 
     def shard_cost(self, shard: Shard, length: int) -> float:
-        """Return the cost of a shard of a sequence of ``length`` tokens; linear work counts the shard's own tokens."""
+        """Return the cost of a shard of a sequence of ``length`` tokens. Linear work counts the shard's own tokens."""
         return self.attention_cost(length, len(shard.ring)) + self.linear_cost(shard.num_tokens)
 
     def micro_batch_cost(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> float:
-        """Return the cost of a micro-batch on its rank; ``lengths`` are the plan's."""
+        """Return the cost of a micro-batch on its rank. ``lengths``: tokens of each sequence of the plan."""
         return self.g + sum(self.shard_cost(shard, lengths[shard.seq]) for shard in micro_batch.shards)
 
     def rank_cost(self, shards: RankShards, lengths: Sequence[int]) -> float:
-        """Return the cost of all micro-batches of a rank; ``lengths`` are the plan's."""
-        own = np.array([lengths[seq] for seq in shards.seqs.tolist()], dtype=np.float64)
-        attention = self.attention_cost(own, shards.widths.astype(np.float64))
+        """Return the cost of all micro-batches of a rank. ``lengths``: tokens of each sequence of the plan."""
+        shard_lengths = np.array([lengths[seq] for seq in shards.seqs.tolist()], dtype=np.float64)
+        attention = self.attention_cost(shard_lengths, shards.widths.astype(np.float64))
         linear = self.linear_cost(int(shards.tokens.sum()))
         return self.g * shards.num_micro_batches + float(attention.sum()) + linear
 
     def floor(self) -> CostModel:
-        """Return a cost that no ring of this one undercuts, and of which d times a ring's cost never falls with d.
+        """Return a lower bound of this cost for every ring, with which d times the cost on d ranks never falls with d.
 
-        Where rings have inner rings, it has ``FEWEST_HOPS (d - 1)`` hops, else d - 1.
+        It counts ``FEWEST_HOPS (d - 1)`` hops if rings can have inner rings, else d - 1.
         """
-        nests = self.nodes is not None and self.nodes.hierarchical
-        return replace(self, c=self.c * (FEWEST_HOPS if nests else 1.0), nodes=None)
+        has_inner_rings = self.nodes is not None and self.nodes.hierarchical
+        return replace(self, c=self.c * (FEWEST_HOPS if has_inner_rings else 1.0), nodes=None)
 
     def scaled(self, factor: float) -> CostModel:
-        """Return the same model in another unit, or of ``factor`` layers."""
-        constants = (self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
-        more = self.m * factor, self.e * factor
-        return CostModel(*constants, self.nodes, self.window, self.window_share, *more)
+        """Return ``factor`` times this cost: the cost of ``factor`` layers, or the cost in another unit."""
+        return replace(self, **{name: getattr(self, name) * factor for name in _CONSTANTS})
 
     def __add__(self, other: CostModel) -> CostModel:
-        """Return the cost of both together; the sum of their exchanges hides behind the sum of their computing."""
-        constants = (self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
-        more = self.m + other.m, self.e + other.e
-        return CostModel(*constants, self.nodes, self.window, self.window_share, *more)
+        """Return the sum of both costs. The sum of their exchanges overlaps with the sum of their computation."""
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _CONSTANTS})
+
+
+_CONSTANTS: Final = ("a", "b", "c", "g", "h", "m", "e")
+"""Fields of ``CostModel`` that are costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Forward and backward cost of one pipeline stage, or of a whole model without pipelines.
+    """Cost of one pipeline stage, or of the whole model without pipelines.
 
     Attributes:
-        forward, backward: of all its layers.
-        key_read: of copying a token's keys and values in all its layers between the device and host memory, one way;
-            hidden behind all other work.
+        forward, backward: cost of all layers of the stage, in each direction.
+        key_read: time to copy the keys and values of one token, in all layers of the stage, between the device and host
+            memory, one way. It overlaps with all other work.
     """
 
     forward: CostModel
@@ -242,24 +245,24 @@ class StageCost:
 
     @property
     def both(self) -> CostModel:
-        """Forward and backward together: the cost that planners balance."""
+        """Cost of forward and backward together, which planners balance."""
         return self.forward + self.backward
 
     def on(self, nodes: Nodes | None) -> StageCost:
-        """Return the cost with links between these nodes."""
-        forward, backward = (replace(one, nodes=nodes) for one in (self.forward, self.backward))
+        """Return the cost on a cluster of these nodes."""
+        forward, backward = (replace(cost, nodes=nodes) for cost in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def with_linear(self, factor: float) -> StageCost:
         """Return the cost with ``factor`` times the work that is linear in tokens."""
-        forward, backward = (replace(one, b=one.b * factor) for one in (self.forward, self.backward))
+        forward, backward = (replace(cost, b=cost.b * factor) for cost in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def with_padding(self, num_rows: float) -> StageCost:
-        """Return the cost where each micro-batch, or slice, has so many rows of padding: linear work, no attention."""
-        forward, backward = (replace(one, g=one.g + one.b * num_rows) for one in (self.forward, self.backward))
+        """Return the cost if each micro-batch, or slice, has ``num_rows`` rows of padding, without attention."""
+        forward, backward = (replace(cost, g=cost.g + cost.b * num_rows) for cost in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def floor(self) -> StageCost:
-        """Return ``CostModel.floor`` of both."""
+        """Return ``CostModel.floor`` of both directions."""
         return StageCost(self.forward.floor(), self.backward.floor())

@@ -1,4 +1,4 @@
-"""Builds dataclasses from the entries of a JSON object."""
+"""Build dataclasses from JSON objects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 
 def entries_of(value: object) -> Mapping[str, object]:
-    """Return a JSON object as it is. Raises TypeError for another JSON value."""
+    """Return a JSON object unchanged. Raises TypeError for any other JSON value."""
     if not isinstance(value, Mapping):
         raise TypeError(f"a {type(value).__name__} where entries are expected")
     return value
@@ -15,6 +15,6 @@ def entries_of(value: object) -> Mapping[str, object]:
 def from_entries[Kind](kind: Callable[..., Kind], value: object) -> Kind:
     """Return a ``kind`` whose fields are the entries of a JSON object.
 
-    Raises TypeError for another JSON value, and, naming it, for an entry that is missing or unknown.
+    Raises TypeError for any other JSON value, and for an entry that is missing or unknown, which the message names.
     """
     return kind(**entries_of(value))

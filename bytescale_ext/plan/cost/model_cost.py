@@ -1,4 +1,4 @@
-"""The cost of one model: in seconds from a cost file, or in FLOPs from its sizes."""
+"""The cost of one model: in seconds from a cost file, or in FLOPs from the model's sizes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.step.sizes import Cluster
 
 LINK_BYTES_PER_SECOND: Final = 55e9
-"""Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
+"""Default bandwidth between a GPU and page-locked host memory, one way: PCIe 5."""
 
 NOT_IN_FILES: Final = ("nodes", "window", "window_share", "e")
-"""Fields of ``CostModel`` that belong to a run, not to a cost file; measured rings have ``e`` in ``h``."""
+"""Fields of ``CostModel`` that depend on the run and are not in a cost file; measured rings include ``e`` in ``h``."""
 
-WINDOWS: Final = ("num_window_layers", "window_tokens", "later_layers", "later_experts")
-"""Fields of ``ModelShape`` that cost files leave out: their costs are those of one layer with full attention."""
+SHAPE_NOT_IN_FILES: Final = ("num_window_layers", "window_tokens", "later_layers", "later_experts")
+"""Fields of ``ModelShape`` that are not in a cost file, because it has the costs of one layer with full attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,20 @@ class ModelCost:
     """Costs of one model on one device, in seconds and bytes: the content of a cost file.
 
     Attributes:
-        shape: the measured model; the file is refused for any other model.
-        device: the hardware, in words.
+        shape: the measured model; the file is refused for other models.
+        device: name of the hardware.
         dtype: parameter type, for example "bfloat16".
         tensor_parallel: ranks that share each layer.
-        source: where the constants are from: a measurement, or a paper with figure and equation.
-        forward, backward: of one layer on one rank. ``g`` is the fixed cost of a layer for each micro-batch.
+        source: origin of the constants: a measurement, or a paper with figure and equation.
+        forward, backward: cost of one layer on one rank. ``g`` is the overhead of a layer for each micro-batch.
         head_forward, head_backward: seconds per token of embedding, output layer and loss together.
-        layer_bytes: activations that one token keeps in one layer until its backward pass.
-        recompute_bytes: the same with full recompute (the layer's input).
-        collective: seconds for each byte that a rank receives in collectives of its node or, with tensor parallelism,
-            of its tensor-parallel group; then ``forward`` and ``backward`` include them. 0: not measured by themselves.
-        latency: seconds that such a collective, or a message, of a few bytes takes; 0: not measured.
-        slowdown: a rank receives a byte from another node in this many times the time from its own node, of which the
-            ``c`` of both passes is. 1: there is one node, or links between nodes were not measured by themselves.
+        layer_bytes: bytes of activations per token that one layer keeps until its backward pass.
+        recompute_bytes: ``layer_bytes`` with full recompute: the input of the layer.
+        collective: seconds per byte that a rank receives in collectives of its node or, with tensor parallelism, of its
+            tensor-parallel group, which ``forward`` and ``backward`` then include; 0: not measured separately.
+        latency: seconds of such a collective, or of a message, of a few bytes; 0: not measured.
+        slowdown: time to receive a byte from another node, relative to a byte from the own node, which the ``c`` of
+            both passes counts; 1: there is one node, or links between nodes were not measured separately.
     """
 
     shape: ModelShape
@@ -75,20 +75,21 @@ class ModelCost:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of a parameter or an activation."""
+        """Bytes of one element of a parameter or activation."""
         return 4 if self.dtype == "float32" else 2
 
     def stage(self, num_layers: int, has_head: bool = False, link: float = LINK_BYTES_PER_SECOND) -> StageCost:
-        """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer.
+        """Return the cost of a stage of ``num_layers`` layers. Layers with a window count as if spread evenly.
 
-        It also adds layers of multi-token prediction, each as a layer and an output layer. Layers with a window count
-        as if they were spread evenly over the layers.
-
-        ``link``: bytes per second between the device and host memory, one way, for swapped keys.
+        Args:
+            num_layers: transformer layers of the stage.
+            has_head: whether to add embedding, output layer and the layers of multi-token prediction, each with its own
+                output layer.
+            link: bytes per second between the device and host memory, one way, for swapped keys.
         """
         later = self.shape.later_layers if has_head else 0
-        passes = (one.scaled(num_layers + later) for one in (self.forward, self.backward))
-        forward, backward = (with_windows(one, self.shape) for one in passes)
+        full = (cost.scaled(num_layers + later) for cost in (self.forward, self.backward))
+        forward, backward = (with_windows(cost, self.shape) for cost in full)
         if has_head:
             forward = replace(forward, b=forward.b + (1 + later) * self.head_forward)
             backward = replace(backward, b=backward.b + (1 + later) * self.head_backward)
@@ -96,7 +97,7 @@ class ModelCost:
         return StageCost(forward, backward, num_layers * keys / link)
 
     def nodes(self, cluster: Cluster) -> Nodes | None:
-        """Return the nodes of a cluster with slower links between them, or None where nothing says so."""
+        """Return the nodes of a cluster, or None if all its links are equally fast or nothing is known about nodes."""
         if cluster.ranks_per_node is None or self.slowdown <= 1.0:
             return None
         return Nodes(cluster.node_ranks, self.slowdown, cluster.hierarchical_rings != "off")
@@ -106,26 +107,26 @@ class ModelCost:
         return self.stage(self.shape.num_layers, has_head=True)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain dicts: the format of a cost file. It says nothing about the nodes of a run and about windows."""
+        """Return plain dicts, the format of a cost file, without the nodes and windows of a run."""
         value = asdict(self)
-        for of, names in (("forward", NOT_IN_FILES), ("backward", NOT_IN_FILES), ("shape", WINDOWS)):
+        for part, names in _LEFT_OUT.items():
             for name in names:
-                del value[of][name]
+                del value[part][name]
         if self.shape.latent is None:
             del value["shape"]["latent"]
         return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> ModelCost:
-        """Invert ``to_json``. Raises ValueError, naming an entry that is missing, unknown or negative."""
+        """Return the cost that ``to_json`` wrote. Raises ValueError for a missing, unknown or negative entry."""
         try:
             shape = from_entries(ModelShape, value["shape"])
             if shape.latent is not None:
                 shape = replace(shape, latent=from_entries(LatentShape, shape.latent))
             passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
             cost = from_entries(cls, {**value, "shape": shape, **passes})
-            for name in (*NOT_IN_FILES, *WINDOWS):
-                if any(name in entries_of(value[one]) for one in ("forward", "backward", "shape")):
+            for name in (*NOT_IN_FILES, *SHAPE_NOT_IN_FILES):
+                if any(name in entries_of(value[part]) for part in _LEFT_OUT):
                     raise TypeError(f"{name} is no entry")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
@@ -135,16 +136,7 @@ class ModelCost:
     def _check(self) -> None:
         numbers = {f"{name}.{key}": number for name in ("forward", "backward")
                    for key, number in asdict(getattr(self, name)).items() if key not in NOT_IN_FILES}  # fmt: skip
-        for name in (
-            "head_forward",
-            "head_backward",
-            "layer_bytes",
-            "recompute_bytes",
-            "collective",
-            "slowdown",
-            "latency",
-        ):
-            numbers[name] = getattr(self, name)
+        numbers |= {name: getattr(self, name) for name in _NUMBERS}
         for name, number in numbers.items():
             if not isinstance(number, int | float) or not 0 <= number < float("inf"):
                 raise ValueError(f"the cost file's {name} is {number}; constants must be numbers of at least 0")
@@ -153,40 +145,50 @@ class ModelCost:
                 raise ValueError(f"the cost file's {name} is 0: attention and linear work both cost time")
 
 
+_LEFT_OUT: Final = {"forward": NOT_IN_FILES, "backward": NOT_IN_FILES, "shape": SHAPE_NOT_IN_FILES}
+_NUMBERS: Final = (
+    "head_forward", "head_backward", "layer_bytes", "recompute_bytes", "collective", "slowdown", "latency",
+)  # fmt: skip
+
+
 def with_windows(cost: CostModel, shape: ModelShape) -> CostModel:
-    """Return the cost of full attention in all layers as that of a model with its windows."""
+    """Return a cost of full attention with the windows of the model."""
     if shape.window is None:
         return cost
     return replace(cost, window=shape.window + 1, window_share=shape.window_share)
 
 
 def flops_cost(shape: ModelShape) -> CostModel:
-    """Return costs in FLOPs, forward and backward, to predict imbalance without measuring (c = g = 0)."""
+    """Return the cost of a model in FLOPs, forward and backward together, with c = g = 0."""
     passes = 1.0 + BACKWARD_PER_FORWARD
     full = CostModel(a=passes * attention_flops_per_square(shape), b=passes * linear_flops_per_token(shape))
     return with_windows(full, shape)
 
 
 def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True, tensor_parallel: int = 1) -> StageCost:
-    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without.
+    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, on all ``tensor_parallel`` ranks together.
 
-    Those of all ``tensor_parallel`` ranks that share a layer count together; expansions of latents are included
-    (``with_expansions``).
+    They include the expansions of latents (``with_expansions``) and, with ``has_head``, the output layer and the layers
+    of multi-token prediction.
     """
     vocab, later = (shape.vocab, shape.later_layers) if has_head else (0, 0)
     both = flops_cost(replace(shape.part(num_layers), vocab=vocab, later_layers=later))
     both = with_windows(both, shape)
     forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
-    one = (num_layers + later) * expansion_flops(shape, tensor_parallel)
-    return StageCost(*with_expansions(forward, forward.scaled(BACKWARD_PER_FORWARD), one))
+    expansion = (num_layers + later) * expansion_flops(shape, tensor_parallel)
+    return StageCost(*with_expansions(forward, forward.scaled(BACKWARD_PER_FORWARD), expansion))
 
 
 def with_expansions(forward: CostModel, backward: CostModel, cost: float) -> tuple[CostModel, CostModel]:
-    """Return the costs of both passes with repeated expansions of latents, one of which costs ``cost`` for a token.
+    """Return the costs of both passes with the repeated expansions of latents.
 
-    A backward pass expands again what the forward pass expanded, a rank's own latents too, and has two products for the
-    gradients of each (``attention/latent.py``). One forward product of a rank's own latents, and two backward, are
-    counted as those of any weight.
+    The backward pass expands all latents of the forward pass again, a rank's own latents included, and computes two
+    matrix products for the gradients of each (``attention/latent.py``). The first expansion of a rank's own latents and
+    its two gradient products are already counted as linear work.
+
+    Args:
+        forward, backward: costs without repeated expansions.
+        cost: cost of one expansion of one token.
     """
     backward = replace(backward, b=backward.b + cost, e=backward.e + (1.0 + BACKWARD_PER_FORWARD) * cost)
     return replace(forward, e=forward.e + cost), backward
@@ -196,15 +198,16 @@ def expert_share(shape: ModelShape, num_layers: int, has_head: bool = True) -> f
     """Return the share of routed experts in the FLOPs of a stage that are linear in tokens; 0 without experts."""
     part = shape.part(num_layers)
     part = replace(part, vocab=shape.vocab if has_head else 0, later_layers=shape.later_layers if has_head else 0)
-    num_layers = part.num_expert_layers + part.later_layers * part.later_experts
-    routed = num_layers * (part.expert_ffn_hidden - part.shared_ffn_hidden)
+    num_expert_layers = part.num_expert_layers + part.later_layers * part.later_experts
+    routed = num_expert_layers * (part.expert_ffn_hidden - part.shared_ffn_hidden)
     return 2.0 * (3 if shape.gated else 2) * shape.hidden * routed / linear_flops_per_token(part)
 
 
 def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """Return forward and backward model FLOPs of whole documents: causal attention inside each, and inside windows.
+    """Return the model FLOPs of documents, forward and backward, with causal attention inside each document.
 
-    Recomputed work is not model FLOPs (PaLM, Chowdhery et al. 2022, appendix B, "MFU").
+    ``lengths``: tokens of each document. Recomputation does not count as model FLOPs (PaLM, Chowdhery et al. 2022,
+    appendix B, "MFU").
     """
     tokens, cost = np.fromiter(lengths, dtype=np.float64), flops_cost(shape)
     return float(cost.a * cost.squares(tokens).sum() + cost.b * tokens.sum())

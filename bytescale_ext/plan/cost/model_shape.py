@@ -7,29 +7,30 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 BACKWARD_PER_FORWARD: Final = 2.0
-"""Backward FLOPs per forward FLOP, without recompute: two matrix products for each one (Megatron-LM, Narayanan et
-al. 2021, appendix; PaLM, Chowdhery et al. 2022, appendix B)."""
+"""Backward FLOPs per forward FLOP of linear layers, without recompute: two matrix products for each product
+(Megatron-LM, Narayanan et al. 2021, appendix; PaLM, Chowdhery et al. 2022, appendix B)."""
 
 ATTENTION_BACKWARD_PER_FORWARD: Final = 2.5
-"""Attention backward per forward: five matrix products for two (FlashAttention-2, Dao 2023, section 4.1)."""
+"""Backward FLOPs per forward FLOP of attention: five matrix products for two (FlashAttention-2, Dao 2023, section
+4.1)."""
 
 
 FLOPS_PER_RING_BYTE: Final = 8000.0
-"""What a GPU computes while a byte passes between nodes: 400 TFLOP/s in half precision, 50 GB/s (400 Gbit/s)."""
+"""FLOPs of a GPU in the time of one byte between nodes: 400 TFLOP/s in half precision, 50 GB/s (400 Gbit/s)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The sizes of multi-latent attention besides ``ModelShape.head_dim``, which is that of queries and keys.
+    """The sizes of multi-latent attention. ``ModelShape.head_dim`` is the width of one head of queries and keys.
 
     Attributes:
-        query_rank: numbers of the vector from which queries are projected; 0: they come from the hidden state.
-        key_rank: numbers of the latent vector from which keys and values are projected.
-        position_dim: part of ``head_dim`` that has positions; the key's is the same for all heads.
+        query_rank: width of the latent vector of queries; 0: queries are projected from the hidden state.
+        key_rank: width of the latent vector of keys and values.
+        position_dim: part of ``head_dim`` with rotary positions, which all heads of the keys share.
         value_dim: width of one head of the values.
-        has_norms: the latent vectors are normalized (``--qk-layernorm``).
-        is_plain: attention can apply the projection of keys and values itself: it is a matrix product alone, without a
-            norm in it as in TransformerEngine, and it is not recomputed by itself.
+        has_norms: whether the latent vectors are normalized (``--qk-layernorm``).
+        is_plain: whether attention can apply the projection of keys and values itself. It must be a matrix product
+            only, without TransformerEngine's fused norm, and must not be recomputed separately.
     """
 
     query_rank: int
@@ -41,25 +42,25 @@ class LatentShape:
 
     @property
     def latent_numbers(self) -> int:
-        """Numbers from which the keys and values of one token are rebuilt."""
+        """Numbers per token that rebuild its keys and values."""
         return self.key_rank + self.position_dim
 
     @property
     def norm_weights(self) -> int:
-        """Weights of a layer's norms of latent vectors."""
+        """Weights of the norms of latent vectors in one layer."""
         return self.has_norms * (self.query_rank + self.key_rank)
 
     @property
     def ring_numbers(self) -> int:
-        """Numbers that attention holds and sends for a token where latents travel: halves of equal size."""
+        """Numbers per token that attention holds and sends when latents travel, padded to two equal halves."""
         return self.latent_numbers + self.latent_numbers % 2
 
     def travels(self, num_heads: int, head_dim: int) -> bool:
-        """Return whether rings and slices have latents, not keys and values, of ``num_heads`` heads on a rank.
+        """Return whether latents travel in rings and slices, in place of keys and values, with ``num_heads`` per rank.
 
-        A latent saves bytes with each hop and costs the projection of the heads on each rank: once in the forward pass
-        for 2 bytes a number, three times in the backward pass (again, and for two gradients) for 2 bytes and a sum of
-        4. So the two prices have one ratio in both passes.
+        A latent saves bytes in each hop, and costs one projection of the heads on each rank. The forward pass projects
+        once and sends 2 bytes per number. The backward pass projects three times (again, and for two gradients), and
+        sends 2 bytes and a 4-byte sum. So the ratio of FLOPs and bytes is equal in both passes.
         """
         saved = 2 * num_heads * max(head_dim, self.value_dim) - self.ring_numbers
         flops = 2.0 * self.key_rank * num_heads * (head_dim - self.position_dim + self.value_dim)
@@ -68,28 +69,27 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a transformer decoder that its FLOPs depend on.
+    """The sizes of a transformer decoder that decide its FLOPs.
 
     Attributes:
         num_layers: transformer layers.
         hidden: width of the residual stream.
         num_heads: query heads.
-        num_kv_heads: key and value heads (grouped-query attention; equal to num_heads without it).
+        num_kv_heads: key and value heads; fewer than ``num_heads`` with grouped-query attention.
         head_dim: width of one head.
         ffn_hidden: inner width of the MLP.
-        gated: the MLP has a gate (SwiGLU): three matrices, not two.
+        gated: whether the MLP has a gate (SwiGLU), with three matrices in place of two.
         vocab: rows of the output layer.
-        num_expert_layers: how many of the layers have experts in place of one MLP.
-        expert_ffn_hidden: in such a layer, the inner width that one token passes: its routed experts plus the shared
-            ones.
-        num_experts: in such a layer, the experts that the router chooses from.
-        experts_per_token: how many of them it chooses for a token.
-        shared_ffn_hidden: the part of ``expert_ffn_hidden`` that is the shared experts', which every token passes.
-        num_window_layers: how many of the layers have a sliding window.
-        window_tokens: in such a layer, the most keys before its own that a token sees.
-        later_layers: layers of multi-token prediction after the others, each with the output layer once more.
-        later_experts: the layers of multi-token prediction have experts, as the model's last layer has.
-        latent: multi-latent attention (DeepSeek-V2, section 2.1); None: queries, keys and values are projected.
+        num_expert_layers: layers with experts in place of one MLP.
+        expert_ffn_hidden: inner width of all experts that process one token, routed and shared, in such a layer.
+        num_experts: routed experts of such a layer.
+        experts_per_token: routed experts that process one token.
+        shared_ffn_hidden: part of ``expert_ffn_hidden`` in shared experts, which process every token.
+        num_window_layers: layers with a sliding window.
+        window_tokens: the most keys before its own key that a token sees in such a layer.
+        later_layers: layers of multi-token prediction after the other layers, each with its own output layer.
+        later_experts: whether the layers of multi-token prediction have experts, as the model's last layer has.
+        latent: sizes of multi-latent attention (DeepSeek-V2, section 2.1); None: the model has standard attention.
     """
 
     num_layers: int
@@ -112,23 +112,23 @@ class ModelShape:
     latent: LatentShape | None = None
 
     def part(self, num_layers: int) -> ModelShape:
-        """Return the sizes of so many of the layers; experts and windows count as if spread evenly over all."""
+        """Return the sizes of ``num_layers`` of the layers, with experts and windows as if spread evenly over all."""
         experts, windows = (
-            -(-of_kind * num_layers // self.num_layers) for of_kind in (self.num_expert_layers, self.num_window_layers)
+            -(-count * num_layers // self.num_layers) for count in (self.num_expert_layers, self.num_window_layers)
         )
         return replace(
             self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows, later_layers=0
         )
 
     def stages(self, stage_layers: Sequence[int]) -> list[ModelShape]:
-        """Return ``part`` for each pipeline stage; the last one also has the layers of multi-token prediction."""
-        found = [self.part(num_layers) for num_layers in stage_layers]
-        return [*found[:-1], replace(found[-1], later_layers=self.later_layers)]
+        """Return ``part`` of each pipeline stage. The last stage also has the layers of multi-token prediction."""
+        parts = [self.part(num_layers) for num_layers in stage_layers]
+        return [*parts[:-1], replace(parts[-1], later_layers=self.later_layers)]
 
     def with_experts_per_token(self, count: float) -> ModelShape:
-        """Return the sizes if ``count`` experts run for a token, on average; shared experts run besides."""
-        each = (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
-        return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * each))
+        """Return the sizes with ``count`` routed experts per token on average, in addition to shared experts."""
+        expert_width = (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
+        return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * expert_width))
 
     @property
     def value_dim(self) -> int:
@@ -137,23 +137,26 @@ class ModelShape:
 
     @property
     def projection_weights(self) -> int:
-        """Weights of the projections of one layer's attention, without norms."""
+        """Weights of the attention projections of one layer, without norms."""
         output = self.num_heads * self.value_dim * self.hidden
-        queries, one = self.num_heads * self.head_dim, self.latent
-        if one is None:
-            return self.hidden * (queries + 2 * self.num_kv_heads * self.head_dim) + output
-        of_queries = one.query_rank * (self.hidden + queries) if one.query_rank else self.hidden * queries
-        expanded = self.num_heads * (self.head_dim - one.position_dim + one.value_dim)
-        return of_queries + self.hidden * one.latent_numbers + one.key_rank * expanded + output
+        query_width, latent = self.num_heads * self.head_dim, self.latent
+        if latent is None:
+            return self.hidden * (query_width + 2 * self.num_kv_heads * self.head_dim) + output
+        if latent.query_rank:
+            queries = latent.query_rank * (self.hidden + query_width)
+        else:
+            queries = self.hidden * query_width
+        expanded = self.num_heads * (self.head_dim - latent.position_dim + latent.value_dim)
+        return queries + self.hidden * latent.latent_numbers + latent.key_rank * expanded + output
 
     @property
     def window(self) -> int | None:
-        """The sliding window of the layers that have one; None: no layer has one."""
+        """``window_tokens``, or None if no layer has a sliding window."""
         return self.window_tokens if self.num_window_layers else None
 
     @property
     def window_share(self) -> float:
-        """The share of the layers that have a sliding window."""
+        """Share of the layers with a sliding window."""
         return self.num_window_layers / self.num_layers
 
 
@@ -164,14 +167,14 @@ LLAMA_7B: Final = ModelShape(
 
 
 def linear_flops_per_token(shape: ModelShape) -> float:
-    """Return forward FLOPs of one token without attention: 2 per weight (Narayanan et al. 2021, appendix).
+    """Return the forward FLOPs of one token without attention: 2 per weight (Narayanan et al. 2021, appendix).
 
-    Query, key, value and output projections, the MLP or the router and the experts that the token is routed to, and
-    the output layer; embedding, norms and softmax are not counted.
+    They include the projections of attention, the MLP or the router and the experts of the token, and the output layer,
+    but not embedding, norms and softmax.
     """
-    width_of_mlps = shape.num_layers * shape.ffn_hidden
-    width_of_mlps += shape.num_expert_layers * (shape.expert_ffn_hidden - shape.ffn_hidden)
-    mlps = (3 if shape.gated else 2) * shape.hidden * width_of_mlps
+    mlp_width = shape.num_layers * shape.ffn_hidden
+    mlp_width += shape.num_expert_layers * (shape.expert_ffn_hidden - shape.ffn_hidden)
+    mlps = (3 if shape.gated else 2) * shape.hidden * mlp_width
     routers = shape.num_expert_layers * shape.hidden * shape.num_experts
     heads = (1 + shape.later_layers) * shape.hidden * shape.vocab
     layers = shape.num_layers * shape.projection_weights + mlps + routers
@@ -179,14 +182,14 @@ def linear_flops_per_token(shape: ModelShape) -> float:
 
 
 def layer_flops_per_token(shape: ModelShape) -> float:
-    """Return forward FLOPs of one token in one layer without attention, the mean of all layers of the model."""
+    """Return the forward FLOPs of one token in one layer without attention, the mean over all layers."""
     return linear_flops_per_token(replace(shape, vocab=0, later_layers=0)) / shape.num_layers
 
 
 def later_layer_weights(shape: ModelShape) -> int:
-    """Return the weights that a token passes in one layer of multi-token prediction, without norms.
+    """Return the weights that process one token in a layer of multi-token prediction, without norms.
 
-    It is a layer after a projection of two hidden states to one, dense or with experts.
+    The layer first projects two hidden states to one. Then it is a dense layer, or a layer with experts.
     """
     width, router = shape.ffn_hidden, 0
     if shape.later_experts:
@@ -195,20 +198,20 @@ def later_layer_weights(shape: ModelShape) -> int:
 
 
 def attention_flops_per_square(shape: ModelShape) -> float:
-    """Return forward FLOPs of causal attention over s tokens without windows, divided by s^2.
+    """Return the forward FLOPs of causal attention over s tokens without windows, divided by s^2.
 
-    ``4 s^2 head_dim num_heads`` for scores and values, half of it under the causal mask (FlashAttention-2, Dao 2023,
-    section 4.1); values may have heads of another size.
+    Scores and values take ``4 s^2 head_dim num_heads``, half of it under the causal mask (FlashAttention-2, Dao 2023,
+    section 4.1). Heads of values may have another width.
     """
     return float((shape.num_layers + shape.later_layers) * shape.num_heads * (shape.head_dim + shape.value_dim))
 
 
 KEY_SUM_BYTES: Final = 4
-"""Gradients of keys and values are summed over slices in float32."""
+"""Bytes per number of the gradient sums of keys and values over slices: float32."""
 
 
 def has_latents(shape: ModelShape, tensor_parallel: int = 1) -> bool:
-    """Return whether rings and slices have latents in place of keys and values."""
+    """Return whether latents travel in rings and slices in place of keys and values (``LatentShape.travels``)."""
     heads = max(1, shape.num_heads // tensor_parallel)
     return shape.latent is not None and shape.latent.travels(heads, shape.head_dim)
 
@@ -216,7 +219,7 @@ def has_latents(shape: ModelShape, tensor_parallel: int = 1) -> bool:
 def expansion_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Return the FLOPs of expanding one token's latent to the keys and values of all heads, in one layer.
 
-    0 where keys and values travel themselves (``has_latents``): their one product is in ``linear_flops_per_token``.
+    The result is 0 if keys and values travel: their single projection is part of ``linear_flops_per_token``.
     """
     if shape.latent is None or not has_latents(shape, tensor_parallel):
         return 0.0
@@ -225,14 +228,14 @@ def expansion_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
 
 
 def key_value_numbers(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Return the numbers of one token's key and value, or of its latent, that attention of one rank's layer holds."""
+    """Return the numbers per token in the keys and values, or in the latent, of one layer on one rank."""
     if shape.latent is not None and has_latents(shape, tensor_parallel):
-        return float(shape.latent.ring_numbers)  # whole on each tensor-parallel rank
+        return float(shape.latent.ring_numbers)  # each tensor-parallel rank has the whole latent
     return 2.0 * shape.num_kv_heads * max(shape.head_dim, shape.value_dim) / tensor_parallel
 
 
 def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:
-    """Return the bytes of one token's key and value, or of its latent, in one layer on one rank."""
+    """Return the bytes per token of the keys and values, or of the latent, of one layer on one rank."""
     return key_value_numbers(shape, tensor_parallel) * element_bytes
 
 

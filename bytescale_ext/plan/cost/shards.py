@@ -1,4 +1,4 @@
-"""The shards of a plan as parallel arrays, from which costs, replays and figures are computed."""
+"""The shards of a plan as parallel arrays, for costs, replays and statistics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """Every shard of a plan; rows of one micro-batch, and micro-batches of one rank, need not be neighbours.
+    """All n shards of a plan, in any order.
 
     Micro-batches are numbered rank by rank: micro-batch ``i`` of rank ``r`` is number ``offsets[r] + i``.
 
     Attributes:
         counts: micro-batches of each rank: [num_ranks].
-        rows: the micro-batch of each shard, by number: [n].
-        seqs: the sequence of each shard: [n].
-        members: index of the shard's rank in its ring: [n].
-        widths: ranks of its ring: [n].
-        lengths: tokens of its whole sequence: [n].
-        tokens: tokens of the shard itself: [n].
-        inner_rings: of how many inner rings its ring consists, [n]; None: all rings are plain.
-        first_ranks: the first rank of its ring, [n]; None: as the rank of the shard and ``members`` say.
+        rows: number of each shard's micro-batch: [n].
+        seqs: sequence of each shard: [n].
+        members: index of each shard's rank in its ring: [n].
+        widths: ranks of each shard's ring: [n].
+        lengths: tokens of each shard's whole sequence: [n].
+        tokens: tokens of each shard: [n].
+        inner_rings: number of inner rings of each shard's ring, [n]; None: all rings are plain.
+        first_ranks: first rank of each shard's ring, [n]; None: rings are contiguous, so it is the shard's rank minus
+            its member.
     """
 
     counts: Ints
@@ -57,7 +58,10 @@ class ShardTable:
         return cls(table.counts, table.shard_rows, *rings, lengths, table.tokens, table.inner_rings)
 
     def with_counts(self, counts: Ints) -> ShardTable:
-        """Return the table with empty micro-batches at the end of each rank, ``counts`` in all: [num_ranks]."""
+        """Return the table with empty micro-batches after the micro-batches of each rank.
+
+        ``counts``: micro-batches of each rank, with the empty ones: [num_ranks].
+        """
         assert (counts >= self.counts).all(), f"{counts=} {self.counts=}"
         ranks = self.row_ranks[self.rows]
         rows = self.rows + (np.cumsum(counts) - counts - self.offsets)[ranks]
@@ -69,17 +73,17 @@ class ShardTable:
 
     @cached_property
     def offsets(self) -> Ints:
-        """Number of the first micro-batch of each rank: [num_ranks]."""
+        """Number of each rank's first micro-batch: [num_ranks]."""
         return np.asarray(np.cumsum(self.counts) - self.counts)
 
     @property
     def num_rows(self) -> int:
-        """Micro-batches of all ranks together."""
+        """Number of micro-batches of all ranks together."""
         return int(self.counts.sum())
 
     @cached_property
     def row_ranks(self) -> Ints:
-        """The rank of each micro-batch: [num_rows]."""
+        """Rank of each micro-batch: [num_rows]."""
         return np.repeat(np.arange(self.num_ranks), self.counts)
 
     @cached_property
@@ -94,13 +98,13 @@ class ShardTable:
         return np.asarray(cost.g + np.bincount(self.rows, weights=shards, minlength=self.num_rows))
 
     def row_exposed(self, cost: CostModel) -> Floats:
-        """Return the part of ``row_costs`` that is ring exchange not hidden behind computing: [num_rows]."""
+        """Return the part of ``row_costs`` that is ring exchange without overlap: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
-        beyond = cost.exposed_exchange(lengths, widths, self.hops(cost))
-        return np.bincount(self.rows, weights=beyond, minlength=self.num_rows)
+        exposed = cost.exposed_exchange(lengths, widths, self.hops(cost))
+        return np.bincount(self.rows, weights=exposed, minlength=self.num_rows)
 
     def hops(self, cost: CostModel) -> Floats:
-        """Return the time of the exchange of each ring, in hops (``Nodes.hops``): [n]."""
+        """Return the time of the exchange of each shard's ring, in hops (``Nodes.hops``): [n]."""
         if cost.nodes is None:
             return np.asarray(self.widths - 1, dtype=np.float64)
         firsts = self.row_ranks[self.rows] - self.members if self.first_ranks is None else self.first_ranks
@@ -108,49 +112,51 @@ class ShardTable:
 
     @cached_property
     def row_groups(self) -> Ints:
-        """The coupled group of each micro-batch: [num_rows]."""
+        """Coupled group of each micro-batch: [num_rows]."""
         in_ring = self.widths > 1
         return coupled_groups(self.rows[in_ring], self.seqs[in_ring], self.num_rows)
 
     def distinct_peers(self, folded: bool = True) -> Ints:
-        """Return with how many ranks each rank exchanges keys and values: [num_ranks].
+        """Return the number of ranks with which each rank exchanges keys and values: [num_ranks].
 
-        A ring is passed in the order 0, 2, 4, ..., 5, 3, 1 of its members, which leaves every member within two
-        ranks of its neighbours; with ``folded`` False in the order 0, 1, 2, .... So are inner rings, and the
-        counterparts in them.
+        Keys travel round a ring in the order 0, 2, 4, ..., 5, 3, 1 of its members, which keeps neighbours within two
+        ranks, or, if not ``folded``, in the order 0, 1, 2, .... The same holds for inner rings and for the counterparts
+        of different inner rings.
         """
-        ring = self.widths > 1
-        ranks, members, inner = self.row_ranks[self.rows[ring]], self.members[ring], self._inner_widths[ring]
-        counts = self.widths[ring] // inner
-        places, groups = members % inner, members // inner
-        found = [ranks + peers - places for peers in _neighbours(places, inner, folded)]
-        nested = counts > 1
-        for peers in _neighbours(groups, counts, folded):
-            found.append(np.where(nested, ranks + (peers - groups) * inner, found[0]))
-        pairs = np.concatenate([ranks * self.num_ranks + peers for peers in found])
+        is_ring = self.widths > 1
+        ranks, members = self.row_ranks[self.rows[is_ring]], self.members[is_ring]
+        inner_widths = self._inner_widths[is_ring]
+        num_inner = self.widths[is_ring] // inner_widths
+        places, numbers = members % inner_widths, members // inner_widths
+        peers = [ranks + place - places for place in _ring_neighbours(places, inner_widths, folded)]
+        for number in _ring_neighbours(numbers, num_inner, folded):
+            counterparts = ranks + (number - numbers) * inner_widths
+            peers.append(np.where(num_inner > 1, counterparts, peers[0]))
+        pairs = np.concatenate([ranks * self.num_ranks + ranks_of_peers for ranks_of_peers in peers])
         return np.bincount(np.unique(pairs) // self.num_ranks, minlength=self.num_ranks)
 
     def sent_to_other_nodes(self, ranks_per_node: int) -> Floats:
-        """Return the share of the keys sent for each shard that its rank sends to another node: [n], 0 to 1.
+        """Return the share of each shard's sent keys that its rank sends to another node, 0 to 1: [n].
 
-        Each member sends D - 1 shares of keys: in a plain ring all to the next member, in a hierarchical ring one in
-        each round but the last to its counterpart.
+        Each member of a ring of D ranks sends D - 1 shares of keys. In a plain ring, all go to the next member. In a
+        hierarchical ring, one share in each round except the last goes to the counterpart in the next inner ring.
         """
-        ranks, inner = self.row_ranks[self.rows], self._inner_widths
-        nested = inner < self.widths
-        distance, size = np.where(nested, inner, 1), np.where(nested, self.widths // inner, self.widths)
+        ranks, inner_widths = self.row_ranks[self.rows], self._inner_widths
+        is_nested = inner_widths < self.widths
+        distance = np.where(is_nested, inner_widths, 1)
+        size = np.where(is_nested, self.widths // inner_widths, self.widths)
         places = self.members // distance
-        peers = ranks + (_neighbours(places, size, folded=True)[0] - places) * distance
-        goes = (self.widths > 1) & (peers // ranks_per_node != ranks // ranks_per_node)
-        return np.where(goes, (size - 1) / np.maximum(self.widths - 1, 1), 0.0)
+        peers = ranks + (_ring_neighbours(places, size, folded=True)[0] - places) * distance
+        leaves_node = (self.widths > 1) & (peers // ranks_per_node != ranks // ranks_per_node)
+        return np.where(leaves_node, (size - 1) / np.maximum(self.widths - 1, 1), 0.0)
 
     @property
     def _inner_widths(self) -> Ints:
-        """Ranks of an inner ring of each ring: [n]."""
+        """Ranks of an inner ring of each shard's ring: [n]."""
         return self.widths if self.inner_rings is None else self.widths // self.inner_rings
 
 
-def _neighbours(places: Ints, widths: Ints, folded: bool) -> tuple[Ints, Ints]:
+def _ring_neighbours(places: Ints, widths: Ints, folded: bool) -> tuple[Ints, Ints]:
     """Return the next and the previous place in rings of ``widths`` places: [n] each, as the arguments."""
     if not folded:
         return (places + 1) % widths, (places - 1) % widths

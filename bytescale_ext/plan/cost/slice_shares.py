@@ -15,18 +15,18 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class SliceShares:
-    """How n sequences are cut into k slices, as shares of each whole sequence.
+    """The k slices of n sequences, as shares of each whole sequence.
 
     Attributes:
         lengths, widths: tokens and ranks of each sequence: [n].
-        tokens: tokens of each slice: [n, k].
-        exchanged: tokens whose keys travel round the ring for the slice: its own where keys are kept, else all up to
-            its end: [n, k].
-        squares: attention of the slice (``CostModel.squares``): [n, k].
-        kept: whether the keys of the sequence are kept from slice to slice: [n].
-        summed: whether the sums of their gradients are too: [n].
-        swapped: whether its keys are kept in host memory: [n].
-        hops: time of the exchange (``Nodes.hops``), [n]; None: as ``CostModel.hops`` says.
+        tokens: share of the tokens in each slice: [n, k].
+        exchanged: share of the tokens whose keys travel round the ring for each slice: its own tokens if keys are kept,
+            otherwise all tokens up to its end: [n, k].
+        squares: share of the attention (``CostModel.squares``) in each slice: [n, k].
+        kept: whether the keys of each sequence are kept from slice to slice: [n].
+        summed: whether the gradient sums of these keys are kept too: [n].
+        swapped: whether the keys of each sequence are kept in host memory: [n].
+        hops: time of the exchange of each sequence's ring (``Nodes.hops``), [n]; None: ``CostModel.hops``.
     """
 
     lengths: Floats
@@ -43,9 +43,12 @@ class SliceShares:
     def of(
         cls, cost: CostModel, lengths: Floats, widths: Floats, slicing: Slicing, hops: Floats | None = None
     ) -> SliceShares:
-        """Cut sequences, [n] each, into slices of equal cost (``CostModel.end_of_share``), not rounded to whole tokens.
+        """Return slices of equal cost (``CostModel.end_of_share``), not rounded to whole tokens.
 
-        A sequence on one rank is cut together with the others of its micro-batch, so it counts as k equal parts.
+        A sequence on one rank is sliced together with the other local sequences of its micro-batch, so it counts as k
+        equal parts.
+
+        ``lengths``, ``widths``, ``hops``: tokens, ranks and exchange time of each sequence: [n].
         """
         num_slices = slicing.num_slices
         inner = np.arange(1, num_slices) / num_slices
@@ -64,38 +67,37 @@ class SliceShares:
 
     @property
     def full_squares(self) -> Floats:
-        """Attention of each slice in layers without windows, of sequences of rings: [n, k]."""
+        """Share of the attention in each slice of a ring sequence, in layers without windows: [n, k]."""
         ends = np.cumsum(self.tokens, axis=1)
         return np.asarray(ends**2 - (ends - self.tokens) ** 2)
 
     def costs(self, cost: CostModel) -> tuple[Floats, Floats]:
-        """Return the forward cost of each slice on each rank of its ring, without ``g``: [n, k].
+        """Return the cost of each slice on each rank of its ring, without ``g``, and its exposed part: [n, k] each.
 
-        A slice attends to all tokens before it, so on d ranks the keys of the tokens up to its end P' travel round
-        once for it; linear work is that of its own tokens::
+        The exposed part is exchange that does not overlap with computation.
+
+        A slice of the tokens P to P' attends to all tokens before P'. So the keys of P' tokens travel round the ring of
+        d ranks once for it. Linear work counts its own tokens::
 
             max(a (P'^2 - P^2) / d + (h P' / d + m) (d - 1), c P' (d - 1) / d) + b (P' - P) / d
 
-        Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
+        If all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P in place of P'.
 
-        Where keys are made from latents, a slice expands the latents of all tokens up to its end, even if keys are
-        kept. Expanding its own counts as linear work.
-        Its front rows and its back rows take the earlier ones of other ranks by themselves (``layouts/layout.py``), so
-        these count twice: ``e (P' - (P' - P) / d + P (d - 1) / d)`` more. A sequence on one rank is mostly within a
-        slice, so there nothing is added.
+        If latents travel, a slice expands the latents of all tokens up to its end, even if they are kept. The first
+        expansion of its own latents counts as linear work. Its front rows and its back rows each expand the earlier
+        latents of other ranks (``layouts/layout.py``), so these count twice: ``e (P' - (P' - P) / d + P (d - 1) / d)``
+        in addition. A sequence on one rank is mostly inside one slice, so nothing is added for it.
 
-        Layers in which a window limits the sequence receive the keys before each slice's tokens instead
-        (``CostModel.window_received``), and these do not hide.
-
-        The second result is the part of the cost that is exchange not hidden behind computing: [n, k].
+        In layers whose window is shorter than the sequence, a slice receives the keys before its tokens
+        (``CostModel.window_received``), and this transfer does not overlap.
         """
         return self._costs(cost, self.exchanged)
 
     def stage_costs(self, stage: StageCost) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Return ``costs`` of the forward and of the backward pass: [n, k] each, with copies that nothing hides.
+        """Return ``costs`` of the forward and of the backward pass, with copies from and to host memory: [n, k] each.
 
-        Where keys are in host memory, the forward pass of a slice reads those of earlier slices and writes its own at
-        the same time, and the backward pass reads both.
+        If keys are in host memory, the forward pass of a slice reads the keys of earlier slices and writes its own keys
+        at the same time, and the backward pass reads both. A copy costs the time that does not overlap with the pass.
         """
         ends = np.cumsum(self.tokens, axis=1)
         forward, backward = self.costs(stage.forward), self._costs(stage.backward, self.backward_exchanged(stage))
@@ -103,16 +105,14 @@ class SliceShares:
             return forward, backward
         copied = (np.maximum(ends - self.tokens, self.tokens), ends)
         seconds = (stage.key_read * self.lengths * self.swapped)[:, None]
-        (first, exposed), (second, more_exposed) = forward, backward
-        waits = [np.maximum(seconds * each - costs, 0.0) for each, costs in zip(copied, (first, second), strict=True)]
-        return (first + waits[0], exposed + waits[0]), (second + waits[1], more_exposed + waits[1])
+        return _with_copies(*forward, seconds * copied[0]), _with_copies(*backward, seconds * copied[1])
 
     def backward_exchanged(self, stage: StageCost) -> Floats:
         """Return ``exchanged`` of the backward pass: [n, k].
 
-        Kept keys do not travel again, only their gradients do. Where ranks keep the sums, these are the gradients of
-        the slice's own keys, else those of all keys up to its end. The backward ``c`` covers keys and gradients, the
-        forward ``c`` keys alone; so gradients alone cost the difference.
+        Kept keys do not travel again, only their gradients do: the gradients of the slice's own keys if ranks keep the
+        sums, otherwise of all keys up to its end. The backward ``c`` counts keys and gradients and the forward ``c``
+        keys only, so gradients cost the difference.
         """
         share = max(0.0, 1.0 - stage.forward.c / stage.backward.c) if stage.backward.c else 1.0
         sums = np.where(self.summed[:, None], self.tokens, np.cumsum(self.tokens, axis=1))
@@ -136,9 +136,15 @@ class SliceShares:
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed
 
     def _expanded(self, cost: CostModel) -> Floats:
-        """Return the cost of expanding latents besides a slice's own, in layers without windows: [n, k]."""
+        """Return the cost of repeated expansions of latents, in layers without windows: [n, k]."""
         if not cost.e:
             return np.zeros_like(self.tokens)
         ends, widths = np.cumsum(self.tokens, axis=1), self.widths[:, None]
         rows = ends - self.tokens / widths + (ends - self.tokens) * (widths - 1) / widths
         return np.asarray((cost.e * self.lengths * (self.widths > 1))[:, None] * rows)
+
+
+def _with_copies(costs: Floats, exposed: Floats, copies: Floats) -> tuple[Floats, Floats]:
+    """Return costs and their exposed part with copies that overlap with all other work: [n, k], as the arguments."""
+    waits = np.maximum(copies - costs, 0.0)
+    return costs + waits, exposed + waits

@@ -281,7 +281,7 @@ def documents_on_nodes(table: ShardTable, node: int) -> tuple[int, int]:
     assert table.inner_rings is not None, "the table is that of a plan"
     first = table.members == 0
     nested = np.count_nonzero(first & (table.inner_rings > 1))
-    wide = np.count_nonzero(first & Nodes(node, 1.0).crossed(table.row_ranks[table.rows], table.widths))
+    wide = np.count_nonzero(first & Nodes(node, 1.0).cross_nodes(table.row_ranks[table.rows], table.widths))
     return int(wide), int(nested)
 
 

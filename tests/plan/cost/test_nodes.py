@@ -41,7 +41,7 @@ def slowest_hops(route: Route, nodes: Nodes) -> float:
     for step in range(route.width - 1 if route.inner_rings == 1 else route.width):
         number, hop = divmod(step, inner)
         inside = 1.0 if hop < inner - 1 else 0.0
-        if route.inner_rings == 1 and nodes.crossed(integers(route.ring[0]), integers(route.width))[0]:
+        if route.inner_rings == 1 and nodes.cross_nodes(integers(route.ring[0]), integers(route.width))[0]:
             inside = nodes.slowdown
         between = nodes.slowdown / inner if number < route.inner_rings - 1 else 0.0
         total += max(inside, between)
