@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.draw.figure import Colour, hue_colour, ink_on, new_figure, save, set_rows, set_title
-from bytescale_ext.plan.schedule.simulate import Simulated, TimedAction
+from bytescale_ext.plan.schedule.simulate import SimulatedSchedule, TimedAction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _ROW = 0.8  # height of a box; stages are 1 apart
 
 
-def draw_schedule(result: Simulated, path: Path, title: str) -> None:
+def draw_schedule(result: SimulatedSchedule, path: Path, title: str) -> None:
     """Draw stages (vertical) over time (horizontal) into a file, whose suffix sets the format.
 
     Each micro-batch has a colour: light for forward, full for backward, dark for weight gradients. Later slices and

@@ -8,16 +8,16 @@ from pathlib import Path
 from bytescale_ext.draw.figure import ink_on
 from bytescale_ext.draw.schedule import _colour, draw_schedule
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
-from bytescale_ext.plan.schedule.simulate import Simulated, simulate_slices
+from bytescale_ext.plan.schedule.simulate import SimulatedSchedule, simulate_slices
 from bytescale_ext.plan.step.sizes import Slicing
 
 
-def simulated(num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int = 1) -> Simulated:
+def simulated(num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int = 1) -> SimulatedSchedule:
     schedule = seq1f1b_schedule(num_stages, num_micro_batches, Slicing(num_slices), num_chunks)
     return simulate_slices(schedule, lambda stage, action: {"F": 1.0, "B": 2.0}[action.kind])
 
 
-def drawn(result: Simulated, path: Path) -> tuple[list[str], list[str]]:
+def drawn(result: SimulatedSchedule, path: Path) -> tuple[list[str], list[str]]:
     """Return the fill colours of the boxes and the texts of a picture."""
     draw_schedule(result, path, "a title")
     svg = path.read_text()

@@ -1,1 +1,1 @@
-"""The order of work on pipeline stages, and where micro-batches are cut into slices."""
+"""The order of work on pipeline stages, and the slices of micro-batches."""

@@ -1,6 +1,6 @@
-"""When work starts and stops: the longest path through a graph of work, and schedules of slices as such a graph.
+"""Simulation: the longest path through a graph of work, and schedules of slices as such a graph.
 
-``WorkGraph`` is the one event-driven engine of the project. ``simulate_slices`` runs a pipeline schedule on it, and
+``WorkGraph`` is the only event-driven engine of the project. ``simulate_slices`` runs a pipeline schedule on it, and
 ``plan.evaluate.replay`` runs the plan of a step.
 """
 
@@ -20,15 +20,17 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 ActionCost = Callable[[int, Action], float]
-"""(stage, action) -> what it costs, in any unit."""
+"""Function from (stage, action) to the cost of the action, in any unit."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorkGraph:
-    """Work that takes ``seconds[node]`` and starts ``delays[edge]`` after the work before it stops.
+    """A graph of work. ``afters[edge]`` starts at least ``delays[edge]`` after ``befores[edge]`` stops.
 
-    ``befores[edge]`` must stop before ``afters[edge]`` may start; edges may repeat. Shapes: [nodes], and [edges] three
-    times.
+    Attributes:
+        seconds: time of each node: [nodes].
+        befores, afters: nodes of each edge; edges may repeat: [edges].
+        delays: delay of each edge: [edges].
     """
 
     seconds: Floats
@@ -37,18 +39,18 @@ class WorkGraph:
     delays: Floats
 
     def run(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Return the earliest starts, and which nodes can never start: [nodes] both."""
+        """Return the earliest start of each node, and whether the node can never start: [nodes] each."""
         num_nodes = len(self.seconds)
-        in_order = np.argsort(self.befores, kind="stable")
-        afters, delays = self.afters[in_order], self.delays[in_order]
+        by_before = np.argsort(self.befores, kind="stable")
+        afters, delays = self.afters[by_before], self.delays[by_before]
         sizes = np.bincount(self.befores, minlength=num_nodes)
         firsts = np.cumsum(sizes) - sizes
         missing = np.bincount(self.afters, minlength=num_nodes)
         starts = np.zeros(num_nodes)
-        left = np.ones(num_nodes, dtype=np.bool_)
+        is_left = np.ones(num_nodes, dtype=np.bool_)
         ready = np.flatnonzero(missing == 0)
-        while len(ready):  # all that is ready runs in one array operation
-            left[ready] = False
+        while len(ready):  # all ready nodes run in one array operation
+            is_left[ready] = False
             counts = sizes[ready]
             edges = np.repeat(firsts[ready] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
             reached = afters[edges]
@@ -56,7 +58,7 @@ class WorkGraph:
             np.maximum.at(starts, reached, arrivals)
             np.subtract.at(missing, reached, 1)
             ready = np.unique(reached[missing[reached] == 0])
-        return starts, left
+        return starts, is_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,12 @@ class TimedAction:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedSchedule:
     """A schedule with times.
 
     Attributes:
-        actions: of all stages, by stage and in their order.
-        makespan: when the last one stops; the first starts at 0.
+        actions: actions of all stages, stage by stage, in running order.
+        makespan: time at which the last action stops; the first action starts at 0.
         busy: working time of each stage.
     """
 
@@ -85,44 +87,43 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """Share of all stages' time that is idle."""
+        """Share of idle time in the time of all stages."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
-def simulate_slices(schedule: SliceSchedule, cost: ActionCost) -> Simulated:
-    """Run every action as early as its stage and its inputs allow; a message takes no time.
+def simulate_slices(schedule: SliceSchedule, cost: ActionCost) -> SimulatedSchedule:
+    """Run every action as early as its stage and its inputs allow. Messages take no time.
 
     Raises:
         PlanError: stages wait for each other in a circle, or for an action that no stage runs.
     """
     work = [(stage, action) for stage, row in enumerate(schedule.stages) for action in row]
-    lengths = [cost(stage, action) for stage, action in work]
-    never = len(work)  # a node that waits for itself, in place of every needed action that no stage runs
+    costs = [cost(stage, action) for stage, action in work]
+    missing = len(work)  # a node that waits for itself: it stands for every input that no stage computes
     nodes = {key: node for node, key in enumerate(work)}
-    edges = [(node, node + 1) for node in range(never - 1) if work[node][0] == work[node + 1][0]]
-    edges += [(nodes.get(need, never), node) for key, node in nodes.items() for need in needs(schedule, *key)]
-    befores, afters = np.array([*edges, (never, never)]).T
-    graph = WorkGraph(np.array([*lengths, 0.0]), befores, afters, np.zeros(len(befores)))
-    starts, left = (values.tolist() for values in graph.run())
-    offsets = list(accumulate(map(len, schedule.stages), initial=0))
-    rows = list(pairwise(offsets))
-    stuck = [next(node for node in range(*row) if left[node]) for row in rows if any(left[slice(*row)])]
+    edges = [(node, node + 1) for node in range(missing - 1) if work[node][0] == work[node + 1][0]]
+    edges += [(nodes.get(key, missing), node) for own, node in nodes.items() for key in input_actions(schedule, *own)]
+    befores, afters = np.array([*edges, (missing, missing)]).T
+    graph = WorkGraph(np.array([*costs, 0.0]), befores, afters, np.zeros(len(befores)))
+    starts, is_left = (values.tolist() for values in graph.run())
+    rows = list(pairwise(accumulate(map(len, schedule.stages), initial=0)))
+    stuck = [next(node for node in range(*row) if is_left[node]) for row in rows if any(is_left[slice(*row)])]
     if stuck:
-        where = ", ".join(f"stage {work[node][0]} before {work[node][1]}" for node in stuck)
-        raise PlanError(f"stages wait for each other for ever: {where}\n{schedule}")
+        text = ", ".join(f"stage {work[node][0]} before {work[node][1]}" for node in stuck)
+        raise PlanError(f"stages wait for each other for ever: {text}\n{schedule}")
     timed = tuple(
-        TimedAction(*key, start, start + length) for key, start, length in zip(work, starts, lengths, strict=False)
+        TimedAction(*key, start, start + length) for key, start, length in zip(work, starts, costs, strict=False)
     )
-    busy = np.bincount([stage for stage, _ in work], weights=lengths, minlength=schedule.num_stages)
-    return Simulated(timed, max(one.stop for one in timed), tuple(busy.tolist()))
+    busy = np.bincount([stage for stage, _ in work], weights=costs, minlength=schedule.num_stages)
+    return SimulatedSchedule(timed, max(action.stop for action in timed), tuple(busy.tolist()))
 
 
-def needs(schedule: SliceSchedule, stage: int, action: Action) -> Iterator[tuple[int, Action]]:
-    """Yield (stage, action) of the outputs that an action takes: its neighbour's, and for a backward its own forward's.
+def input_actions(schedule: SliceSchedule, stage: int, action: Action) -> Iterator[tuple[int, Action]]:
+    """Yield (stage, action) of the actions whose outputs an action takes.
 
-    Weight gradients take what the backward pass of their slice leaves.
-    Keys and values of earlier slices, and their gradients from later slices, are on the same stage, whose order covers
-    them.
+    A pass takes the output of the neighbouring stage. A backward pass also takes the output of its own forward pass,
+    and weight gradients take the output of their backward pass. Keys and values of earlier slices, and their gradients
+    from later slices, are on the same stage, so the stage's order covers them.
     """
     if action.kind == "W":
         yield stage, action._replace(kind="B")
@@ -138,21 +139,21 @@ def needs(schedule: SliceSchedule, stage: int, action: Action) -> Iterator[tuple
         yield stage, action._replace(kind="F")
 
 
-def peak_held(
+def peak_in_flight(
     schedule: SliceSchedule,
     stage: int,
     weights: Sequence[float] | None = None,
     sum_weights: Sequence[float] | None = None,
 ) -> float:
-    """Return the most that a stage holds at once.
+    """Return the peak of what a stage holds, in slices or in the unit of the weights.
 
     Args:
-        schedule: what the stages run.
+        schedule: the schedule.
         stage: the stage.
-        weights: of what each slice holds from its forward to its backward pass, or to its weight gradients where these
-            run by themselves; None: 1 each.
-        sum_weights: of the sums of key gradients of each slice, from the backward pass of the micro-batch's last slice
-            to its own; None: 0 each.
+        weights: amount that each slice holds from its forward to its backward pass, or, with zero bubble, to its weight
+            gradients; None: 1 each.
+        sum_weights: amount of each slice's gradient sums of keys, from the backward pass of the micro-batch's last
+            slice to its own backward pass; None: 0 each.
     """
     held = peak = 0.0
     last = "W" if schedule.slicing.zero_bubble else "B"

@@ -1,8 +1,8 @@
-"""Cut samples of one length into slices that a pipeline runs one after another (Seq1F1B, section 3.3).
+"""Slices of samples of one length, which a pipeline runs one after another (Seq1F1B, section 3.3).
 
-A slice attends to all earlier slices, so among slices of equal tokens the last one costs most. The first P tokens cost
-``T(P) = a P^2 + b P`` (causal attention and everything linear). All k slices cost the same when slice i (from 1) ends
-at the P with ``T(P) = T(S) i / k``. Slices then get shorter::
+A slice attends to all earlier slices, so of equally long slices the last slice costs most. The first P tokens cost
+``T(P) = a P^2 + b P`` (causal attention and everything linear). All k slices cost the same if slice i (from 1) ends at
+the P with ``T(P) = T(S) i / k``. Slices then get shorter::
 
     tokens  0                                            S
     even    |     0     |     1     |     2     |     3     |
@@ -30,17 +30,17 @@ from bytescale_ext.plan.cost.model_shape import (
 )
 
 PARTITIONS: Final = ("time", "flops", "even")
-"""The quantity that is equal in all slices: see ``layer_cost`` for the first two; "even" is tokens."""
+"""Quantities that can be equal in all slices: costs of ``layer_cost``, or tokens ("even")."""
 
 TILE: Final = 128
-"""Long slices end at multiples of this: the rows that one block of a matrix product computes on a GPU."""
+"""Multiple at which long slices end: the rows that one block of a matrix product computes on a GPU."""
 
 Partition = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SliceRange:
-    """Tokens [start, stop) of a micro-batch, slice number ``index`` of it."""
+    """Slice ``index`` of a micro-batch: its tokens [start, stop)."""
 
     index: int
     start: int
@@ -53,7 +53,7 @@ class SliceRange:
 
 
 def parse_partition(text: str) -> Partition:
-    """Read a name of ``PARTITIONS``, or "L1,...,Lk" as explicit lengths. Raises ValueError."""
+    """Return a name of ``PARTITIONS``, or the explicit lengths of "L1,...,Lk". Raises ValueError for other text."""
     if text in PARTITIONS:
         return text
     try:
@@ -66,18 +66,18 @@ def parse_partition(text: str) -> Partition:
 def slice_lengths(
     num_tokens: int, num_slices: int, partition: Partition, cost: CostModel | None = None, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return the tokens of each slice, first to last. Pure: all ranks get the same slices.
+    """Return the tokens of each slice, in order. All ranks get the same slices.
 
     Args:
-        num_tokens: of the micro-batch.
+        num_tokens: tokens of the micro-batch.
         num_slices: k, at least 1.
-        partition: "even", explicit lengths, or "flops" or "time": equal ``cost``.
-        cost: of a slice, in FLOPs or time; only ``a`` and ``b`` matter.
-        multiple: every slice is a multiple of this: the tensor-parallel size under sequence parallelism.
+        partition: "even", explicit lengths, or "flops" or "time" for slices of equal ``cost``.
+        cost: cost of a slice, in FLOPs or time; only ``a`` and ``b`` count.
+        multiple: multiple of tokens in every slice: the tensor-parallel size with sequence parallelism.
 
     Raises:
-        ValueError: there are more slices than multiples, ``num_tokens`` is not a multiple, or an explicit list does not
-            fit. The message gives the nearest sizes that fit.
+        ValueError: there are more slices than multiples, ``num_tokens`` is not a multiple, or explicit lengths do not
+            fit. The message names the nearest sizes that fit.
     """
     if num_slices < 1:
         raise ValueError(f"{num_slices} slices of a sequence: use 1 or more")
@@ -110,13 +110,13 @@ def slice_lengths(
 
 
 def slice_ranges(lengths: Sequence[int]) -> tuple[SliceRange, ...]:
-    """Return slices of the given lengths, side by side from token 0."""
+    """Return consecutive slices of the given lengths, from token 0 on."""
     stops = accumulate(lengths)
     return tuple(SliceRange(i, stop - n, stop) for i, (n, stop) in enumerate(zip(lengths, stops, strict=True)))
 
 
 def slice_costs(lengths: Sequence[int], cost: CostModel) -> tuple[float, ...]:
-    """Return the cost of each slice: ``T(stop) - T(start) + g``."""
+    """Return the cost of each slice, ``T(stop) - T(start) + g``. ``lengths``: tokens of each slice."""
     return tuple(
         cost.a * (cost.squares(part.stop) - cost.squares(part.start)) + cost.b * part.num_tokens + cost.g
         for part in slice_ranges(lengths)
@@ -124,24 +124,24 @@ def slice_costs(lengths: Sequence[int], cost: CostModel) -> tuple[float, ...]:
 
 
 def layer_cost(shape: ModelShape, partition: str, measured: ModelCost | None = None) -> StageCost:
-    """Return the cost of one layer, without embedding and output layer, which only the end stages have.
+    """Return the cost of one layer. Embedding and output layer are not part of it.
 
-    "time" takes the measured cost file. Without one it counts FLOPs, with attention's backward pass at 2.5 times its
-    forward pass because kernels recompute scores. "flops" (and "even") counts as the paper does, with 2 times for all
-    work (Seq1F1B Eq. 3 counts the forward pass; a constant factor does not move a boundary).
+    "time" takes the measured costs. Without measured costs it counts FLOPs, where the backward pass of attention has
+    2.5 times the FLOPs of the forward pass, because kernels recompute scores. "flops" (and "even") counts 2 times for
+    all work, as the paper does (Seq1F1B Eq. 3 counts the forward pass; a constant factor does not move a boundary).
     """
     if partition == "time" and measured is not None:
         return measured.stage(1)
     a = attention_flops_per_square(replace(shape, later_layers=0)) / shape.num_layers
     b = layer_flops_per_token(shape)
     attention_factor = ATTENTION_BACKWARD_PER_FORWARD if partition == "time" else BACKWARD_PER_FORWARD
-    passes = CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b)
-    forward, backward = (with_windows(one, shape) for one in passes)
+    full = CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b)
+    forward, backward = (with_windows(cost, shape) for cost in full)
     return StageCost(forward, backward)
 
 
 def _rounded(ends: Sequence[float], num_tokens: int, grain: int) -> tuple[int, ...]:
-    """Return lengths of slices that end near ``ends``, at multiples of ``grain``; none is empty."""
+    """Return the lengths of non-empty slices that end near ``ends``, at multiples of ``grain``."""
     num_grains = num_tokens // grain
     bounds = [0]
     for index, end in enumerate(ends):
@@ -153,13 +153,13 @@ def _rounded(ends: Sequence[float], num_tokens: int, grain: int) -> tuple[int, .
 
 def _check_explicit(lengths: tuple[int, ...], num_tokens: int, num_slices: int, multiple: int) -> None:
     """Raise ValueError with the nearest list that fits if explicit lengths do not fit."""
-    sound = len(lengths) == num_slices and sum(lengths) == num_tokens and min(lengths) > 0
-    if sound and not any(length % multiple for length in lengths):
+    is_partition = len(lengths) == num_slices and sum(lengths) == num_tokens and min(lengths) > 0
+    if is_partition and not any(length % multiple for length in lengths):
         return
-    wanted = [max(length, 1) for length in lengths[:num_slices]]
-    wanted += [max(1, num_tokens // num_slices)] * (num_slices - len(wanted))
-    scale = num_tokens / sum(wanted)
-    ends = [stop * scale for stop in accumulate(wanted)][:-1]
+    positive = [max(length, 1) for length in lengths[:num_slices]]
+    positive += [max(1, num_tokens // num_slices)] * (num_slices - len(positive))
+    scale = num_tokens / sum(positive)
+    ends = [stop * scale for stop in accumulate(positive)][:-1]
     near = ",".join(map(str, _rounded(ends, num_tokens, multiple)))
     each = f", each a multiple of {multiple}" if multiple > 1 else ""
     raise ValueError(

@@ -14,11 +14,11 @@ from bytescale_ext.plan.schedule.compare import (
     SHAPES,
     ScheduleFigures,
     SliceModel,
-    compared,
-    evaluate,
-    lengths_of,
+    compare_schedules,
+    model_slice_lengths,
+    schedule_figures,
     schedule_name,
-    simulated,
+    simulate_model,
 )
 from bytescale_ext.plan.schedule.slices import Partition, parse_partition
 from megatron.bytescale.cli.shared.inputs import check_picture, count, size
@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     sizes = (args.stages, args.microbatches, replace(slices_of(args), zero_bubble=args.zero_bubble), args.vpp)
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
-    rows = compared(model, *sizes, partition) if args.compare else (evaluate(model, *sizes, partition),)
+    rows = (
+        compare_schedules(model, *sizes, partition) if args.compare else (schedule_figures(model, *sizes, partition),)
+    )
     if args.plot is not None:
         _draw(args.plot, model, schedule, partition)
     if args.json:
@@ -129,6 +131,6 @@ def table_text(rows: Sequence[ScheduleFigures]) -> str:
 def _draw(path: Path, model: SliceModel, schedule: SliceSchedule, partition: Partition) -> None:
     from bytescale_ext.draw.schedule import draw_schedule
 
-    result = simulated(model, schedule, lengths_of(model, schedule.num_slices, partition))
+    result = simulate_model(model, schedule, model_slice_lengths(model, schedule.num_slices, partition))
     name = schedule_name(schedule.slicing, schedule.num_chunks, partition)
     draw_schedule(result, path, f"{name}: {schedule.num_stages} stages, idle {result.bubble:.1%}")

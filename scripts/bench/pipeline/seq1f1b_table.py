@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared
+from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compare_schedules
 from bytescale_ext.plan.step.sizes import Slicing
 from scripts.bench.report import ROOT
 
@@ -53,7 +53,7 @@ def memory_rows() -> Iterator[str]:
     for name, paper in PAPER_MODELS.items():
         for seq_length in paper.seq_lengths:
             model = SliceModel(paper.shape, seq_length, paper.tensor_parallel)
-            rows = compared(model, paper.num_stages, 2 * paper.num_stages, Slicing(NUM_SLICES), NUM_CHUNKS)
+            rows = compare_schedules(model, paper.num_stages, 2 * paper.num_stages, Slicing(NUM_SLICES), NUM_CHUNKS)
             names = ("1F1B", "1F1B-I", "Seq1F1B time", "Seq1F1B-I time")
             published = dict(zip(names, MEMORY[name, seq_length], strict=True))
             for row in rows:
@@ -71,7 +71,7 @@ def throughput_rows() -> Iterator[str]:
     paper = PAPER_MODELS["gpt-7b"]
     for (seq_length, num_micro_batches), published in THROUGHPUT.items():
         model = SliceModel(paper.shape, seq_length, paper.tensor_parallel)
-        rows = compared(model, paper.num_stages, num_micro_batches, Slicing(NUM_SLICES), NUM_CHUNKS)
+        rows = compare_schedules(model, paper.num_stages, num_micro_batches, Slicing(NUM_SLICES), NUM_CHUNKS)
         rows_with_figure = [row for row in rows if not row.name.endswith("even")]
         for row, value in zip(rows_with_figure, published, strict=True):
             ratio = f"{value / published[0]:.2f}x" if value and published[0] else ""

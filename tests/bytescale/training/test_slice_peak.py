@@ -23,7 +23,7 @@ from bytescale_ext.plan.memory.held import held_slices
 from bytescale_ext.plan.memory.placement import liveness_bound
 from bytescale_ext.plan.memory.stage_memory import LayerBytes
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
-from bytescale_ext.plan.schedule.simulate import peak_held
+from bytescale_ext.plan.schedule.simulate import peak_in_flight
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
@@ -52,8 +52,8 @@ def predicted(kv_heads: str, slicing: Slicing, lengths: tuple[int, ...]) -> floa
     tensors = [one.bytes_per_token for one in layer_tensors(shape, FLOAT_BYTES)]
     keys = key_value_bytes(shape, element_bytes=FLOAT_BYTES)  # as large as their sums, which are float32 too
     schedule = seq1f1b_schedule(STAGES, MICRO_BATCHES, slicing)
-    held = peak_held(schedule, 0, [n * sum(tensors) for n in lengths], [n * keys for n in lengths])
-    ends = peak_held(schedule, 0, [2.0 * n * tensors[0] for n in lengths])
+    held = peak_in_flight(schedule, 0, [n * sum(tensors) for n in lengths], [n * keys for n in lengths])
+    ends = peak_in_flight(schedule, 0, [2.0 * n * tensors[0] for n in lengths])
     return shape.num_layers * held + ends + max(lengths) * (max(tensors) + 2 * tensors[0])
 
 
@@ -67,7 +67,7 @@ def predicted_under(plan: ActivationPlan, kv_heads: str, stage: int, slicing: Sl
         slices=held_slices(schedule, stage, lengths, 0.0, LayerBytes(0.0, keys, keys)),
     )  # fmt: skip
     load = load_of_tokens(cost_of_rates(shape, 1e12, 1e12, 1e12), max(lengths), 1.0, 1.0, settings)
-    ends = peak_held(schedule, stage, [2.0 * n * shape.hidden * FLOAT_BYTES for n in lengths])
+    ends = peak_in_flight(schedule, stage, [2.0 * n * shape.hidden * FLOAT_BYTES for n in lengths])
     return forecast(plan, load, Machine(1e12, 1e12)).device_bytes + ends
 
 

@@ -11,8 +11,8 @@ from bytescale_ext.plan.schedule.actions import (
     seq1f1b_schedule,
     slice_group_size,
 )
-from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, evaluate
-from bytescale_ext.plan.schedule.simulate import Simulated, peak_held, simulate_slices
+from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, schedule_figures
+from bytescale_ext.plan.schedule.simulate import SimulatedSchedule, peak_in_flight, simulate_slices
 from bytescale_ext.plan.step.sizes import Slicing
 
 SIZES = [
@@ -25,7 +25,7 @@ SIZES = [
 ]
 
 
-def equal(schedule: SliceSchedule) -> Simulated:
+def equal(schedule: SliceSchedule) -> SimulatedSchedule:
     return simulate_slices(schedule, lambda stage, action: 1.0 if action.kind == "F" else 2.0)
 
 
@@ -43,7 +43,7 @@ def test_formulas_are_exact_for_equal_costs(sizes: tuple[int, int, int, int]) ->
     schedule = seq1f1b_schedule(p, m, Slicing(k), v)
     assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k, v), abs=1e-12)
     for stage in range(p):
-        assert peak_held(schedule, stage) == schedule.peak_slices(stage)
+        assert peak_in_flight(schedule, stage) == schedule.peak_slices(stage)
 
 
 def test_formulas_are_the_papers() -> None:
@@ -89,7 +89,7 @@ def test_text_parses_back(sizes: tuple[int, int, int, int]) -> None:
     [
         ("num_slices", "slices", "its first line must give num_stages"),
         ("num_stages 2", "num_stages two", "its first line must give"),
-        ("num_stages 2", "num_stages 3", "3 stages are named and 2 are given"),
+        ("num_stages 2", "num_stages 3", "its first line says 3 stages, and 2 follow"),
         ("stage 1", "stage 2", "'stage 1' and actions"),
         ("F0.1", "G0.1", "actions like F0.1"),
         ("F0.1", "F0", "actions like F0.1"),
@@ -127,7 +127,7 @@ def test_an_eager_pipeline_of_equal_slices_is_as_fast_and_holds_more(p: int, m: 
     schedule = seq1f1b_schedule(p, m, Slicing(k, eager=True))
     assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k), abs=1e-12)
     for stage in range(p):
-        assert peak_held(schedule, stage) == schedule.peak_slices(stage) == min(2 * (p - stage) + k - 2, m * k)
+        assert peak_in_flight(schedule, stage) == schedule.peak_slices(stage) == min(2 * (p - stage) + k - 2, m * k)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_an_eager_pipeline_of_equal_slices_is_as_fast_and_holds_more(p: int, m: 
 )
 def test_balanced_slices_leave_little_idle_time(num_slices: int, partition: str, least: float, most: float) -> None:
     model = SliceModel(PAPER_MODELS["gpt-7b"].shape, 131072, 8)
-    figures = evaluate(model, 4, 8, Slicing(num_slices), 1, partition)
+    figures = schedule_figures(model, 4, 8, Slicing(num_slices), 1, partition)
     assert least <= figures.bubble <= most
     schedule, lengths = seq1f1b_schedule(4, 8, Slicing(num_slices)), [float(length) for length in figures.slices]
-    assert figures.peak_micro_batches == peak_held(schedule, 0, lengths) / 131072
+    assert figures.peak_micro_batches == peak_in_flight(schedule, 0, lengths) / 131072
     sums = [length * 8 / 34 for length in lengths]  # 8 bytes per unit of the hidden size, of 34
-    assert figures.activation_bytes == pytest.approx(peak_held(schedule, 0, lengths, sums) * 8 * 34 * 4096 / 8)
+    assert figures.activation_bytes == pytest.approx(peak_in_flight(schedule, 0, lengths, sums) * 8 * 34 * 4096 / 8)

@@ -13,7 +13,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, seq1f1b_schedule, slice_group_size
 from bytescale_ext.plan.schedule.check import check_slice_schedule
 from bytescale_ext.plan.schedule.messages import check_messages, received_actions
-from bytescale_ext.plan.schedule.simulate import peak_held, simulate_slices
+from bytescale_ext.plan.schedule.simulate import peak_in_flight, simulate_slices
 from bytescale_ext.plan.schedule.slices import PARTITIONS, slice_costs, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
 
@@ -50,8 +50,8 @@ def test_random_schedules_are_sound_and_run(part: int) -> None:
         assert result.makespan >= max(result.busy)
         assert 0 <= result.bubble < 1
         assert max(result.busy) == pytest.approx(2 * m * v * sum(costs))
-        assert [peak_held(schedule, stage) for stage in range(p)] == sorted(
-            (peak_held(schedule, stage) for stage in range(p)), reverse=True
+        assert [peak_in_flight(schedule, stage) for stage in range(p)] == sorted(
+            (peak_in_flight(schedule, stage) for stage in range(p)), reverse=True
         )
 
 

@@ -94,13 +94,13 @@ def with_ends(
         (with_ends(1, lambda e: (e[1], e[0], e[2])), "of sequence 1 do not make 3 slices of its 130 tokens"),
         (with_ends(1, lambda e: e[1:]), "of sequence 1 do not make 3 slices"),
         (with_ends(1, lambda e: (-6, *e[1:])), "of sequence 1 do not make 3 slices"),
-        (with_ends(0, lambda e: (e[0] - 6, *e[1:])), r"ranks \[4, 5, 6\] cut sequence 0 differently"),
+        (with_ends(0, lambda e: (e[0] - 6, *e[1:])), r"ranks \[4, 5, 6\] slice sequence 0 differently"),
         (lambda cut: replace(cut, local_ends=(0, 0, 69)), "of the local line do not make 3 slices of its 70 tokens"),
         (lambda cut: replace(cut, local_ends=(40, 30, 70)), "of the local line do not make 3 slices"),
-        (lambda cut: replace(cut, kept=frozenset()), r"keys are kept of shards \[\], but sequences of \[1\]"),
-        (lambda cut: replace(cut, sent_sums=frozenset((1,))), r"sums travel of shards \[1\], but kept"),
-        (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept of shards \[0, 1\]"),
-        (lambda cut: replace(cut, swapped=frozenset((1,))), r"keys are swapped of shards \[1\], but those of \[\]"),
+        (lambda cut: replace(cut, kept=frozenset()), r"keys are kept for shards \[\], but .* for shards \[1\]"),
+        (lambda cut: replace(cut, sent_sums=frozenset((1,))), r"gradient sums travel for shards \[1\]"),
+        (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept for shards \[0, 1\]"),
+        (lambda cut: replace(cut, swapped=frozenset((1,))), r"keys are swapped to host memory for shards \[1\]"),
         (lambda cut: replace(cut, ring_ends=cut.ring_ends[:1]), "ends for 1 rings, which must be the first 4 shards"),
         (lambda cut: replace(cut, micro_batch=MicroBatch(cut.micro_batch.shards[::-1])), "ends for 2 rings"),
     ],
@@ -119,9 +119,9 @@ def test_keys_that_are_not_swapped_as_planned_are_refused() -> None:
     assert cuts[4][0].kept == {0, 1}
     for swapped in ((), (1,), (0, 1)):
         bad = replace(cuts[4][0], swapped=frozenset(swapped))
-        with pytest.raises(PlanError, match=r"but those of \[0\] are for host memory"):
+        with pytest.raises(PlanError, match=r"the lengths ask for shards \[0\]"):
             check_document_slices(cuts | {4: [bad]}, LENGTHS, slicing)
-    with pytest.raises(PlanError, match=r"keys are kept of shards \[1\], but sequences of \[0, 1\]"):
+    with pytest.raises(PlanError, match=r"keys are kept for shards \[1\], but the lengths ask for shards \[0, 1\]"):
         check_document_slices(cuts | {4: [replace(cuts[4][0], kept=frozenset((1,)))]}, LENGTHS, slicing)
 
 

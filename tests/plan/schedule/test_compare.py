@@ -11,10 +11,10 @@ from bytescale_ext.plan.schedule.actions import bubble_of_equal_costs, seq1f1b_s
 from bytescale_ext.plan.schedule.compare import (
     PAPER_MODELS,
     SliceModel,
-    compared,
-    evaluate,
-    lengths_of,
-    simulated,
+    compare_schedules,
+    model_slice_lengths,
+    schedule_figures,
+    simulate_model,
 )
 from bytescale_ext.plan.schedule.slices import slice_costs
 from bytescale_ext.plan.step.sizes import Slicing
@@ -30,7 +30,7 @@ MEASURED = replace(GPT, measured=cost_of_rates(GPT.shape, 600e12, 500e12, 400e12
 def test_rows_are_those_that_can_run(
     num_stages: int, num_slices: int, num_chunks: int, partition: str, count: int
 ) -> None:
-    rows = compared(GPT, num_stages, 8, Slicing(num_slices), num_chunks, partition)
+    rows = compare_schedules(GPT, num_stages, 8, Slicing(num_slices), num_chunks, partition)
     names = [row.name for row in rows]
     assert len(names) == len(set(names)) == count
     assert names[0] == "1F1B"
@@ -40,9 +40,9 @@ def test_rows_are_those_that_can_run(
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_one_slice_is_the_formula_and_slices_beat_it(num_chunks: int) -> None:
-    whole = evaluate(GPT, 4, 8, Slicing(), num_chunks, "even")
+    whole = schedule_figures(GPT, 4, 8, Slicing(), num_chunks, "even")
     assert whole.bubble == pytest.approx(bubble_of_equal_costs(4, 8, 1, num_chunks))
-    cut = evaluate(GPT, 4, 8, Slicing(4), num_chunks)
+    cut = schedule_figures(GPT, 4, 8, Slicing(4), num_chunks)
     assert cut.bubble < whole.bubble
     assert cut.activation_bytes < whole.activation_bytes
     assert cut.bubble >= cut.bubble_of_equal_costs - 1e-9
@@ -50,7 +50,7 @@ def test_one_slice_is_the_formula_and_slices_beat_it(num_chunks: int) -> None:
 
 
 def test_activations_are_those_of_the_slices_held() -> None:
-    figures = evaluate(GPT, 4, 8, Slicing(4), 1, "even")
+    figures = schedule_figures(GPT, 4, 8, Slicing(4), 1, "even")
     assert figures.peak_slices == 4 + 4 - 1
     assert figures.slices == (4096,) * 4
     assert figures.peak_micro_batches == pytest.approx(7 / 4)
@@ -58,16 +58,16 @@ def test_activations_are_those_of_the_slices_held() -> None:
     # Sums of the gradients of 3 slices' keys and values: float32, as many heads as queries.
     sums = 3 * 4096 * layers * 2 * GPT.shape.hidden * 4 / 8
     assert figures.activation_bytes == pytest.approx(7 * 4096 * layers * 34 * GPT.shape.hidden / 8 + sums)
-    measured = evaluate(MEASURED, 4, 8, Slicing(4), 1, "even")
+    measured = schedule_figures(MEASURED, 4, 8, Slicing(4), 1, "even")
     sums = 3 * 4096 * layers * MEASURED.sum_bytes()
     assert measured.activation_bytes == pytest.approx(7 * 4096 * layers * MEASURED.layer_bytes() + sums)
-    whole = evaluate(GPT, 4, 8, Slicing(), 1, "even")
+    whole = schedule_figures(GPT, 4, 8, Slicing(), 1, "even")
     assert whole.activation_bytes == pytest.approx(4 * 16384 * layers * 34 * GPT.shape.hidden / 8)
 
 
 def test_a_measured_model_runs_in_its_seconds() -> None:
     schedule = seq1f1b_schedule(4, 8, Slicing(2))
-    lengths = lengths_of(MEASURED, 2, "time")
+    lengths = model_slice_lengths(MEASURED, 2, "time")
     cost = MEASURED.measured.stage(GPT.shape.num_layers // 4)
     work = 8 * (sum(slice_costs(lengths, cost.forward)) + sum(slice_costs(lengths, cost.backward)))
-    assert simulated(MEASURED, schedule, lengths).busy == pytest.approx((work,) * 4)
+    assert simulate_model(MEASURED, schedule, lengths).busy == pytest.approx((work,) * 4)

@@ -10,7 +10,7 @@ from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, parse_schedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import check_slice_schedule
 from bytescale_ext.plan.schedule.messages import received_actions
-from bytescale_ext.plan.schedule.simulate import peak_held, simulate_slices
+from bytescale_ext.plan.schedule.simulate import peak_in_flight, simulate_slices
 from bytescale_ext.plan.step.sizes import Slicing
 
 WHOLE = Slicing(zero_bubble=True)
@@ -45,8 +45,8 @@ def test_no_stage_holds_more_than_the_first_without(p: int, m: int, k: int, eage
     plain, split = (seq1f1b_schedule(p, m, replace(slicing, zero_bubble=on)) for on in (False, True))
     check_slice_schedule(split)
     weights = [float(2**index) for index in range(k)]
-    most = peak_held(plain, 0, weights)
-    assert all(peak_held(split, stage, weights) <= most for stage in range(p))
+    most = peak_in_flight(plain, 0, weights)
+    assert all(peak_in_flight(split, stage, weights) <= most for stage in range(p))
     assert makespan(split) <= makespan(plain, backward=2.0)
     for stage in range(p):
         assert [one for one in split.stages[stage] if one.kind != "W"] == list(plain.stages[stage])
@@ -61,7 +61,7 @@ def test_no_stage_holds_more_than_the_first_without(p: int, m: int, k: int, eage
         (lambda a: [Action("W", 0, 0), *(one for one in a if one != Action("W", 0, 0))], "W0.0 runs before B0.0"),
         (lambda a: [one._replace(micro_batch=1 - one.micro_batch) if one.kind == "W" else one for one in a],
          "W1.0 runs (before B1.0|where the weight gradients of B0.0 are due)"),
-        (lambda a: sorted(a, key=lambda one: one.kind == "W"), "it holds the activations of 3 slices at once, not 2"),
+        (lambda a: sorted(a, key=lambda one: one.kind == "W"), "the activations of 3 slices at the same time, not 2"),
     ],
 )  # fmt: skip
 def test_broken_rows_are_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]

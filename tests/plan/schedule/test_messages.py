@@ -17,7 +17,7 @@ from bytescale_ext.plan.schedule.messages import (
     outgoing,
     received_actions,
 )
-from bytescale_ext.plan.schedule.simulate import needs
+from bytescale_ext.plan.schedule.simulate import input_actions
 from bytescale_ext.plan.step.sizes import Slicing
 
 SIZES = [
@@ -46,7 +46,7 @@ def test_messages_are_what_actions_need(schedule: SliceSchedule) -> None:
         (stage, action)
         for stage, row in enumerate(schedule.stages)
         for action in row
-        for source, need in needs(schedule, stage, action)
+        for source, need in input_actions(schedule, stage, action)
         if need.kind == action.kind
     ]
     assert Counter((message.target, message.action) for message in all_messages(schedule)) == Counter(wanted)
