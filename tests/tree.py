@@ -1,4 +1,4 @@
-"""The repository as the tests of its layout see it; ``python -m tests.tree`` draws the rooms of plan/."""
+"""The repository as the tests of its layout see it; ``python -m tests.tree`` draws plan/ on the architecture page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = "bytescale_ext.plan"
+PAGE = ROOT / "docs" / "architecture.md"
 
 
 def repository_files() -> list[str]:
@@ -178,5 +179,12 @@ def drawing() -> str:
     return "\n".join(line.removesuffix("-> ").rstrip() for line in lines)
 
 
+def with_rooms(text: str) -> str:
+    """Return the architecture page with the drawing of the rooms between its two marks."""
+    begin, end = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}```\n{drawing()}\n```\n{end}{rest.partition(end)[2]}"
+
+
 if __name__ == "__main__":
-    print(drawing())
+    PAGE.write_text(with_rooms(PAGE.read_text()))
