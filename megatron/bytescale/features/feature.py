@@ -55,8 +55,8 @@ class Feature[Options: DataclassInstance]:
         requires: names of features that must be on too.
         borrows: returns the flags of other features that it reads, which may be given although those features are off.
         reads_cost: whether it plans with the costs of ``--cost-file``.
-        refusals: its rows in addition to those of the shared table.
-        patches: returns its rows in addition to those of the shared table.
+        refusals: the settings that it refuses; another feature may add rows for it.
+        patches: returns its patch rows in addition to the rows of ``patches.py``.
     """
 
     name: str
