@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a fresh machine, set-up included.
+# `make demo` and `make test` run on a fresh machine and set it up first.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -8,21 +8,21 @@ RANKS ?= 4
 UV := uv==0.13.8
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Hundreds of processes import torch and Megatron: Python keeps what it has compiled, whatever the environment says.
+# Hundreds of processes import torch and Megatron, so Python keeps compiled files, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
 help:
-	@echo "make demo   train on real text over $(RANKS) ranks and draw what happened (runs/demo/)"
-	@echo "make cluster  (root, Linux) the same documents with HDP and with static context parallelism on an emulated cluster"
-	@echo "make check  lint, types, and the tests that start no processes: before each commit"
+	@echo "make demo   train on real text over $(RANKS) ranks and draw the run in runs/demo/ (4 minutes)"
+	@echo "make cluster  (root, Linux) HDP and static context parallelism on an emulated cluster (5 minutes)"
+	@echo "make check  before each commit: lint, types, and the tests that start no processes (3 minutes)"
 	@echo "make test   everything: lint, types, all tests"
-	@echo "make twins  a scaled-down twin of each recipe trains 5 steps, with its losses (2 minutes)"
-	@echo "make docs   the documentation as a site, in site/"
-	@echo "make setup  make .venv with pinned dependencies"
+	@echo "make twins  train a scaled-down twin of each recipe for 5 steps and print the losses (2 minutes)"
+	@echo "make docs   build the documentation as a site in site/"
+	@echo "make setup  create .venv with pinned dependencies"
 
 setup: $(STAMP)
 
-# The first interpreter that really runs and is new enough for megatron-core 0.19.2.
+# The first interpreter that runs and is new enough for megatron-core 0.19.2.
 $(STAMP): requirements.txt pyproject.toml setup.py
 	@for candidate in python3.12 python3.13 python3; do \
 	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then python=$$candidate; break; fi; \
@@ -42,13 +42,13 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --ranks $(RANKS)
 
-# Two nodes of four ranks with links between them: five minutes. A second call shows what the first one measured.
+# Two nodes of four ranks with links between them. A second call prints the results of the first.
 cluster: $(STAMP)
 	@mkdir -p runs/cluster-demo
 	@$(BIN)/python -W ignore scripts/bench/cluster/speed.py --cases "byted 2x4 matched" --arms ours static \
 	  --results runs/cluster-demo/results.json --plot runs/cluster-demo/timelines.png
 
-# A worker per core, each with whole files, in the order of tests/conftest.py; each process has one thread.
+# One worker per core, with whole files, in the order of tests/conftest.py, and one thread per process.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test check twins: export OMP_NUM_THREADS := 1
 
@@ -74,7 +74,7 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Not a part of `make test`: what happens with the newest torch, which pyproject.toml caps. Reports, in .venv-newest.
+# Not a part of `make test`: tests with the newest torch, which pyproject.toml caps, in .venv-newest.
 newest:
 	$(MAKE) setup
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-newest
@@ -83,7 +83,7 @@ newest:
 	.venv-newest/bin/bytescale --version
 	.venv-newest/bin/python -m pytest -x tests/e2e/hdp/test_oracle.py tests/e2e/runs/test_resume.py tests/attention
 
-# Reads no network; a broken link or a page that is not in mkdocs.yml is an error.
+# Uses no network; a broken link or a page that mkdocs.yml lacks is an error.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

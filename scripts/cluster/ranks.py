@@ -33,7 +33,7 @@ class Launch:
 
     Attributes:
         command: Python script and its arguments.
-        log_dir: folder in which rank r writes ``rank{r}.log``.
+        log_dir: folder of the logs; rank r writes ``rank{r}.log``.
         quota_after: text after which quotas are set, once rank 0 has printed it; empty: from the start.
         timeout: seconds after which the ranks are ended.
         is_warm: whether ranks are forks of this process, which has called ``preload``.

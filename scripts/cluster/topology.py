@@ -33,7 +33,7 @@ class Topology:
         inter_gbps, intra_gbps: Gbit/s from a rank to other nodes and to its own node; 0: as fast as the kernel copies.
         latency_us: delay of each packet between ranks, in microseconds.
         cores_per_rank: share of a core of each rank.
-        name: prefix of every namespace and control group, by which a later start finds leftovers.
+        name: prefix of every namespace and control group; a later start finds leftovers by it.
     """
 
     num_nodes: int

@@ -138,7 +138,7 @@ def test_all_commands_fit_half_an_hour() -> None:
     for command in commands:
         assert Path(command.words[1]).is_file()
         assert "--json" in command.words
-    assert "{output}/cost.json" in commands[2].words  # calibration writes what the arms read
+    assert "{output}/cost.json" in commands[2].words  # calibration writes the file that the arms read
     assert [command.name for command in commands if command.reads] == ["activations_32k", "activations_128k"]
 
 

@@ -1,6 +1,6 @@
 """Try points of all faults, and write the table of docs/results/faults.md: python -m tests.faults --points 20.
 
-What is in the file of results is not tried again. Faults of the network and of the disk need root.
+Points in the file of results are not tried again. Faults of the network and of the disk need root.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "faults.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try what was not tried yet; return 1 if anything was not as wanted."""
+    """Try the points without results; return 1 if a point has problems."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", type=int, default=20, help="of each fault (%(default)s)")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="only these")
+    parser.add_argument("--points", type=int, default=20, help="points of each fault (%(default)s)")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults to try (all)")
     parser.add_argument("--results", type=Path, default=Path("runs/faults/results.json"), help="(%(default)s)")
     args = parser.parse_args(argv)
-    results = [Tried(**one) for one in json.loads(args.results.read_text())] if args.results.exists() else []
-    done = {one.name for one in results}
+    results = [Tried(**row) for row in json.loads(args.results.read_text())] if args.results.exists() else []
+    done = {trial.name for trial in results}
     points = [point_of(fault, number) for number in range(args.points) for fault in args.faults]
     args.results.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -50,28 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         contextlib.ExitStack() as stack,
     ):
         trials = Trials(Path(folder), stack)
-        for point in (one for one in points if one.name not in done):
+        for point in (point for point in points if point.name not in done):
             if FAULTS[point.fault].needs_root and LACKS:
                 print(f"{point.name}: not tried: {LACKS}")
                 continue
             tried = trials.run(point)
             results.append(tried)
-            args.results.write_text(json.dumps([asdict(one) for one in results], indent=1))
-            print(f"{point.name} {point.layout}: {'; '.join(tried.problems) or 'as wanted'}", flush=True)
+            args.results.write_text(json.dumps([asdict(trial) for trial in results], indent=1))
+            print(f"{point.name} {point.layout}: {'; '.join(tried.problems) or 'as expected'}", flush=True)
             PAGE.write_text(with_table(PAGE.read_text(), results))
-    return int(any(one.problems for one in results))
+    return int(any(trial.problems for trial in results))
 
 
 class Trials:
-    """The data of all points in a folder, and the runs without faults to which they are compared."""
+    """The data of all points in a folder, and the reference runs without faults."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        """``stack``: ends the Ray cluster, which starts with the first point that needs it."""
+        """``stack`` ends the Ray cluster, which starts with the first point that needs it."""
         self.folder, self.stack = folder, stack
         self.undisturbed: dict[tuple[str, str, bool], Undisturbed] = {}
 
     def run(self, point: Point) -> Tried:
-        """Try a point, after the run without a fault that it is compared to."""
+        """Try a point, after its reference run."""
         remote = point.fault == "ray"
         key = point.layout, point.ckpt_format, remote
         of_key = self.folder / "-".join(map(str, key))
@@ -93,10 +93,10 @@ class Trials:
 
     @cached_property
     def remote_data(self) -> list[object]:
-        """Flags of data that actors in a Ray cluster load."""
+        """Flags of data that actors of a Ray cluster load."""
         text, draw = self.folder / "ids.jsonl", np.random.default_rng(0)
         documents = [draw.integers(0, VOCAB - 1, length) for length in LENGTHS]
-        text.write_text("".join(f'{{"ids": "{" ".join(map(str, one))}"}}\n' for one in documents))
+        text.write_text("".join(f'{{"ids": "{" ".join(map(str, ids))}"}}\n' for ids in documents))
         address = self.stack.enter_context(ray_cluster(self.folder))
         return [text, "--hdp-loader", "ray", "--hdp-ray-address", address, "--hdp-ray-servers", 1, "--hdp-json-key",
                 "ids"]  # fmt: skip
@@ -104,7 +104,7 @@ class Trials:
 
 @contextlib.contextmanager
 def ray_cluster(folder: Path) -> Iterator[str]:
-    """Start a Ray cluster of one node; yields its address."""
+    """Start a Ray cluster of one node and yield its address."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # as in the cluster; ranks inherit it
     address, process, log = start_cluster(folder)
     assert process.poll() is None, log.read_text()

@@ -1,4 +1,4 @@
-"""Run a job that a fault may strike, on ranks that log to files and end as programs do."""
+"""Run a job that a fault may strike, on ranks that log to files and end like programs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Job:
     """A run of ``pretrain_gpt_hdp.py`` on all ranks.
 
     Attributes:
-        flags: its command line.
-        folder: ranks log there, and note their steps.
-        point: the fault that strikes it, or None.
-        topology: the emulated network that it runs in, or None.
-        in_process: plans are made by a process, as where planning is slow.
+        flags: command line.
+        folder: folder of logs and records of steps.
+        point: fault that strikes, or None.
+        topology: emulated network, or None.
+        in_process: whether a process makes the plans, as for slow plans.
     """
 
     flags: tuple[str, ...]
@@ -46,37 +46,37 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: of each rank the exit code (None: it was killed), and seconds from the strike to its end."""
+    """Exit code of each rank (None: killed), and the seconds from the fault to the end of each rank."""
 
     codes: list[int | None]
     seconds: list[float]
     folder: Path
 
     def text(self, rank: int) -> str:
-        """Return what a rank printed."""
+        """Return the output of a rank."""
         return (self.folder / f"rank{rank}.log").read_text(errors="replace")
 
     def last_line(self, rank: int) -> str:
-        """Return the last line that a rank printed."""
+        """Return the last line of a rank's output."""
         return self.text(rank).strip().splitlines()[-1]
 
     @property
     def completed(self) -> bool:
-        """All ranks have trained to the end."""
+        """Whether all ranks trained to the end."""
         return self.codes == [0] * NUM_RANKS
 
     def documents(self) -> dict[int, list[str]]:
-        """Return the documents of each step, as they were given to the ranks."""
+        """Return the documents of each step, as the ranks recorded them."""
         steps: dict[int, dict[str, str]] = {}
         for path in self.folder.glob("steps-*.jsonl"):
             for line in path.read_text().splitlines():
-                noted = json.loads(line)
-                steps.setdefault(noted["step"], {}).update(noted["documents"])
+                record = json.loads(line)
+                steps.setdefault(record["step"], {}).update(record["documents"])
         return {step: sorted(documents.values()) for step, documents in steps.items()}
 
 
 def flags_of(point: Point, data: Sequence[object], save: Path, log_dir: Path) -> tuple[str, ...]:
-    """Return the command line of a point's job; a second start goes on from what the first has saved."""
+    """Return the command line of a point's job; a second start continues from the checkpoints of the first."""
     from tests.e2e.training import HDP, MODEL, TRAIN
 
     job = [*LAYOUTS[point.layout].split(), "--data-path", *data, "--train-iters", NUM_STEPS, "--global-batch-size",
@@ -86,7 +86,7 @@ def flags_of(point: Point, data: Sequence[object], save: Path, log_dir: Path) ->
 
 
 def flags_of_fault(point: Point, folder: Path) -> tuple[str, ...]:
-    """Return the flags that a fault's runs have besides, with the folder of their pages, which is made."""
+    """Return the additional flags of a fault, and create the folder of its pages."""
     if not FAULTS[point.fault].flags:
         return ()
     pages = folder / "pages"
@@ -95,12 +95,12 @@ def flags_of_fault(point: Point, folder: Path) -> tuple[str, ...]:
 
 
 def write_data(point: Point, folder: Path) -> Path:
-    """Write a data set of as many documents as a point's run trains on, each of them once; return its prefix."""
+    """Write a data set that a point's run reads exactly once; return its prefix."""
     return write_documents(folder / "docs", LENGTHS, copies=point.batch // BATCH)
 
 
 def run(job: Job) -> Ended:
-    """Run a job to its end, whatever that is. Raises TimeoutError if a rank hangs."""
+    """Run a job until all ranks have ended. Raises TimeoutError if a rank hangs."""
     job.folder.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -113,13 +113,13 @@ def run(job: Job) -> Ended:
         if ended.exists():
             code, at = ended.read_text().split()
             codes[rank] = int(code)
-            if struck.exists():  # a full disk strikes at no time that is known
+            if struck.exists():  # the time of a full disk is unknown
                 seconds.append(float(at) - float(struck.read_text()))
     return Ended(codes, seconds, job.folder)
 
 
 def rank_main(rank: int, world: int, job: Job, port: int) -> int:
-    """Run one rank; one that fails ends its process at once, as a program would."""
+    """Run one rank; a failure ends its process immediately, as in a program."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     if job.topology is not None:
         os.environ.update(rank_environment(job.topology, rank), GLOO_SOCKET_IFNAME="eth0")
@@ -148,15 +148,15 @@ def _train(rank: int, job: Job) -> None:
     from tests.e2e.training import plan_in_process
 
     plan_in_process(job.in_process)
-    if job.point is not None and FAULTS[job.point.fault].ends:  # else start-up has Megatron's own time
+    if job.point is not None and FAULTS[job.point.fault].ends:  # other faults keep Megatron's time limit
         strikes.shorten_timeout()
     sys.argv = ["pretrain_gpt_hdp.py", *job.flags]
     pretrain_gpt_hdp.main(partial(_prepare, rank, job))
 
 
 def _prepare(rank: int, job: Job, training: Any, runtime: Any) -> Any:
-    """Arrange for notes and for the fault. Returns the training as it is."""
-    strikes.note_steps(runtime, job.folder, rank)
+    """Prepare the record of steps and the fault; return the training unchanged."""
+    strikes.record_steps(runtime, job.folder, rank)
     if job.point is not None and job.point.rank == rank:
         strikes.prepare(job.point, runtime, job.topology, job.folder / "struck")
     if job.point is not None and job.point.fault == "slow":

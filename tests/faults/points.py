@@ -1,4 +1,4 @@
-"""The faults, and where in a run each of them strikes: points drawn from a seed."""
+"""The faults, and the points of a run at which they strike, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAVE_INTERVAL = 2
 LOSS_SECONDS = 5.0
 MARKS = ("forward", "backward", "reduce", "end")
 BATCH = 4
-BATCH_OF_FULL_MICRO_BATCHES = 24  # which tell how fast a rank is
+BATCH_OF_FULL_MICRO_BATCHES = 24  # full micro-batches show the speed of a rank
 LAYOUTS = {
     "rings": "--hdp-tokens-per-rank 128 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "alone": "--hdp-tokens-per-rank 256",
@@ -22,15 +22,15 @@ FORMATS = ("torch", "torch_dist")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong.
+    """A kind of failure.
 
     Attributes:
         text: name in the table.
-        ends: the run cannot go on and has to be started again.
-        needs_root: it needs network namespaces or a file system of its own.
-        layouts: keys of ``LAYOUTS`` in which it is tried.
-        flags: of its runs; the run without a fault that they are compared to has none of them.
-        tolerance: of losses, relative to those of the run without a fault.
+        ends: whether the run cannot continue and must be started again.
+        needs_root: whether it needs network namespaces or a file system of its own.
+        layouts: keys of ``LAYOUTS`` that are tried.
+        flags: additional flags; the reference run without a fault does not have them.
+        tolerance: relative difference of losses from the reference run.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 PAGES = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 7e-5 --state-nvme"
-"""Most pages are in a folder on a disk, which follows."""
+"""Flags that put most pages into a folder on a disk, which follows."""
 
 FAULTS = {
     "killed": Fault("SIGKILL of a rank"),
@@ -55,30 +55,29 @@ FAULTS = {
     "slow": Fault("a node 3 times slower", ends=False, layouts=("alone",)),
     "full-disk": Fault("disk full during a save", needs_root=True),
     "killed-saving": Fault("SIGKILL of a rank in mid-save"),
-    "cut-short": Fault("last checkpoint cut short, as by a host that goes down"),
+    "cut-short": Fault("last checkpoint truncated, as by a host that goes down"),
     "planner": Fault("planner process killed", ends=False),
     "ray": Fault("Ray actor killed", ends=False, layouts=("rings",)),
 }
 
 FIRST_STEPS = {"cut-short": 5, "planner": 2}
-"""Two checkpoints are there from step 5 on; a planner process from step 2 on."""
+"""First step of a fault: two checkpoints exist from step 5, a planner process from step 2."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a fault strikes.
+    """The moment at which a fault strikes.
 
     Attributes:
         fault: key of ``FAULTS``.
-        number: of the point; it is the seed.
-        step: iteration, from 1 on.
-        rank: of all processes.
-        mark, nth: the clock's mark at which it strikes: the nth of its kind on the rank in that step, from 0 on, or the
-            end of the step if there are fewer.
+        number: number of the point, and its seed.
+        step: iteration, from 1.
+        rank: global rank.
+        mark, nth: kind and number (from 0) of the clock's mark in the step, or the end of the step if there are fewer.
         delay: seconds after the mark.
         layout: key of ``LAYOUTS``.
         ckpt_format: Megatron's ``--ckpt-format``.
-        share: 0 to 1: how much fits on the disk, or of a file remains.
+        share: share of a checkpoint that fits on the disk, or of a file that remains; 0 to 1.
     """
 
     fault: str
@@ -99,12 +98,12 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Key of its result."""
+        """Key of the result."""
         return f"{self.fault}-{self.number}"
 
 
 def point_of(fault: str, number: int) -> Point:
-    """Return a point of a fault, the same for the same number."""
+    """Return the point of a fault with a number, which is always the same."""
     draw = random.Random(f"{fault} {number}")
     return Point(
         fault=fault,

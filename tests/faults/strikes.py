@@ -1,4 +1,4 @@
-"""What happens inside the rank that a fault strikes, and what each rank notes of its steps."""
+"""Faults inside a rank, and the record of each rank's steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from scripts.cluster.topology import Topology
 from tests.faults.points import LOSS_SECONDS, Point
 
 TIMEOUT_SECONDS = 10.0
-"""In place of ``--distributed-timeout-minutes``, which cannot be less than a minute."""
+"""Replaces ``--distributed-timeout-minutes``, which is at least a minute."""
 SAVE_SECONDS = 0.2
 PASS_SECONDS = 0.1
-"""Of the backward passes of a rank beside which another is slow."""
+"""Seconds of a backward pass on the rank that is not slow."""
 SLOW_TIMES = 3.0
 SLOT_SECONDS = 0.02
 LOSS_SHARE = 0.3
@@ -35,17 +35,17 @@ os.kill(int(sys.argv[1]), signal.SIGCONT)
 """
 
 
-def note_steps(runtime: Any, folder: Path, rank: int) -> None:
+def record_steps(runtime: Any, folder: Path, rank: int) -> None:
     """Append the documents of each step to a file when the step begins."""
-    mark, noted = runtime.parts.clock.mark, None
+    mark, recorded = runtime.parts.clock.mark, None
 
-    def mark_and_note(kind: str, micro_batch: int | None = None) -> None:
-        nonlocal noted
+    def mark_and_record(kind: str, micro_batch: int | None = None) -> None:
+        nonlocal recorded
         mark(kind, micro_batch)
         step = runtime.step.batch
-        if step is None or step is noted:
+        if step is None or step is recorded:
             return
-        noted = step
+        recorded = step
         documents = {
             str(shard.seq): name
             for packed in step.micro_batches
@@ -54,11 +54,11 @@ def note_steps(runtime: Any, folder: Path, rank: int) -> None:
         with (folder / f"steps-{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step.step_index + 1, "documents": documents}) + "\n")
 
-    runtime.parts.clock.mark = mark_and_note
+    runtime.parts.clock.mark = mark_and_record
 
 
 def prepare(point: Point, runtime: Any, topology: Topology | None, struck: Path) -> None:
-    """Arrange that the fault strikes this rank where the point says; ``struck`` is written then."""
+    """Prepare the fault of this rank; the fault writes its time to ``struck``."""
     actions: dict[str, Callable[[], None]] = {
         "killed": kill,
         "killed-paged": kill,
@@ -82,17 +82,17 @@ def prepare(point: Point, runtime: Any, topology: Topology | None, struck: Path)
 
 
 def strike_at(point: Point, runtime: Any, strike: Callable[[], None]) -> None:
-    """Call ``strike`` at the mark of the clock that the point names."""
+    """Call ``strike`` at the clock's mark of the point."""
     mark = runtime.parts.clock.mark
-    seen, struck = 0, False
+    num_marks, struck = 0, False
 
     def mark_and_strike(kind: str, micro_batch: int | None = None) -> None:
-        nonlocal seen, struck
+        nonlocal num_marks, struck
         mark(kind, micro_batch)
         if struck or runtime.step.batch is None or runtime.step.batch.step_index + 1 != point.step:
             return
-        seen += kind == point.mark
-        if seen > point.nth or kind == "end":
+        num_marks += kind == point.mark
+        if num_marks > point.nth or kind == "end":
             struck = True
             threading.Timer(point.delay, strike).start()
 
@@ -105,13 +105,13 @@ def kill() -> None:
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this rank; another process lets it go on."""
+    """Stop this rank; another process continues it after some seconds."""
     subprocess.Popen([sys.executable, "-S", "-c", _CONTINUE_LATER, str(os.getpid()), str(seconds)])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stretch(runtime: Any, seconds: float) -> None:
-    """Let each backward pass of a micro-batch take this long, which the load of the machine hardly changes."""
+    """Extend each backward pass of a micro-batch to ``seconds``, which the load of the machine hardly changes."""
     mark, end = runtime.parts.clock.mark, 0.0
 
     def mark_and_stretch(kind: str, micro_batch: int | None = None) -> None:
@@ -124,13 +124,13 @@ def stretch(runtime: Any, seconds: float) -> None:
 
 
 def set_link(topology: Topology, rank: int, is_up: bool) -> None:
-    """Let the switch forward the packets from and to a rank, or drop them; nobody is told."""
+    """Let the switch forward or silently drop the packets from and to a rank."""
     command = ["ip", "-n", topology.switch, "link", "set", f"port{rank}"]
     subprocess.run([*command, *(["master", "bridge"] if is_up else ["nomaster"])], check=True)
 
 
 def lose_packets(topology: Topology, rank: int, seed: int) -> None:
-    """Drop all packets of a rank in random slots of time, and let them pass in the others."""
+    """Drop all packets of a rank in random slots of time."""
     draw, end = random.Random(seed), time.monotonic() + LOSS_SECONDS
     while time.monotonic() < end:
         set_link(topology, rank, draw.random() >= LOSS_SHARE)
@@ -140,7 +140,7 @@ def lose_packets(topology: Topology, rank: int, seed: int) -> None:
 
 def kill_planner() -> None:
     """End the process that makes this rank's plans."""
-    planners = [one for one in psutil.Process().children() if "plan_worker" in " ".join(one.cmdline())]
+    planners = [child for child in psutil.Process().children() if "plan_worker" in " ".join(child.cmdline())]
     for planner in planners:
         planner.kill()
     assert planners, "no process plans"
@@ -156,7 +156,7 @@ def kill_actor(name: str) -> None:
 
 
 def kill_in_save(point: Point, strike: Callable[[], None]) -> None:
-    """Strike at some time in the first save after the point's step."""
+    """Strike during the first save after the point's step."""
     from megatron.training import training
 
     save = training.save_checkpoint
@@ -170,7 +170,7 @@ def kill_in_save(point: Point, strike: Callable[[], None]) -> None:
 
 
 def shorten_timeout() -> None:
-    """Give process groups a timeout of less than the minute that the command line can ask for."""
+    """Give process groups a timeout below a minute, the least of the command line."""
     from megatron.bytescale.arguments import parse
 
     original = parse.parse

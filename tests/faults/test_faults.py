@@ -1,6 +1,6 @@
-"""One point of each fault that is cheap; `python -m tests.faults` tries all of them.
+"""A point of each cheap fault; `python -m tests.faults` tries points of all faults.
 
-SIGKILL alone is in tests/e2e/runs/test_failures.py, killed Ray actors are in tests/e2e/runs/test_remote.py.
+tests/e2e/runs/test_failures.py has SIGKILL alone, tests/e2e/runs/test_remote.py killed Ray actors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.ranks
 
 
 def prepared(fault: str) -> tuple[Point, Path, Undisturbed]:
-    """Return a point of a fault, its data and what the run without the fault leaves; the points share that run."""
+    """Return a point of a fault, its data and its reference run, which all points share."""
     points = (point_of(fault, number) for number in count())
-    point = next(one for one in points if (one.layout, one.ckpt_format) == ("rings", "torch_dist"))
+    point = next(point for point in points if (point.layout, point.ckpt_format) == ("rings", "torch_dist"))
 
     def make(folder: Path) -> Undisturbed:
         write_data(point, folder)
@@ -35,17 +35,17 @@ def prepared(fault: str) -> tuple[Point, Path, Undisturbed]:
 
 @pytest.mark.parametrize("fault", ["killed-saving", "planner"])
 def test_nothing_is_lost(fault: str, tmp_path: Path) -> None:
-    point, corpus, wanted = prepared(fault)
-    tried = try_point(point, [corpus], wanted, tmp_path)
+    point, corpus, expected = prepared(fault)
+    tried = try_point(point, [corpus], expected, tmp_path)
     assert not tried.problems, tried
     assert (tried.resumed_from is not None) == FAULTS[fault].ends, tried
 
 
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
 def test_nothing_is_lost_when_a_link_is_cut(tmp_path: Path) -> None:
-    point, corpus, wanted = prepared("cut-link")
+    point, corpus, expected = prepared("cut-link")
     topology = Topology(NUM_RANKS, 1, name="bsfaults")
     with cluster(topology):
-        tried = try_point(point, [corpus], wanted, tmp_path, topology)
+        tried = try_point(point, [corpus], expected, tmp_path, topology)
     assert not tried.problems, tried
     assert tried.resumed_from is not None, tried

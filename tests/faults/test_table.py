@@ -1,4 +1,4 @@
-"""The table of tried points, and the points that it counts."""
+"""The table of tried points, and the checks of a point."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ KILLED = [
 ]
 
 
-def test_a_row_counts_points_and_those_without_problems() -> None:
+def test_a_row_counts_points_and_points_without_problems() -> None:
     rows = table(KILLED).splitlines()
     assert len(rows) == 2 + len(FAULTS)
     assert "| SIGKILL of a rank | 2 | 1 | 1.0, 1.5 | 2, 4 |" in rows
-    assert "| a node 3 times slower | 1 | 1 | goes on | - |" in rows
+    assert "| a node 3 times slower | 1 | 1 | continues | - |" in rows
     assert "| link of a rank cut | not tried | | | |" in rows
 
 
@@ -35,7 +35,7 @@ def test_a_fault_with_pages_has_a_folder_for_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tolerance", "count"), [(1e-5, 0), (0.0, 1)])
-def test_losses_that_must_be_equal(tolerance: float, count: int, tmp_path: Path) -> None:
+def test_the_tolerance_of_losses(tolerance: float, count: int, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 2.0000001}\n')
     ended = Ended([0] * NUM_RANKS, [], tmp_path)
     problems = problems_of_runs([ended], Undisturbed({1: 2.0}, {}, 0), tmp_path, tolerance)
@@ -51,7 +51,7 @@ def test_only_the_table_of_a_page_changes() -> None:
     assert with_table(first, KILLED[:1]) == first.replace("| 2 | 1 | 1.0, 1.5 | 2, 4 |", "| 1 | 1 | 0.5, 0.5 | 2 |")
 
 
-def test_points_are_the_same_for_the_same_number_and_lie_within_a_run() -> None:
+def test_a_number_always_gives_the_same_point_within_a_run() -> None:
     for fault in FAULTS:
         points = [point_of(fault, number) for number in range(20)]
         assert points == [point_of(fault, number) for number in range(20)]

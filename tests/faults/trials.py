@@ -1,4 +1,4 @@
-"""Try a point: run the job that the fault strikes, start it again if it ended, and note what was not as wanted."""
+"""Try a point: run a job with the fault, start it again if it ended, and list the problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.faults import strikes
 from tests.faults.jobs import Ended, Job, flags_of, flags_of_fault, run
 from tests.faults.points import FAULTS, NUM_RANKS, NUM_STEPS, SAVE_INTERVAL, Point
 
-SLACK_SECONDS = 10.0  # to notice, to write the last line and to end, on a busy machine
+SLACK_SECONDS = 10.0  # for ranks to notice the fault, to write the last line and to end, on a busy machine
 TRACKER = "latest_checkpointed_iteration.txt"
 PEER_LOST = re.compile(
     r"PeerLost: rank \d+, (step \d+|before the first step): .*(over ranks? [\d, ]+|with .*ranks? [\d, ]+|a collective)"
@@ -27,7 +27,7 @@ SLOW = re.compile(r"hdp: slow: rank (\d) on \S+ takes ([\d.]+) times as long")
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a run without a fault left: the loss and the documents of each step, bytes of its first checkpoint."""
+    """Reference run without a fault: loss and documents of each step, and bytes of the first checkpoint."""
 
     losses: dict[int, float]
     documents: dict[int, list[str]]
@@ -36,16 +36,15 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a point has shown.
+    """Result of a point.
 
     Attributes:
-        name: of the point.
+        name: name of the point.
         fault: key of ``FAULTS``.
-        end_seconds: from the fault to the end of the last rank; None: it did not end, or the disk was full.
-        resumed_from: iteration of the checkpoint from which the second run went on, 0: from the beginning; None: there
-            was none.
-        last_lines: of the ranks that were not killed.
-        problems: everything that was not as wanted.
+        end_seconds: seconds from the fault to the end of the last rank; None if the run continued or the disk was full.
+        resumed_from: iteration of the second run's checkpoint, 0 for the beginning; None without a second run.
+        last_lines: last lines of the ranks that were not killed.
+        problems: differences from the expected behaviour.
     """
 
     name: str
@@ -75,12 +74,12 @@ def undisturbed(point: Point, data: Sequence[object], folder: Path) -> Undisturb
 
 
 def try_point(
-    point: Point, data: Sequence[object], wanted: Undisturbed, folder: Path, topology: Topology | None = None
+    point: Point, data: Sequence[object], expected: Undisturbed, folder: Path, topology: Topology | None = None
 ) -> Tried:
-    """Run a point in an empty folder, in the network of ``topology`` where it has one."""
+    """Run a point in an empty folder, in the network of ``topology`` if it is given."""
     save, log_dir = folder / "save", folder / "log"
     flags = (*flags_of(point, data, save, log_dir), *flags_of_fault(point, folder))
-    with small_disk(save, int((1 + point.share) * wanted.checkpoint_bytes), point.fault == "full-disk") as make_room:
+    with small_disk(save, int((1 + point.share) * expected.checkpoint_bytes), point.fault == "full-disk") as make_room:
         first = run(Job(flags, folder / "first", point, topology, in_process=point.fault == "planner"))
         runs, resumed_from = [first], None
         if topology is not None:
@@ -88,18 +87,18 @@ def try_point(
         if not first.completed:
             make_room()
             if point.fault == "cut-short":
-                cut_short(save, point)
+                truncate(save, point)
             runs.append(run(Job(flags, folder / "second", topology=topology)))
             resumed_from = min(runs[1].documents(), default=1) - 1
     tolerance = FAULTS[point.fault].tolerance
-    problems = [*problems_of_end(point, first), *problems_of_runs(runs, wanted, log_dir, tolerance)]
+    problems = [*problems_of_end(point, first), *problems_of_runs(runs, expected, log_dir, tolerance)]
     lasts = [first.last_line(rank) for rank, code in enumerate(first.codes) if code]
     seconds = None if first.completed or not first.seconds else round(max(first.seconds), 1)
     return Tried(point.name, point.fault, seconds, resumed_from, lasts, problems)
 
 
 def problems_of_end(point: Point, first: Ended) -> list[str]:
-    """Return what was wrong with how the fault was noticed."""
+    """Return the problems in the reaction of the ranks to the fault."""
     problems = []
     fault = FAULTS[point.fault]
     if not fault.ends and not first.completed:
@@ -113,7 +112,7 @@ def problems_of_end(point: Point, first: Ended) -> list[str]:
         problems.append(f"the ranks ended {max(first.seconds):.0f} s after the fault")
     named = (PEER_LOST, SAVE_FAILED) if point.fault == "full-disk" else (PEER_LOST,)
     for rank, code in enumerate(first.codes):
-        if code and not any(one.search(first.last_line(rank)) for one in named):
+        if code and not any(pattern.search(first.last_line(rank)) for pattern in named):
             problems.append(f"last line of rank {rank}: {first.last_line(rank)}")
     if point.fault == "full-disk" and not any(SAVE_FAILED.search(first.text(rank)) for rank in range(NUM_RANKS)):
         problems.append("no rank says that saving failed")
@@ -123,27 +122,26 @@ def problems_of_end(point: Point, first: Ended) -> list[str]:
     return problems
 
 
-def problems_of_runs(runs: Sequence[Ended], wanted: Undisturbed, log_dir: Path, tolerance: float = 1e-5) -> list[str]:
-    """Return how losses and documents of the run and its second start differ from those without a fault."""
+def problems_of_runs(runs: Sequence[Ended], expected: Undisturbed, log_dir: Path, tolerance: float = 1e-5) -> list[str]:
+    """Return the differences of losses and documents, over both starts, from the reference run."""
     problems = []
     if not runs[-1].completed:
         problems.append(f"the last start ended with {runs[-1].codes}: {runs[-1].last_line(0)}")
-    found = losses_of(log_dir)
-    for step, loss in found:
-        if abs(loss / wanted.losses[step] - 1) > tolerance:
-            problems.append(f"loss of step {step}: {loss} and not {wanted.losses[step]}")
+    for step, loss in losses_of(log_dir):
+        if abs(loss / expected.losses[step] - 1) > tolerance:
+            problems.append(f"loss of step {step}: {loss} and not {expected.losses[step]}")
     documents: dict[int, list[str]] = {}
-    for one in runs:  # what a second start has run counts in place of what it has gone back before
-        steps = one.documents()
+    for run_end in runs:  # steps of a second start replace the steps that it repeats
+        steps = run_end.documents()
         first_step = min(steps, default=NUM_STEPS + 1)
         documents = {step: names for step, names in documents.items() if step < first_step} | steps
-    if documents != wanted.documents:
+    if documents != expected.documents:
         problems.append(f"documents: {documents}")
     return problems
 
 
-def cut_short(save: Path, point: Point) -> None:
-    """Cut a file of the last checkpoint, or the file that names it, as a host does that goes down."""
+def truncate(save: Path, point: Point) -> None:
+    """Truncate a file of the last checkpoint, or the file that names it, as a host failure does."""
     tracker = save / TRACKER
     folder = save / f"iter_{int(tracker.read_text()):07d}"
     files = [*sorted(path for path in folder.rglob("*") if path.is_file()), tracker]
@@ -154,10 +152,10 @@ def cut_short(save: Path, point: Point) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, size: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    """Make a file system of ``size`` bytes at a folder if wanted; yields what makes it larger."""
+def small_disk(folder: Path, size: int, is_small: bool) -> Iterator[Callable[[], None]]:
+    """Create a folder, with ``is_small`` as a file system of ``size`` bytes; yield a function that enlarges it."""
     folder.mkdir()
-    if not wanted:
+    if not is_small:
         yield lambda: None
         return
 

@@ -1,4 +1,4 @@
-"""The recipe of draft heads calls the console with valid words, in an order in which each file exists."""
+"""The recipe of draft heads calls the console with valid words, in an order that writes each file before its use."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ REPEATED = {
 """Upper bound of the forward passes of a layer that a method of Megatron repeats."""
 
 PAGEABLE_BYTES_PER_SECOND = 20e9
-"""Speed of copies for which torch allocates host memory and waits."""
+"""Speed of copies into host memory that torch allocates and waits for."""
 RATES = (650e12, 600e12, 500e12)
 """Predicted FLOP/s of linear layers, attention forward and attention backward."""
 

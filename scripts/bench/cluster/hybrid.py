@@ -2,7 +2,7 @@
 
 Megatron's installed scheduler makes groups of sub-samples. The groups, their order, one sub-sample per forward pass and
 the barrier between groups are Megatron's. Attention, data and reduction are the same as in the other arms, so only the
-plans differ. The flags are those of pretrain_gpt_hdp.py.
+plans differ. It takes the flags of pretrain_gpt_hdp.py.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     sudo .venv/bin/python scripts/bench/experts/wall_time.py --arms static flexmoe capacity --capacity-factor 1.0
 
 Four ranks on one node share the experts. Each rank has a fixed share of a core and its own network interface
-(``scripts/cluster/emulate.py``), so the other ranks lose the time in which the busiest one computes, as GPUs do. All
+(``scripts/cluster/emulate.py``), so the other ranks lose time while the busiest rank computes, as GPUs do. All
 arms train the same model from the same weights on the same samples. The router adds a bias to random scores; the bias
 differs by layer and stays for the whole run (Megatron's ``--moe-router-force-biased`` with a negative number). So loads
-are uneven and the same in all arms. Micro-batches are long and few, because each one sends the gradients of a replica.
+are uneven and the same in all arms. Micro-batches are long and few, because replicas send gradients in each of them.
 
 Arms take turns, and every other round runs in reverse. The first steps of a run do not count, because the first plan
 places the first replicas. The script fails with exit code 1 unless the losses of all arms are equal. Only the ratio of
@@ -232,7 +232,7 @@ class Row:
 
 
 def rows_of(runs: Mapping[str, Sequence[Steps]]) -> list[Row]:
-    """Return a row for each arm, compared with the first one.
+    """Return a row for each arm, compared with the first arm.
 
     Raises:
         RuntimeError: losses of arms that drop no tokens differ.

@@ -9,7 +9,7 @@ import torch
 
 
 class SavedBytes:
-    """Context in which the bytes of tensors saved for backward are counted: each storage once, without parameters.
+    """Context that counts the bytes of tensors saved for backward: each storage once, without parameters.
 
     Attributes:
         held_bytes: bytes saved now.

@@ -64,7 +64,7 @@ class Fitted:
         square, token: seconds of attention for a squared token of the measured heads, and for a token.
         attention_start, linear_start: fixed seconds.
         linear_flops: FLOP/s of the linear parts.
-        bytes_per_second: bytes that one of eight ranks receives in a second.
+        bytes_per_second: bytes that each of eight ranks receives in a second.
         errors: median and worst relative error of each part, and the predicted timings.
     """
 

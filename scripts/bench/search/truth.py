@@ -4,8 +4,8 @@
     sudo .venv/bin/python scripts/bench/search/truth.py --cluster --ranks 8 --rounds 2  # emulated: Linux, root
 
 ``bytescale profile`` measures the model on all ranks, and ``bytescale search`` scores all strategies with that cost
-file. Strategies of different kinds, spread from the fastest to the slowest, are trained like those of ``--verify``:
-several times each, in rounds that alternate between forward and reverse order. Strategies with which the ranks run the
+file. Strategies of different kinds, spread from the fastest to the slowest, are trained as with ``--verify``: several
+times each, in rounds that alternate between forward and reverse order. Strategies with which the ranks run the
 same work count once, such as a policy that has nothing to do.
 
 ``--cluster`` trains on an emulated cluster (``scripts/cluster/emulate.py``). Each rank has a network namespace and a

@@ -1,4 +1,4 @@
-"""Measure the seconds in which a step reads its rows of an n-gram table: from the device, the host and a cache.
+"""Measure how long a step reads its rows of an n-gram table: from the device, from the host, and from a cache.
 
     .venv/bin/python scripts/bench/states/gpu_ngram.py [--json]
     OMP_NUM_THREADS=1 .venv/bin/python scripts/bench/states/gpu_ngram.py --device cpu --rows 10M --tokens 8K

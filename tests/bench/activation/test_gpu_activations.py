@@ -24,7 +24,7 @@ QUICK = ["script", "--device", "cpu", "--quick"]
 
 
 def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Return what each script measures, all in one process."""
+    """Run all scripts in one process and return their figures."""
     from bytescale_ext.measure.cost_file import write_cost
     from megatron.bytescale.cli import memory_plan
     from scripts.bench.activation import (
@@ -55,7 +55,7 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
 def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
     """Megatron's fine-grained offload as the script drives it, with Megatron's own layers for TransformerEngine's.
 
-    Its configuration, hooks around modules and end of a step are those of the real arm; on CPU it moves nothing.
+    It has the configuration, hooks and end of a step of the real arm; on CPU it moves nothing.
     """
     from megatron.core.extensions import transformer_engine
 

@@ -48,7 +48,7 @@ def log_of(times: Sequence[float], balances: Sequence[float]) -> str:
 
 
 def trace_of(kept: float, steps: int = 4) -> Trace:
-    """Return loads of two layers in which this share of all pairs is kept, half of them in the first rank."""
+    """Return loads of two layers with this share of all pairs, half of them on the first rank."""
     each = round(kept * wall_time.TOKENS * wall_time.TOPK / wall_time.RANKS)
     loads = np.zeros((steps, 2, wall_time.RANKS, wall_time.EXPERTS), np.int64)
     loads[..., 0], loads[..., 2], loads[..., 4] = each // 2, each // 4, each // 4
