@@ -16,7 +16,7 @@ class HdpConfig:
 
     Attributes:
         cluster: HDP ranks (Megatron's dp x cp domain), C (the most tokens of a micro-batch on one rank), and ranks of a
-            node, None where they do not fill nodes evenly.
+            node, None if they do not fill nodes evenly.
         cost: what a planner balances: cost of micro-batches on the largest pipeline stage, in seconds or FLOPs.
         longest_sequence: the longest possible sequence (``--seq-length``).
         rows_multiple: micro-batches, and their slices, are padded at their end to a multiple of this many rows: 16 or

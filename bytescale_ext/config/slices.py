@@ -55,11 +55,11 @@ class DocumentSliceConfig:
     """Micro-batches of documents (hybrid data parallelism), each cut by a rule.
 
     Attributes:
-        rule: how a micro-batch is cut.
+        rule: rule that cuts a micro-batch into slices.
         num_stages: pipeline stages.
         note: what to tell the user once about keys that are kept between slices; "" where micro-batches run whole.
-        is_chosen: the planner chooses the slices of each step, instead of those of the rule.
-        host_bytes: host memory of this process in which keys may be swapped; 0: none are.
+        is_chosen: the planner chooses the slices of each step; the rule does not apply.
+        host_bytes: host memory of this process for swapped keys; 0: no keys are swapped.
     """
 
     rule: SliceRule

@@ -28,7 +28,7 @@ def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machin
     The message holds the law and the printed plan, with ``>>`` before the bad row.
 
     Args:
-        plan: of the micro-batch.
+        plan: plan of the micro-batch.
         load: the micro-batch that the plan is for.
         machine: the memory and link that the plan was made for.
         fits: the policy promises that the plan fits both budgets.

@@ -16,8 +16,8 @@ class Forecast:
     """The prediction for one plan.
 
     Attributes:
-        transfer_seconds: of one layer, one way.
-        recompute_seconds: of one layer.
+        transfer_seconds: seconds of one layer, one way.
+        recompute_seconds: seconds of one layer.
         step_seconds: forward and backward of all layers of one micro-batch, with waits for transfers.
         device_bytes: the most activations on the device at one time, with the logits, and with keys and gradient sums
             of slices.
@@ -41,9 +41,9 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine, need: Devi
 
     A swapped layer is written to host memory while the next layer computes, and read back while the next layer runs
     its backward pass (MEMO section 4.1, Fig. 10). Each step takes the longer of the two times: computing and copying.
-    With several micro-batches in flight, the last layer of the next one is read while the first layer of this one runs
-    backward. With a single one and no resident layers, nothing hides the reading of the last layer. For memory see
-    ``DeviceNeed``; a caller that knows the plan's gives it as ``need``.
+    With several micro-batches in flight, the last layer of the next micro-batch is read while the first layer of this
+    micro-batch runs backward. With a single micro-batch and no resident layers, the last layer's reading overlaps with
+    nothing. For memory see ``DeviceNeed``; ``need`` spares computing it again.
     """
     transferred = kept = recompute_seconds = 0.0
     for tensor in load.tensors:
@@ -73,16 +73,17 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine, need: Devi
 def stage_cost(
     cost: ModelCost, load: LayerLoad, plan: ActivationPlan, machine: Machine, has_head: bool, chunks: int = 1
 ) -> StageCost:
-    """Return the seconds of a stage under a plan: the model's, what is rebuilt, and copies that nothing hides.
+    """Return the seconds of a stage under a plan: the model's, rebuilt tensors, and copies that overlap with nothing.
 
-    Rebuilding and copying is charged by the token, as in this load.
+    Rebuilding and copying take the same time for each token as in this load.
 
     Args:
-        cost: of the model.
-        load: of all layers of the stage.
+        cost: costs of the model.
+        load: load of all layers of the stage.
         plan, machine: the plan and its budgets.
         has_head: the stage, or its chunk, has the output layer.
-        chunks: virtual stages of the stage; the result is the cost of one, with an even share of layers and copies.
+        chunks: virtual stages of the stage; the result is the cost of one virtual stage, with an even share of layers
+            and copies.
     """
     predicted = forecast(plan, load, machine)
     planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
@@ -97,17 +98,17 @@ def stage_cost(
 class DeviceNeed:
     """Device memory of activations at its peaks: at the loss, and in the backward pass of a planned layer.
 
-    Each peak is a fixed number of bytes, and a number of layers whose kept bytes come on top. At the loss the resident
-    layers are whole; if there are none, the last layer is, because it is still being written, and with several
-    micro-batches in flight also the last layer of the one that runs backward next, which is read ahead. In the backward
-    pass of a planned layer, that layer is whole, and so is the layer that is being read back, but for what is rebuilt
-    because it is cheap. Gradients take additional memory, or, before them, the rebuilt rows of a tensor, which are
-    copied into it. In slices all layers also hold keys and sums of their gradients, and experts hold what no policy
-    moves, until their own backward pass; the last stage holds what is behind its layers; swapped keys are on the device
-    in two layers. What tensor-parallel ranks gather and messages of virtual stages are beside all passes.
+    Each peak is a fixed number of bytes, and a number of layers whose kept bytes are added. At the loss the resident
+    layers are whole. Without resident layers the last layer is whole, because it is still being written; with several
+    micro-batches in flight, so is the last layer of the next micro-batch to run backward, which is read ahead. In the
+    backward pass of a planned layer, this layer is whole, and so is the layer that is being read back, except for its
+    cheap tensors, which are rebuilt. Gradients take additional memory; before them, rebuilt rows of a tensor do, until
+    they are copied into it. In slices, all layers also hold keys and sums of key gradients until their own backward
+    pass, and experts hold tensors that no policy moves. The last stage holds the memory behind its layers. Swapped keys
+    are on the device in two layers. Gathered hidden states and messages of virtual stages exist during all passes.
 
     Attributes:
-        peaks: (bytes, layers) of each.
+        peaks: bytes and number of layers of each peak.
     """
 
     peaks: tuple[tuple[float, float], ...]

@@ -26,13 +26,16 @@ RESIDENT_LAYERS: Final = 2
 """The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
 
 COLLECTIVES_OF_A_LAYER: Final = 4
-"""Gathers, and reductions that scatter, of the hidden states in one pass of a layer; an all-reduce is two."""
+"""Collectives of the hidden states in one pass of a layer: gathers and scattering reductions. An all-reduce is two."""
 
 COLLECTIVE_BYTES_PER_SECOND: Final = 300e9
-"""Received by each tensor-parallel rank, without a cost file: two thirds of an H200's NVLink, 450 GB/s each way."""
+"""Bytes that each tensor-parallel rank receives in a second, without a cost file.
+
+Two thirds of an H200's NVLink, which has 450 GB/s in each direction.
+"""
 
 MEMORY_BYTES_PER_SECOND: Final = 3.3e12
-"""Of device memory, where it is not given; an H100 has 3.35e12."""
+"""Speed of device memory that is not given; an H100 has 3.35e12."""
 
 LOGIT_BYTES: Final = 6
 """Bytes of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
@@ -64,16 +67,16 @@ class LayerSettings:
     Attributes:
         num_layers: layers of the rank; None: all layers of the model.
         resident_layers: the last layers, which are never swapped; 0 on a pipeline stage that is not the last.
-        in_flight: micro-batches whose backward pass is still to come, including this one.
-        element_bytes: of one element of an activation.
+        in_flight: micro-batches before their backward pass, this micro-batch included.
+        element_bytes: bytes of one element of an activation.
         sequence_parallel: tensor-parallel ranks share the norms.
-        operators: of a layer.
-        loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
-        slices: what a stage holds while it runs each of its slices, or each chunk of virtual stages, in the chunks'
-            mean; empty where ``in_flight`` says it all.
-        expert_load: how many times the tokens of an even spread the experts of this rank get.
+        operators: the fused operators of a layer.
+        loss_tokens: tokens with logits at the same time (``--chunked-cross-entropy``); None: all.
+        slices: held tokens and bytes at each slice of a stage, or at each chunk of virtual stages in the mean of the
+            chunks; empty if micro-batches run whole, and ``in_flight`` counts them.
+        expert_load: tokens at the experts of this rank, over their number in an even spread.
         expert_ranks: ranks that share the experts of a layer.
-        virtual: the stage runs virtual stages, with messages beside their passes.
+        virtual: the stage runs virtual stages, with messages during their passes.
     """
 
     num_layers: int | None = None
@@ -96,18 +99,18 @@ class LayerSettings:
 
 @dataclass(frozen=True, slots=True)
 class HeldSlices:
-    """What a pipeline stage holds in each layer while it runs one slice.
+    """Held tokens and bytes of a pipeline stage, in each layer, while it runs one slice.
 
     Attributes:
         running: tokens of this slice.
-        tokens: of the slices whose backward pass is still to come, this one included.
-        bytes: of their keys and values, of the keys kept of other ranks, and of the sums of key gradients. No policy
-            moves them.
-        gathered: bytes of the keys and values that attention of this slice joins, and of their gradients, in the one
-            layer that runs.
-        read: bytes of swapped keys in the layer that runs and the one that is read ahead, together.
+        tokens: tokens of all slices before their backward pass, this slice included.
+        bytes: bytes of the keys and values of these tokens, of kept keys of other ranks, and of the sums of key
+            gradients. No policy moves them.
+        gathered: bytes of the keys and values that attention of this slice joins, and of their gradients, in the layer
+            that runs.
+        read: bytes of swapped keys in the layer that runs and in the layer that is read ahead, together.
         in_host: bytes of swapped keys in host memory.
-        head: bytes behind the last layer, once, of the other slices whose backward pass is still to come.
+        head: bytes behind the last layer, once, of the other slices before their backward pass.
     """
 
     running: float
@@ -124,23 +127,23 @@ class LayerLoad:
     """One micro-batch in the layers of one rank.
 
     Attributes:
-        tensors: of one layer.
-        num_tokens: of the micro-batch on this rank.
-        forward_seconds, backward_seconds: of one layer.
-        linear_seconds: forward seconds of the matrix products of one layer, and where collectives were not measured by
-            themselves, of these too.
-        linear_flops: of one token in these products.
-        num_layers: of this rank.
+        tensors: tensors of one layer.
+        num_tokens: tokens of the micro-batch on this rank.
+        forward_seconds, backward_seconds: seconds of one layer.
+        linear_seconds: forward seconds of the matrix products of one layer. They include collectives that were not
+            measured separately.
+        linear_flops: FLOPs of one token in these products.
+        num_layers: layers of this rank.
         resident_layers, in_flight: see ``LayerSettings``.
-        head_bytes: of the logits.
+        head_bytes: bytes of the logits.
         slices: see ``LayerSettings``.
-        seconds_per_received_byte: of the collectives of tensor parallelism.
-        expert_bytes: of a token in the experts of a layer. No policy moves them.
-        expert_working_bytes: of the gradients of a token in the backward pass of experts.
-        beside_bytes: of a token that runs, hidden states that exist beside its passes.
-        moments: what a layer holds at each moment at which it may hold most; its experts' tensors count as held bytes.
-        working_bytes: gradients that exist together in a layer's backward pass: one of its widest tensor, and two of
-            its input. The gradient of the activation function's output reuses the memory of that output.
+        seconds_per_received_byte: seconds of the collectives of tensor parallelism for each received byte.
+        expert_bytes: bytes of a token in the experts of a layer. No policy moves them.
+        expert_working_bytes: bytes of a token's gradients in the backward pass of experts.
+        beside_bytes: bytes of a running token's hidden states that exist during its passes, in addition to tensors.
+        moments: held tokens and bytes of a layer at each possible peak; tensors of experts count as held bytes.
+        working_bytes: bytes of gradients that exist together in a layer's backward pass: one gradient of its widest
+            tensor and two of its input. The gradient of the activation function's output reuses that output's memory.
     """
 
     tensors: tuple[LayerTensor, ...]
@@ -171,12 +174,12 @@ class LayerLoad:
 
     @property
     def times_held(self) -> float:
-        """Tokens of all micro-batches or slices in flight, at most, over those of this one."""
+        """The most tokens of all micro-batches or slices in flight, over the tokens of this micro-batch."""
         return max(moment.tokens for moment in self.moments) / self.num_tokens
 
     @property
     def whole_bytes(self) -> float:
-        """One layer that keeps all its tensors, without keys that slices hold."""
+        """Bytes of one layer that keeps all its tensors, without keys that slices hold."""
         return self.bytes_of() - self.bytes_of("key")
 
     def bytes_of(self, *kinds: str) -> float:
@@ -210,14 +213,19 @@ class LayerLoad:
         return max(share * self.working_bytes, in_attention if moment.gathered else 0.0)
 
 
-def layer_load(cost: ModelCost, length: int, width: int = 1, how: LayerSettings | None = None) -> LayerLoad:
+def layer_load(cost: ModelCost, length: int, settings: LayerSettings, width: int = 1) -> LayerLoad:
     """Return the load of a sequence of ``length`` tokens on each of the ``width`` ranks of its ring."""
-    forward, backward = (part.sequence_cost(length, width) + part.g for part in _layer_costs(cost))
-    return load_of_tokens(cost, -(-length // width), forward, backward, how)
+    return load_of_tokens(cost, -(-length // width), *layer_seconds(cost, length, width), settings)
+
+
+def layer_seconds(cost: ModelCost, length: int, width: int = 1) -> tuple[float, float]:
+    """Return the seconds of one layer for a sequence on ``width`` ranks: forward, backward."""
+    forward, backward = (float(part.sequence_cost(length, width)) + part.g for part in _layer_costs(cost))
+    return forward, backward
 
 
 def _layer_costs(cost: ModelCost) -> tuple[CostModel, CostModel]:
-    """Return the forward and backward cost of one layer, the mean of those with windows and those without."""
+    """Return the forward and backward cost of one layer, the mean of layers with windows and without."""
     layer = cost.stage(1)
     return layer.forward, layer.backward
 
@@ -227,61 +235,62 @@ def load_of_tokens(
     num_tokens: int,
     forward_seconds: float,
     backward_seconds: float,
-    how: LayerSettings | None = None,
+    settings: LayerSettings,
 ) -> LayerLoad:
     """Return the load of any micro-batch of ``num_tokens`` tokens on a rank, given the seconds of one layer."""
-    how = how or LayerSettings()
     ranks = cost.tensor_parallel
-    received = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, ranks, how.element_bytes)
+    received = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, ranks, settings.element_bytes)
     collectives = num_tokens * received * cost.collective
-    shared = cost.shape, ranks, how.element_bytes, how.sequence_parallel
-    logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
+    shared = cost.shape, ranks, settings.element_bytes, settings.sequence_parallel
+    logits = num_tokens if settings.loss_tokens is None else min(settings.loss_tokens, num_tokens)
     return LayerLoad(
         tensors=layer_tensors(
             cost.shape,
-            how.element_bytes,
+            settings.element_bytes,
             ranks,
-            how.sequence_parallel,
-            how.operators,
-            any(moment.bytes for moment in how.slices),
+            settings.sequence_parallel,
+            settings.operators,
+            any(moment.bytes for moment in settings.slices),
         ),
         num_tokens=num_tokens,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
         linear_seconds=max(0.0, cost.forward.linear_cost(num_tokens) - collectives),
         linear_flops=layer_flops_per_token(cost.shape) / ranks,
-        num_layers=cost.shape.num_layers if how.num_layers is None else how.num_layers,
-        resident_layers=how.resident_layers,
-        in_flight=how.in_flight,
+        num_layers=cost.shape.num_layers if settings.num_layers is None else settings.num_layers,
+        resident_layers=settings.resident_layers,
+        in_flight=settings.in_flight,
         head_bytes=float(LOGIT_BYTES * logits * cost.shape.vocab / ranks),
         seconds_per_received_byte=cost.collective,
-        slices=how.slices,
-        expert_bytes=expert_bytes(cost.shape, how.element_bytes, ranks, how.expert_load),
-        expert_working_bytes=expert_working_bytes(cost.shape, how.element_bytes, how.expert_ranks > 1, how.expert_load),
-        beside_bytes=gathered_bytes(*shared) + VIRTUAL_MESSAGES * how.virtual * message_bytes(*shared),
+        slices=settings.slices,
+        expert_bytes=expert_bytes(cost.shape, settings.element_bytes, ranks, settings.expert_load),
+        expert_working_bytes=expert_working_bytes(
+            cost.shape, settings.element_bytes, settings.expert_ranks > 1, settings.expert_load
+        ),
+        beside_bytes=gathered_bytes(*shared) + VIRTUAL_MESSAGES * settings.virtual * message_bytes(*shared),
     )
 
 
 def full_load(
-    cost: ModelCost, num_tokens: int, length: int, how: LayerSettings, slices: Sequence[int] = (1,)
+    cost: ModelCost, num_tokens: int, length: int, settings: LayerSettings, slices: Sequence[int] = (1,)
 ) -> LayerLoad:
     """Return the load of the largest micro-batch, or slice of one: tokens of the longest sequence.
 
     The sequence is on as many ranks as it needs, and its slices are assumed to be equal in time.
 
     Args:
-        cost: of the model.
-        num_tokens: of the micro-batch on one rank.
+        cost: costs of the model.
+        num_tokens: tokens of the micro-batch on one rank.
         length: tokens of the longest sequence.
-        how: see ``LayerSettings``.
-        slices: their tokens, or their proportion.
+        settings: how the rank runs its layers.
+        slices: tokens of each slice, or numbers in the same proportion.
     """
     width = -(-length // num_tokens)
     sequences = max(1, num_tokens // length) / len(slices)
     forward, backward = (
         sequences * part.sequence_cost(min(length, num_tokens * width), width) + part.g for part in _layer_costs(cost)
     )
-    return load_of_tokens(cost, -(-num_tokens * max(slices) // sum(slices)), forward, backward, how)
+    return load_of_tokens(cost, -(-num_tokens * max(slices) // sum(slices)), forward, backward, settings)
 
 
 def cost_of_rates(

@@ -1,4 +1,4 @@
-"""ByteScale's selective offloading (section 5.2, Eq. 3): how many tokens a rank holds when part of them is on the host.
+"""ByteScale's selective offloading (section 5.2, Eq. 3): tokens of a rank that keeps a part of them in host memory.
 
 ``OffloadLimits`` belongs to the HDP planner, which gives a sequence fewer ranks when offloading makes room for it.
 ``policies.plan_offload`` chooses the share of a micro-batch whose ranks are already fixed.
@@ -20,15 +20,15 @@ Floats = npt.NDArray[np.float64]
 class OffloadLimits:
     """The bounds on the share r of a micro-batch's activations that goes to host memory (ByteScale Eq. 3).
 
-    Two of the l layers stay on the device: the one that computes and the one that is being copied. The others keep the
-    share ``1 - r``. So n tokens take the device memory of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper prints
+    Two of the l layers stay on the device: the layer that computes and the layer that is being copied. The others keep
+    the share ``1 - r``. So n tokens take the device memory of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper prints
     ``1 >= r >= min(1, ...)``; it must mean 0 <= r <= 1, and that no more of a layer moves than the link copies while
     one layer computes. We add a bound by host memory, which the paper leaves out.
 
     Attributes:
         num_layers: l, the layers of a rank.
-        layer_bytes_per_token: activations that one token keeps in one layer.
-        bytes_per_second: between device and host, the slower direction.
+        layer_bytes_per_token: bytes of activations that a token keeps in a layer.
+        bytes_per_second: speed between device and host, in the slower direction.
         host_bytes: host memory for one micro-batch of one rank.
     """
 

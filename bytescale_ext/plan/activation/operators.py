@@ -1,4 +1,4 @@
-"""Which operators of a layer are single kernels, and what those that are not save for the backward pass besides.
+"""The fused operators of a layer, and the bytes that the other operators save in addition for the backward pass.
 
 ``plan/activation/tensors.py`` lists what a layer saves where norms, rotary embeddings and the activation function are
 single (fused) kernels, which save only their input. Made of several operators of torch they save results in between.
@@ -15,7 +15,7 @@ FLOAT_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerOperators:
-    """How the operators of a layer are built; the defaults are fused kernels without anything beside them.
+    """Builds of a layer's operators; the default is fused kernels that save nothing more.
 
     Attributes:
         joined_norms: a norm and the matrix product after it are one module (TransformerEngine).
@@ -24,7 +24,7 @@ class LayerOperators:
         angles: numbers of a token's rotary angles; 0 without rotary embeddings.
         split_angles: rotary embeddings are several operators, which save cosines and sines for queries and for keys.
         qk_norms: queries and keys are normed.
-        mask_bytes: of one number in the mask of hidden dropout; 0 without.
+        mask_bytes: bytes of one number in the mask of hidden dropout; 0 without dropout.
     """
 
     joined_norms: bool = False
@@ -41,7 +41,7 @@ class LayerOperators:
         return float(FLOAT_BYTES * self.angles)
 
     def norm_bytes(self, numbers: float, element_bytes: int) -> float:
-        """Return what a norm of ``numbers`` for each token saves beside its input, in bytes for each token.
+        """Return the bytes that a norm of ``numbers`` for each token saves in addition to its input, for each token.
 
         One kernel saves statistics of a few bytes, which do not count. Several operators save the normed input in
         float32, the input converted to that, which then is not saved as it came, and the statistics.

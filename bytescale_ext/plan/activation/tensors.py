@@ -17,8 +17,10 @@ LSE_BYTES: Final = 4
 """The log-sum-exp of attention is one float32 per token and head."""
 
 EXPERT_LOAD: Final = 1.5
-"""Where ranks share experts, budgets assume that the experts of a rank get at most this many times the tokens of an
-even spread. A router that spreads tokens less evenly exceeds the budget."""
+"""The most tokens at the experts of a rank that budgets assume, over their number in an even spread.
+
+A router that spreads tokens less evenly exceeds the budget.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,13 @@ class LayerTensor:
     """One tensor that a layer's backward pass needs.
 
     Attributes:
-        name: for printing, for example "attention output".
+        name: printed name, for example "attention output".
         kind: "input" is never recomputed; "matrix" is the output of matrix products; "cheap" is rebuilt from another
-            tensor by one pass over memory; "key" is the part of a matrix product that slices hold by themselves; "view"
-            is a part that is only there because another part is a view of the same memory: of such products policies
-            keep the parts that are saved, or, if they rebuild from the output of the product, all of it.
-        bytes_per_token: on one rank.
-        flops_per_token: of the matrix products that rebuild it, on one rank.
+            tensor by one pass over memory; "key" is the part of a matrix product that slices hold on their own; "view"
+            is a part that exists only because another part is a view of the same memory: policies keep the saved parts
+            of such products, or the whole product if they rebuild from it.
+        bytes_per_token: bytes for each token on one rank.
+        flops_per_token: FLOPs of the matrix products that rebuild it, on one rank.
         moved_bytes_per_token: device memory read and written to rebuild it.
         received_bytes_per_token: bytes that a rank receives in the collectives of tensor parallelism that rebuilding
             repeats.
@@ -56,13 +58,14 @@ def received_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int =
 
 
 VIRTUAL_MESSAGES: Final = 4
-"""Messages that exist beside a pass of a virtual stage: two in each direction."""
+"""Messages that exist during a pass of a virtual stage: two in each direction."""
 
 
 def gathered_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int, sequence_parallel: bool) -> float:
-    """Return the bytes of a token in what tensor-parallel ranks gather: its hidden state, in a buffer that stays.
+    """Return the bytes of a token in the buffer in which tensor-parallel ranks gather hidden states.
 
-    It is that of the largest pass (Megatron's global memory buffer); without sequence parallelism nothing is gathered.
+    The buffer stays and holds the largest pass (Megatron's global memory buffer). It is empty without sequence
+    parallelism.
     """
     return float(shape.hidden * element_bytes * (sequence_parallel and tensor_parallel > 1))
 
@@ -141,7 +144,7 @@ def split_tensors(
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[LayerTensor, ...]:
-    """Return what operators of a layer save between each other where they are not one fused kernel.
+    """Return the tensors that operators of a layer save between each other if they are not one fused kernel.
 
     All of it lies between matrix products and attention, so it is rebuilt with the other "cheap" tensors.
     """
@@ -165,17 +168,18 @@ def split_tensors(
 def expert_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, load: float = 1.0) -> float:
     """Return the bytes that the experts of a layer save for the backward pass, for each token before the router.
 
-    It is 0 without experts. Where only some layers have them, the MLP of the others counts if it saves more.
+    It is 0 without experts. If only some layers have experts, the MLP of the others counts if it saves more.
 
-    A token is copied to each of its experts, which save what an MLP saves: the input, the first product and the output
-    of the activation function, here as fused kernels. The router saves scores of 4 bytes, and 48 bytes of places and
-    probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of Megatron 0.19.2).
+    A token is copied to each of its experts. They save the tensors of an MLP: the input, the first product and the
+    output of the activation function, here as fused kernels. The router saves scores of 4 bytes, and 48 bytes of
+    places and probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of
+    Megatron 0.19.2).
 
     Args:
-        shape: of the model.
-        element_bytes: of one element.
+        shape: sizes of the model.
+        element_bytes: bytes of one element.
         tensor_parallel: ranks that share each layer.
-        load: how many times the tokens of an even spread the experts of this rank get.
+        load: tokens at the experts of this rank, over their number in an even spread.
     """
     if not shape.num_expert_layers:
         return 0.0
@@ -190,12 +194,12 @@ def expert_working_bytes(
 ) -> float:
     """Return the bytes of gradients that exist together in the backward pass of experts, for each token; else 0.
 
-    They are those of the layer's output and its residual, and of the tokens at their experts; where ranks exchange
-    tokens, these exist three times, because they are sent and sorted too.
+    They are the gradients of the layer's output, of its residual, and of the tokens at their experts. If ranks exchange
+    tokens, the latter exist three times, because they are sent and sorted too.
 
     Args:
-        shape: of the model.
-        element_bytes: of one element.
+        shape: sizes of the model.
+        element_bytes: bytes of one element.
         exchanged: ranks share the experts.
         load: see ``expert_bytes``.
     """

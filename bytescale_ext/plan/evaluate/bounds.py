@@ -3,8 +3,8 @@
 A sequence of s tokens on a ring of d ranks costs each member ``t(s, d)`` of attention and linear work, forward and
 backward; a micro-batch costs ``g`` once. Rings have at least ``dmin = ceil(s / C)`` members. With stages 0 to p-1,
 stage q begins after the stages before it have run the forward of the pipeline's first micro-batch and ends before
-they run the backward of its last one. Any micro-batch, an empty one too, costs at least ``g``, so each bound on the
-work of stage q alone grows by the sum of ``g`` of the stages before it.
+they run the backward of its last micro-batch. Any micro-batch, even if empty, costs at least ``g``, so each bound on
+the work of stage q alone grows by the sum of ``g`` of the stages before it.
 
 Where micro-batches run in k slices, each slice costs ``g`` once and has its own exchange (``CostModel.slice_costs``).
 In the forward pass a slice passes a stage after the slices before it, in the backward pass after the slices that follow
@@ -32,15 +32,15 @@ class LowerBounds:
 
     Attributes:
         work: the busiest rank has at least the mean of all work: ``a s^2 + b s`` of each sequence, and ``g`` of each
-            micro-batch, of which there are at least ``ceil(sum s / C)``.
+            micro-batch. There are at least ``ceil(sum s / C)`` micro-batches.
         longest: the longest sequence runs on some ring, through one stage after the other; with slices, the longest
             path through its slices and the stages, down and up again. (A longer sequence costs more on any ring and has
             fewer rings to choose from, so no other sequence gives a larger bound.)
         capacity: the rank with most tokens has at least ``sum s / D`` of them, in at least
             ``ceil(sum s / (D C))`` micro-batches.
-        area: as ``work``, with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never falls with
-            d (computing costs ``a s^2``, exchange ``c s (d - 1)``; over nodes ``CostModel.floor``), so wider rings cost
-            more in total.
+        area: the bound ``work`` with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never falls
+            with d (computing costs ``a s^2``, exchange ``c s (d - 1)``; over nodes ``CostModel.floor``), so wider rings
+            cost more in total.
         giants: sequences with ``2 floor(s / D) > C`` have rings of more than half of the ranks, so any two of them
             share a rank; each holds more than C / 2 tokens there, so never in one micro-batch, and they run one
             after the other.

@@ -28,7 +28,7 @@ class Optimum:
     """The shortest makespan, as far as it is known.
 
     Attributes:
-        makespan: of the best schedule found.
+        makespan: time of the best schedule found.
         bound: no schedule is shorter; equal to ``makespan`` (within the solver's resolution) if that is optimal.
         is_proved: the search finished.
     """
@@ -56,9 +56,9 @@ def brute_force(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> fl
     """Return the shortest makespan by trying every schedule: up to about 8 sequences on 4 ranks.
 
     Some optimal schedule starts every sequence as soon as its ranks are free, in the order of the starts. So all such
-    orders and places are tried, except those that cannot beat the best one found. That is known when the latest rank,
-    or the mean of all ranks with the remaining work, is too late; when another order left the same sequences with no
-    rank later; or when a remaining sequence fits entirely before the next start, where it would cost nothing.
+    orders and places are tried, except orders that cannot beat the best order found. This is known when the latest
+    rank, or the mean of all ranks with the remaining work, is too late; when another order left the same sequences
+    with no rank later; or when a remaining sequence fits entirely before the next start, where it would cost nothing.
 
     Raises:
         ValueError: a sequence does not fit.

@@ -100,7 +100,7 @@ def sample_lengths(name: str, context: int, num_tokens: int, seed: int) -> Ints:
     Args:
         name: a key of ``SAMPLERS``.
         context: the most tokens of a document.
-        num_tokens: of the step, at least ``context``.
+        num_tokens: tokens of the step, at least ``context``.
         seed: at least 0.
 
     Raises:

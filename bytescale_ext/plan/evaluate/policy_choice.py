@@ -34,10 +34,10 @@ def policy_slicings(options: Iterable[Slicing], longest: int) -> list[Slicing]:
 
 @dataclass(frozen=True)
 class PolicyOption:
-    """A slicing in which the policy fits.
+    """Slices in which the policy fits.
 
     Attributes:
-        slicing: with the longest document whose keys are kept.
+        slicing: slices, with the longest document that keeps its keys.
         stage: cost of the slowest stage, with what the policy rebuilds and with copies that nothing hides.
     """
 
@@ -50,7 +50,7 @@ class PolicyOption:
         return replace(problem, slicing=self.slicing, stages=(stage,) * len(problem.stages))
 
     def kept_of(self, problem: Problem) -> PolicyOption:
-        """Return what a step places alike: no keys longer than its longest sequence are kept."""
+        """Return slices with the same placement of the step: no keys longer than its longest sequence are kept."""
         kept = min(self.slicing.kept_tokens, int(problem.lengths.max(initial=0)))
         return replace(self, slicing=replace(self.slicing, kept_tokens=kept))
 
@@ -60,7 +60,7 @@ class PolicyChoice:
     """Chooses the slices of a step; calling it is pure.
 
     Attributes:
-        fitting: the options, at least one; the last one has the most slices.
+        fitting: the options, at least one; the last option has the most slices.
     """
 
     fitting: tuple[PolicyOption, ...]
@@ -71,7 +71,7 @@ class PolicyChoice:
         return tuple(option.slicing for option in self.fitting)
 
     def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
-        """Return the slices of a step and its placement: the fastest of all options, the best placed by themselves.
+        """Return the slices of a step and its placement: the fastest option, after the best are placed separately.
 
         Args:
             problem: the step, whatever its slicing.

@@ -103,7 +103,7 @@ class PlanSummary:
         tokens_per_rank: tokens of each rank, padding left out.
         padding_share: padding tokens over all tokens of the padded micro-batches.
         fill_share: tokens over ``C x micro-batches``.
-        makespan: in the unit of the cost model.
+        makespan: time in the unit of the cost model.
         imbalance: makespan over mean busy time, at least 1.
     """
 
@@ -256,7 +256,7 @@ def _lanes(
     Nodes are numbered (group, direction, virtual stage). Ranks with equal counts have equal orders.
 
     Args:
-        groups: of each slice, micro-batch by micro-batch: [slices].
+        groups: group of each slice, micro-batch by micro-batch: [slices].
         orders: number of micro-batches of a pipeline -> ``stage_orders``.
     """
     num_slices = len(groups) // max(table.num_rows, 1)

@@ -200,7 +200,7 @@ def run_groups(
         groups: groups[number][rank] -> sequences; each sequence is in one group.
         lengths: tokens of each sequence.
         scenario: without pipelines.
-        planning_seconds: for the outcome.
+        planning_seconds: time of planning, for the outcome.
     """
     placed = [
         np.array([(rank, seq) for rank, seqs in enumerate(group) for seq in seqs], dtype=np.int64) for group in groups

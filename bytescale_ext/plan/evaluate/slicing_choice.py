@@ -1,4 +1,4 @@
-"""Choose the slices of each step within a budget of device memory: how many, in which order, which keys are kept.
+"""Choose the slices of each step within a budget of device memory: their number, their order and the kept keys.
 
 More slices fill and drain a pipeline sooner and hold fewer activations; the eager order waits less and holds more; kept
 keys travel once and take memory, on the device or in host memory, and so do kept sums of their gradients. Which pays
@@ -37,7 +37,7 @@ OPTIONS_WITH_HOST_MEMORY: Final = (*OPTIONS[:3], Slicing(3), Slicing(3).in_eager
 """Those that are tried where keys may be swapped: of three slices a link can hide more than of four."""
 
 TRIES: Final = 3
-"""Of the fastest options, so many are placed by themselves."""
+"""Number of the fastest options that are placed separately."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SlicingChoice:
     """Chooses the slices of a step; calling it is pure.
 
     Attributes:
-        memory: of the pipeline's stages.
+        memory: memory of the pipeline's stages.
         device_bytes: budget of each device, for all that ``memory`` counts.
         options: slicings to choose from.
         host_bytes: host memory of each device for keys; 0: none are swapped.
@@ -58,7 +58,7 @@ class SlicingChoice:
 
     @classmethod
     def within(cls, memory: StageMemory, device_bytes: float, host_bytes: float) -> SlicingChoice:
-        """Return the choice among all options in which keys may be swapped, or among those without host memory."""
+        """Return the choice among all options in which keys may be swapped, or among options without host memory."""
         return cls(memory, device_bytes, OPTIONS_WITH_HOST_MEMORY if host_bytes else OPTIONS, host_bytes)
 
     def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
@@ -69,7 +69,7 @@ class SlicingChoice:
             place: the planner.
 
         Raises:
-            OutOfTime: from ``place``. What was found so far is not taken: it would differ from rank to rank.
+            OutOfTime: raised by ``place``. The slices found until then would differ from rank to rank.
         """
         longest = int(problem.lengths.max(initial=0))
         first = replace(self.options[-1], kept_tokens=longest)
@@ -89,7 +89,7 @@ class SlicingChoice:
         return best.slicing, best.placed
 
     def _placed(self, problem: Problem, slicing: Slicing, place: Place, thorough: bool) -> list[Timed]:
-        """Place a step in slices by themselves, with the longest kept keys that fit; nothing where they do not fit."""
+        """Place a step in these slices, with the longest kept keys that fit. Returns nothing if they do not fit."""
         placed = place(replace(problem, slicing=slicing), thorough)
         fitted = self._fitted(problem, _table(problem, placed), slicing)
         return [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
@@ -97,8 +97,8 @@ class SlicingChoice:
     def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
         """Time a placement in the fastest options that fit, with their longest kept keys.
 
-        An option is fastest with all keys of rings kept, so those that could not be among the fastest are not fitted.
-        Where nothing fits, it is timed in the option that holds least.
+        An option is fastest with all keys of rings kept, so options that even then are slower are not fitted. If no
+        option fits, the placement is timed in the option with the least memory.
         """
         table, longest = _table(problem, placed), _longest_ring(placed)
         all_kept = [replace(option, kept_tokens=longest if option.num_slices > 1 else 0) for option in self.options]
@@ -116,8 +116,8 @@ class SlicingChoice:
     def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
         """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
 
-        Keys are kept of all sequences up to a length, with host memory also those of longer ones. Returns nothing where
-        the option does not fit at all.
+        All sequences up to a length keep their keys, with host memory also longer sequences. Returns nothing if the
+        option does not fit at all.
         """
         in_rings = table.lengths[table.widths > 1] if option.num_slices > 1 else table.lengths[:0]
         lengths = [0, *np.unique(in_rings).tolist()]
@@ -138,8 +138,8 @@ class SlicingChoice:
     def _swapped(self, problem: Problem, table: ShardTable, option: Slicing, lengths: Sequence[int]) -> list[Slicing]:
         """Return an option that swaps the keys of the longest sequences for which there is host memory, if it fits.
 
-        Of shorter sequences as many keys stay on the device as fit, then as many sums. ``lengths``: of sequences in
-        rings, ascending.
+        Keys of shorter sequences stay on the device as far as they fit, then sums of their gradients. ``lengths``:
+        lengths of sequences in rings, ascending.
         """
         fits = partial(self._fits, problem, table)
 
@@ -164,14 +164,14 @@ class SlicingChoice:
         return self._held(problem, table, slicing).device_bytes(self.memory)
 
     def _held(self, problem: Problem, table: ShardTable, slicing: Slicing) -> PeakMemory:
-        # Of stages with equal layers the first one holds most slices, and the last one has the logits; any stage may
-        # read most of swapped keys beside the slices that it holds.
+        # Of stages with equal layers, the first holds most slices, and the last has the logits. With swapped keys, any
+        # stage may be the fullest.
         is_equal = len(set(self.memory.num_layers)) == 1 and not slicing.swapped_tokens
         stages = (0, len(problem.stages) - 1) if is_equal else None
         return peak_memory(table, slicing, problem.cost, self.memory, stages=stages)
 
     def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
-        """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
+        """Raise ValueError if not even the option with the least memory fits, for micro-batches of ``num_tokens``."""
         table = full_micro_batches(4 * len(self.memory.num_layers), num_tokens)
         least = math.inf
         for option in reversed(self.options):  # the most slices hold least, so one of these is often enough

@@ -1,1 +1,1 @@
-"""Where each allocation of a step lies in memory, decided before training."""
+"""The address of each allocation of a step, decided before training."""

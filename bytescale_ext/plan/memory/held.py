@@ -1,8 +1,8 @@
-"""What the stages of a pipeline hold while they run a plan: activations, kept keys, and sums of key gradients.
+"""Peak memory of pipeline stages that run a plan: activations, kept keys, and sums of key gradients.
 
 A slice's activations and keys live from its forward to its backward pass. With slices, the backward pass of a
 micro-batch's last slice adds to the gradient sums of all earlier slices, and each slice's sum ends with its own
-backward pass (``attention/slices.py``). The order of work alone decides what is held, so no times are needed.
+backward pass (``attention/slices.py``). The peak follows from the order of work alone and needs no times.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _ENTRIES = attrgetter(*(entry.name for entry in fields(HeldSlices)))
 
 @dataclass(frozen=True, eq=False)
 class PeakMemory:
-    """The most that each stage of each rank (pipeline) holds at once, of a plan: [p, num_ranks] each.
+    """Peak memory of each stage of each HDP rank in a plan: [p, num_ranks] each. An HDP rank is one pipeline.
 
     Attributes:
-        tokens: tokens of the rank whose activations are held; with virtual stages, in all their layers.
-        kept_keys: tokens of other ranks whose keys are held from slice to slice.
-        layer_bytes: of both and of the sums of key gradients, in one layer; keys that are read back and rotary angles
-            count in the mean of the layers.
-        host_keys: tokens whose keys are in host memory.
-        parts: what the stage takes when that is most, but for model states: activations, keys of other ranks or read
-            back, sums, and what passes take with the losses that wait for theirs: [4, p, num_ranks].
+        tokens: tokens of the rank with activations in memory; with virtual stages, in all their layers.
+        kept_keys: tokens of other ranks with keys that are kept from slice to slice.
+        layer_bytes: bytes in one layer of activations, kept keys and sums of key gradients; keys that are read back and
+            rotary angles count in the mean of the layers.
+        host_keys: tokens with keys in host memory.
+        parts: bytes of the stage at its peak, without model states: activations; keys of other ranks or read back;
+            sums; memory of running passes, with the logits of slices before their backward pass: [4, p, num_ranks].
     """
 
     tokens: Floats
@@ -54,29 +54,29 @@ class PeakMemory:
     parts: Floats
 
     def host_bytes(self, memory: StageMemory) -> float:
-        """Return the bytes of host memory of the device that swaps most keys."""
+        """Return the host memory of the device that swaps most keys, in bytes."""
         return float((self.host_keys.max(axis=1) * np.array(memory.num_layers)).max()) * memory.layer.keys
 
     def stage_host_bytes(self, memory: StageMemory) -> list[float]:
-        """Return the bytes of host memory of the device of each stage that swaps most keys."""
+        """Return the host memory of each stage, in bytes, on the device that swaps most keys."""
         of_stages = self.host_keys.max(axis=1) * np.array(memory.num_layers) * memory.layer.keys
         return [float(each) for each in of_stages]
 
     def device_bytes(self, memory: StageMemory) -> float:
-        """Return the bytes of the device that takes most, on stages of this memory."""
+        """Return the bytes of the fullest device, on stages of this memory."""
         return float((self.parts.sum(axis=0).max(axis=1) + np.array(memory.state_bytes)).max())
 
     def stage_parts(self, memory: StageMemory) -> list[DeviceParts]:
-        """Return what the bytes of the device of each stage that takes most are."""
-        found = []
+        """Return the bytes by kind of the fullest device of each stage."""
+        of_stages = []
         for stage, states in enumerate(memory.state_bytes):
             of_ranks = self.parts[:, stage]
             activations, keys, sums, working = of_ranks[:, of_ranks.sum(axis=0).argmax()].tolist()
-            found.append(DeviceParts(activations, keys, sums, states, working))
-        return found
+            of_stages.append(DeviceParts(activations, keys, sums, states, working))
+        return of_stages
 
     def device_parts(self, memory: StageMemory) -> DeviceParts:
-        """Return what the bytes of the device that takes most are."""
+        """Return the bytes by kind of the fullest device."""
         return max(self.stage_parts(memory), key=lambda parts: parts.total)
 
 
@@ -85,11 +85,11 @@ class DeviceParts:
     """Bytes of a device at its peak.
 
     Attributes:
-        activations: with each slice's own keys.
-        keys: kept of other ranks, or read back from host memory.
-        sums: of key gradients.
-        states: parameters, gradients, optimizer states.
-        working: gradients of a layer, or logits, and the logits of other slices.
+        activations: activations, with each slice's own keys.
+        keys: keys of other ranks that are kept, or keys that are read back from host memory.
+        sums: sums of key gradients.
+        states: parameters, gradients and optimizer states.
+        working: gradients of a layer or logits, and the logits of other slices.
     """
 
     activations: float
@@ -109,11 +109,11 @@ class _Slices:
     """Tokens of each slice, micro-batch by micro-batch: [slices] each.
 
     Attributes:
-        own: of the rank.
-        kept: of others, whose keys are kept.
-        kept_sums: of others, the sums of whose gradients are kept too.
-        own_swapped: of the rank, whose keys are in host memory.
-        swapped: of the rank and of others, whose keys are in host memory.
+        own: tokens of the rank.
+        kept: tokens of other ranks with keys that are kept.
+        kept_sums: tokens of other ranks with sums of key gradients that are kept too.
+        own_swapped: tokens of the rank with keys in host memory.
+        swapped: tokens of the rank and of other ranks with keys in host memory.
     """
 
     own: Floats
@@ -145,14 +145,14 @@ class _Slices:
         )
 
     def summed(self, num_slices: int) -> Floats:
-        """Return by how many tokens the backward pass of each slice changes the tokens that have sums: [slices]."""
+        """Return the change of the tokens with sums of key gradients by the backward pass of each slice: [slices]."""
         tokens = (self.own + self.kept_sums).reshape(-1, num_slices)
         changes = -tokens
         changes[:, -1] = tokens[:, :-1].sum(axis=1)
         return changes.ravel()
 
     def read(self, num_slices: int) -> Floats:
-        """Return the tokens whose swapped keys attention of each slice reads: [slices]."""
+        """Return the tokens with swapped keys that attention of each slice reads: [slices]."""
         return np.cumsum(self.swapped.reshape(-1, num_slices), axis=1).ravel()
 
 
@@ -164,15 +164,15 @@ def peak_memory(
     num_chunks: int = 1,
     stages: Sequence[int] | None = None,
 ) -> PeakMemory:
-    """Return the most that each stage holds.
+    """Return the peak memory of each stage.
 
     Args:
         table: the plan; ranks are pipelines.
-        slicing: how micro-batches are cut.
-        cost: in which slices are equal.
-        memory: of the pipeline's stages.
-        num_chunks: virtual stages of each.
-        stages: the stages of interest, others are left at 0; None: all.
+        slicing: slices of a micro-batch.
+        cost: cost model in which slices are equal.
+        memory: memory of the pipeline's stages.
+        num_chunks: virtual stages of each stage.
+        stages: the stages that are evaluated; other stages stay at 0. None: all stages.
     """
     memory = memory if slicing.num_slices > 1 else memory.unsliced()
     slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
@@ -182,7 +182,7 @@ def peak_memory(
     found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((4, num_stages, table.num_ranks))
     bytes_of_token = np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
     is_swapped = bool(slices.swapped.any())
-    last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
+    last = WEIGHTS if slicing.zero_bubble else BACKWARD  # the pass after which a slice's activations are free
     for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks, stages):
         forward, backward = (ways == FORWARD) * 1.0, (ways == BACKWARD) * 1.0
         of_own, of_kept = rows[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
@@ -210,16 +210,17 @@ def peak_memory(
 
 
 def _of_passes(memory: StageMemory, stage: int, tokens: Floats, attended: Floats, ways: Ints) -> Floats:
-    """Return what passes take besides what is held after each action: its own, or that of the next backward pass.
+    """Return the bytes that passes take in addition to the held bytes after each action: [r, actions].
 
-    A backward pass begins with all that is held after the action before it.
+    A backward pass begins with all bytes that are held after the previous action. So each action counts the larger of
+    its own bytes and the bytes of the next backward pass.
 
     Args:
-        memory: of the stages.
-        stage: its number.
-        tokens: of the slice of each action: [r, actions], as the result.
+        memory: memory of the stages.
+        stage: number of the stage.
+        tokens: tokens of each action's slice: [r, actions].
         attended: tokens up to the end of that slice: [r, actions].
-        ways: of the actions: [actions].
+        ways: kinds of the actions: [actions].
     """
     forward, backward = memory.working(stage, tokens, attended)
     own = np.where(ways == FORWARD, forward, np.where(ways == BACKWARD, backward, 0.0))
@@ -229,11 +230,13 @@ def _of_passes(memory: StageMemory, stage: int, tokens: Floats, attended: Floats
 
 
 def _of_next_forward(tokens: Floats, ways: Ints) -> Floats:
-    """Return the tokens of the next forward pass after each action: its input is received meanwhile.
+    """Return the tokens of the next forward pass after each action: [r, actions]. Its input is received meanwhile.
 
     Args:
-        tokens: of the slice of each action: [r, actions], as the result; 0 where no forward pass follows.
-        ways: of the actions: [actions].
+        tokens: tokens of each action's slice: [r, actions].
+        ways: kinds of the actions: [actions].
+
+    Returns 0 after the last forward pass.
     """
     forward = np.flatnonzero(ways == FORWARD)
     following = np.searchsorted(forward, np.arange(len(ways)), side="right")
@@ -242,11 +245,11 @@ def _of_next_forward(tokens: Floats, ways: Ints) -> Floats:
 
 
 def local_shares(table: ShardTable, cost: CostModel, num_slices: int) -> Floats:
-    """Return the shares of each shard's tokens in the slices of its micro-batch, as if it was on one rank: [n, k].
+    """Return the shares of each shard's tokens in the slices of its micro-batch, as if it were on one rank: [n, k].
 
     The documents of a micro-batch that are on one rank are laid end to end and cut together into slices of equal cost
-    (``schedule/document_slices.py``), so the first slices have more tokens of a long document. What is of rings here
-    has no meaning.
+    (``schedule/document_slices.py``), so the first slices have more tokens of a long document. Rows of documents in
+    rings have no meaning.
     """
     lengths, is_local = table.lengths.astype(np.float64), table.widths == 1
     work = np.where(is_local, cost.a * cost.squares(lengths) + cost.b * lengths, 0.0)
@@ -261,15 +264,16 @@ def local_shares(table: ShardTable, cost: CostModel, num_slices: int) -> Floats:
 
 
 def padded_rows(tokens: Floats, rows_multiple: int) -> Floats:
-    """Return the rows of slices of so many tokens, both [slices]: a multiple, at least one, for slices end unevenly."""
+    """Return the rows of slices of these tokens, both [slices]: a multiple of ``rows_multiple``, and not 0."""
     whole = np.ceil(np.round(tokens / rows_multiple, 9))
     return np.asarray(np.maximum(whole, 1.0) * rows_multiple)
 
 
 def _in_two_layers(read: Floats) -> Floats:
-    """Return the tokens whose swapped keys are on the device at each action: in its layer, and in the next one.
+    """Return the tokens with swapped keys that are on the device at each action: [r, actions].
 
-    ``read``: tokens that each action reads, [r, actions]. From the last layer the next layer is one of the next action.
+    They are in the layer that runs and in the next layer; after the last layer, in the first layer of the next action.
+    ``read``: tokens that each action reads, [r, actions].
     """
     following = np.concatenate((read[:, 1:], np.zeros((len(read), 1))), axis=1)
     return np.asarray(read + np.maximum(read, following))
@@ -283,15 +287,16 @@ def held_slices(
     layer: LayerBytes,
     is_swapped: bool = False,
 ) -> tuple[HeldSlices, ...]:
-    """Return what a stage holds at each backward pass of a slice, of micro-batches that are all cut alike.
+    """Return the held tokens and bytes of a stage at each backward pass of a slice, for micro-batches of equal slices.
 
     Args:
-        schedule: what the stages run.
-        stage: the stage.
+        schedule: order of the passes of all stages.
+        stage: number of the stage.
         lengths: tokens of each slice on this rank.
-        kept_tokens: of other ranks, whose keys each micro-batch keeps; slices add them in proportion to their tokens.
+        kept_tokens: tokens of other ranks with keys that each micro-batch keeps; slices add them in proportion to
+            their tokens.
         layer: bytes of a token's key and value, and of the sums of their gradients; ``head`` on the last stage alone.
-        is_swapped: the keys are in host memory, but for two layers.
+        is_swapped: the keys of all layers except two are in host memory.
     """
     others = 1.0 + kept_tokens / sum(lengths)
     copies = 4 if kept_tokens else 2  # keys and gradients of a kernel call; in rings a sum here, and one that travels
@@ -303,7 +308,7 @@ def held_slices(
         if action.kind == "F":
             tokens += lengths[index]
             continue
-        before = of_sums  # of the layers that the backward pass has not reached yet
+        before = of_sums  # sums of the layers that the backward pass has not reached yet
         of_sums += sum(sums[:index]) if index == len(lengths) - 1 else -sums[index]
         share, attended = 1 / schedule.num_chunks, layer.keys * sum(lengths[: index + 1])
         of_keys = share * others * layer.keys * tokens

@@ -56,8 +56,8 @@ def plan_step(
     """Place the requests of a step in two levels, and in one.
 
     Args:
-        requests: of the step, in order of their allocation.
-        passes: of the layers, in order.
+        requests: requests of the step, in order of their allocation.
+        passes: passes of the layers, in order.
         place: makes a plan of requests; called for each level, then for the model in two levels and in one.
     """
     starts = [request.start for request in requests]

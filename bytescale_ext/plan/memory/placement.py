@@ -22,7 +22,7 @@ MAX_ORDERED: Final = 12_000
 def plan_memory(requests: Sequence[Request]) -> MemoryPlan:
     """Place requests by best fit, and check the plan; ``exact.improve`` closes a gap to the bound.
 
-    The peak is never above that of an allocator which serves the requests as they come (``place_online``).
+    The peak is never above the peak of an allocator that serves the requests as they come (``place_online``).
 
     Raises:
         ValueError: a request without size or life.
@@ -94,7 +94,7 @@ def _place_in_order(requests: Sequence[Request], order: Sequence[int]) -> tuple[
 
 
 def place_online(requests: Sequence[Request]) -> tuple[int, ...]:
-    """Return the addresses that an allocator gives which serves requests as they come, without knowing later ones.
+    """Return the addresses from an allocator that serves requests as they come, without later requests.
 
     It is torch's caching allocator with one segment that can grow: the smallest free part that fits, split; freed
     neighbours are joined.

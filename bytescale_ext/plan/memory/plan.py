@@ -35,7 +35,7 @@ class Request:
     """One block of memory.
 
     Attributes:
-        name: for printing.
+        name: printed name.
         num_bytes: its size, positive.
         start, stop: it exists in ``[start, stop)``, in events of the trace.
     """
@@ -55,8 +55,8 @@ class MemoryPlan:
     """Addresses for the requests of one trace.
 
     Attributes:
-        requests: in order of their allocation.
-        addresses: of each request.
+        requests: requests in order of their allocation.
+        addresses: address of each request.
         bound: the liveness bound, the most bytes that exist at one time: no placement has a lower peak.
         is_optimal: no placement has a lower peak; proven by the bound or a solver.
     """

@@ -35,7 +35,7 @@ class PlanFile:
     """The plans of all ranks of a pipeline; pipelines of other HDP ranks have the same.
 
     Attributes:
-        roles: which of ``plans`` each tensor-parallel rank of each stage has: ``roles[stage][tensor rank]``.
+        roles: index in ``plans`` for each tensor-parallel rank of each stage: ``roles[stage][tensor rank]``.
         plans: without repetition.
     """
 
@@ -55,7 +55,7 @@ class PlanFile:
         return cls(tuple(map(tuple, roles.values())), tuple(plans))
 
     def plan_of(self, stage: int, tensor_rank: int) -> StepMemory:
-        """Return the plan of a rank; that of the last rank there is where the file is for fewer ranks.
+        """Return the plan of a rank; in a file for fewer ranks, the plan of its last rank.
 
         A run on more ranks differs in its layout too, which ``StepMemory.check_serves`` names.
         """

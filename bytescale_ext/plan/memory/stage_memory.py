@@ -1,4 +1,4 @@
-"""Device memory of pipeline stages: what each holds whatever it runs, and the bytes of a token in a layer."""
+"""Device memory of pipeline stages: model states, running passes, and the bytes of a token in a layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bytescale_ext.plan.step.sizes import Cluster
 Floats = npt.NDArray[np.float64]
 
 SAVED_LOGIT_BYTES: Final = 4
-"""Of a logit from the loss to its backward pass, in float32."""
+"""Bytes of a logit from the loss to its backward pass, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class LayerBytes:
     """Bytes of one token in one layer.
 
     Attributes:
-        activations: from its forward to its backward pass, its own key and value included.
-        keys: its key and value.
-        key_sums: sums of the gradients of both, over slices.
-        head: behind the last layer, once, from its loss to its backward pass (``head_bytes``).
-        only_sliced: the part of ``activations`` that is held in slices alone.
-        angles: its rotary angles, which the layers of a (virtual) stage hold together, if they are computed again.
+        activations: bytes from its forward to its backward pass, with its own key and value.
+        keys: bytes of its key and value.
+        key_sums: bytes of the sums of key and value gradients over slices.
+        head: bytes behind the last layer, once, from its loss to its backward pass (``head_bytes``).
+        only_sliced: the part of ``activations`` that only micro-batches in slices hold.
+        angles: bytes of its rotary angles. The layers of a (virtual) stage hold them together if they are recomputed.
     """
 
     activations: float
@@ -60,19 +60,19 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class PassBytes:
-    """What a pass takes besides what layers hold from their forward to their backward pass, in bytes.
+    """Bytes of a running pass, in addition to the activations that layers hold from forward to backward pass.
 
     Attributes:
-        num_tokens: of a full micro-batch, C.
-        hidden: of a hidden state; three exist together in the backward pass of attention.
-        in_mlp: of a token of the pass, gradients that exist together in the MLP or in experts.
-        of_keys: of a token to which the pass attends, its key and value and their gradients.
-        logits: of a token of the pass on the last stage.
-        loss_tokens: the most tokens whose logits exist together.
-        buffer: of a token of the largest pass, a hidden state that outlives passes, of tensor parallelism.
-        message: of a token, its hidden state as it travels between stages.
-        num_messages: of the size of the pass, that exist beside it.
-        again: of a token of the pass, in the layer that is computed again.
+        num_tokens: tokens of a full micro-batch, C.
+        hidden: bytes of a hidden state; three exist together in the backward pass of attention.
+        in_mlp: bytes for each token of the pass: gradients that exist together in the MLP or in experts.
+        of_keys: bytes for each token to which the pass attends: its key, its value and their gradients.
+        logits: bytes for each token of the pass on the last stage.
+        loss_tokens: the most tokens with logits at the same time.
+        buffer: bytes for each token of the largest pass: a hidden state of tensor parallelism that outlives passes.
+        message: bytes for each token: its hidden state in a message between stages.
+        num_messages: messages of the pass's size that exist during it.
+        again: bytes for each token of the pass in the layer that is recomputed.
     """
 
     num_tokens: float
@@ -87,15 +87,15 @@ class PassBytes:
     again: float = 0.0
 
     def of_loss(self, tokens: Floats) -> Floats:
-        """Return the bytes of the loss of passes with these tokens, [...] both, in both ways."""
+        """Return the bytes of the loss in forward or backward passes of these tokens: [...] both."""
         return np.asarray(np.minimum(tokens, self.loss_tokens) * self.logits)
 
     def of_backward(self, tokens: Floats, attended: Floats, has_loss: bool) -> Floats:
         """Return the bytes of backward passes of a stage without the buffer: [...] all.
 
         Args:
-            tokens: of each pass.
-            attended: tokens up to the end of each, to which it attends.
+            tokens: tokens of each pass.
+            attended: tokens up to the end of each pass, to which it attends.
             has_loss: it is the last stage.
         """
         in_attention = tokens * 3 * self.hidden + attended * self.of_keys
@@ -116,13 +116,13 @@ class StageMemory:
 
     Attributes:
         layer: bytes of a token in one layer.
-        num_layers: of each stage.
-        state_bytes: of each stage: parameters, gradients, optimizer states.
-        working_bytes: of each stage: gradients of the layer that runs its backward pass, with what is computed again,
-            or logits; of full micro-batches.
-        passes: from which those of other micro-batches follow; None: ``working_bytes`` are of any.
-        rows_multiple: activations of each slice are of a multiple of this many rows.
-        angle_bytes: of a token's rotary angles, which all layers of a stage take in.
+        num_layers: layers of each stage.
+        state_bytes: bytes of each stage's parameters, gradients and optimizer states.
+        working_bytes: bytes of each stage's running backward pass of a full micro-batch: gradients of a layer and its
+            recomputed activations, or logits.
+        passes: bytes of the passes of other micro-batches; None: ``working_bytes`` hold for all micro-batches.
+        rows_multiple: each slice has activations of a multiple of this many rows.
+        angle_bytes: bytes of a token's rotary angles, which all layers of a stage use.
     """
 
     layer: LayerBytes
@@ -139,15 +139,15 @@ class StageMemory:
         cost: ModelCost,
         num_layers: Sequence[int],
         cluster: Cluster,
-        how: LayerSettings | None = None,
+        settings: LayerSettings,
     ) -> StageMemory:
         """Return the memory of a model whose stages have these layers, with the optimizer shared by all HDP ranks.
 
-        ``how``: of elements, sequence parallelism, operators and the tokens of a loss, which alone count here.
+        Of the ``settings`` only elements, sequence parallelism, operators and the tokens of a loss count.
         """
-        how = how or LayerSettings()
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
-        element_bytes, sequence_parallel, loss_tokens = how.element_bytes, how.sequence_parallel, how.loss_tokens
+        element_bytes, loss_tokens = settings.element_bytes, settings.loss_tokens
+        sequence_parallel = settings.sequence_parallel
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         shared = message_bytes(shape, ranks, element_bytes, sequence_parallel)
@@ -168,24 +168,24 @@ class StageMemory:
             for stage, part in enumerate(shape.stages(num_layers))
         )
         return cls(
-            replace(layer, head=head_bytes(shape, ranks, element_bytes, loss_tokens is not None, how.operators)),
+            replace(layer, head=head_bytes(shape, ranks, element_bytes, loss_tokens is not None, settings.operators)),
             (*num_layers[:-1], num_layers[-1] + shape.later_layers),
             tuple(of_parameter * count for count in parameters),
             passes.of_full(len(num_layers)),
             passes,
-            angle_bytes=how.operators.angle_bytes,
+            angle_bytes=settings.operators.angle_bytes,
         )
 
     def with_virtual_stages(self) -> StageMemory:
-        """Return the memory of stages that run chunks, with messages beside their passes."""
+        """Return the memory of stages that run virtual stages, with messages during their passes."""
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         return self._of(replace(self.passes, num_messages=VIRTUAL_MESSAGES))
 
     def recomputing(self, input_bytes: float, sliced: bool = False) -> StageMemory:
-        """Return the memory of layers that are computed again one by one.
+        """Return the memory of layers that are recomputed one by one.
 
         Args:
-            input_bytes: of a token, that each layer keeps.
+            input_bytes: bytes of a token that each layer keeps.
             sliced: micro-batches may run in slices; then layers keep keys and values too, to which later slices attend.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
@@ -207,16 +207,16 @@ class StageMemory:
 
     @property
     def buffer_bytes(self) -> float:
-        """Bytes of a token of the largest pass that outlive it."""
+        """Bytes for each token of the largest pass that outlive it."""
         return 0.0 if self.passes is None else self.passes.buffer
 
     def working(self, stage: int, tokens: Floats, attended: Floats) -> tuple[Floats, Floats]:
         """Return the bytes that forward and backward passes of a stage take: [...] all.
 
         Args:
-            stage: its number.
-            tokens: of each pass.
-            attended: tokens up to the end of each, to which it attends.
+            stage: number of the stage.
+            tokens: tokens of each pass.
+            attended: tokens up to the end of each pass, to which it attends.
         """
         has_loss = stage == len(self.num_layers) - 1
         if self.passes is None:
@@ -226,7 +226,7 @@ class StageMemory:
         return forward, self.passes.of_backward(tokens, attended, has_loss)
 
     def without_states(self) -> StageMemory:
-        """Return the memory besides parameters, gradients and optimizer states."""
+        """Return the memory without parameters, gradients and optimizer states."""
         return replace(self, state_bytes=(0.0,) * len(self.num_layers))
 
     def token_bytes(self, stage: int) -> float:
@@ -234,7 +234,7 @@ class StageMemory:
         return self.layer.activations + self.layer.angles / max(1, self.num_layers[stage])
 
     def most_bytes(self, layer_bytes: Sequence[float]) -> float:
-        """Return the bytes of the stage that takes most; ``layer_bytes``: the most in a layer of each stage."""
+        """Return the bytes of the fullest stage; ``layer_bytes``: the peak in a layer of each stage."""
         stages = zip(self.state_bytes, self.working_bytes, self.num_layers, layer_bytes, strict=True)
         return max(states + working + layers * each for states, working, layers, each in stages)
 
@@ -246,10 +246,10 @@ def head_bytes(
     chunked_loss: bool,
     operators: LayerOperators = FUSED,
 ) -> float:
-    """Return what a token holds behind the last layer until its backward pass: two hidden states, and its logits.
+    """Return the bytes of a token behind the last layer until its backward pass: two hidden states, and its logits.
 
-    The hidden states are the outputs of the last layer and of the final norm, beside which a norm of several
-    ``operators`` saves what it does in a layer. Logits are float32; a loss in chunks keeps none.
+    The hidden states are the outputs of the last layer and of the final norm. A norm of several ``operators`` saves as
+    much as it does in a layer. Logits are float32; a loss in chunks keeps none.
     """
     logits = 0.0 if chunked_loss else SAVED_LOGIT_BYTES * shape.vocab / tensor_parallel * (1 + shape.later_layers)
     return 2.0 * shape.hidden * element_bytes + operators.norm_bytes(shape.hidden, element_bytes) + logits

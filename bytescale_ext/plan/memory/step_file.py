@@ -25,17 +25,17 @@ class StepMemoryJson(TwoLevelPlanJson):
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What decides the tensors of a layer and of the head, beside the sizes of the model.
+    """Traits of a model that decide the tensors of a layer and of the head, in addition to its sizes.
 
     Attributes:
-        normalization: of all norms, "RMSNorm" or "LayerNorm".
-        linear_biases, qkv_biases: matrix products have biases: all of them, or that of queries, keys and values.
+        normalization: kind of all norms, "RMSNorm" or "LayerNorm".
+        linear_biases, qkv_biases: all matrix products have biases, or only the product of queries, keys and values.
         qk_norms: queries and keys are normed.
         positions: "rope", "learned_absolute" or "none".
         learned_positions: rows of the table of learned positions; 0 without.
         tied_embeddings: the output layer has the weight of the embedding.
         fused_activation: bias and activation function are one kernel.
-        transformer_impl: whose layers, "local" or "transformer_engine".
+        transformer_impl: implementation of the layers, "local" or "transformer_engine".
     """
 
     normalization: str = "RMSNorm"
@@ -60,7 +60,7 @@ class StepLayout:
         virtual_stages: model chunks of each stage.
         group_size: micro-batches, or slices, that pass a virtual stage together; 0 for one chunk.
         overlapped_messages: virtual stages receive ahead.
-        micro_batches: of a step in each pipeline, which hold several at a time; 1 for one stage.
+        micro_batches: micro-batches of a step in each pipeline, which holds several at a time; 1 for one stage.
         slices: tokens of each slice of a micro-batch; () where it runs whole.
         slicing: the order in which stages run them.
     """
@@ -98,12 +98,12 @@ class StepRecord:
     """The settings of a recorded step: one micro-batch on one process, or the step of one rank of a pipeline.
 
     Attributes:
-        shape: of the model, with the vocabulary that was built.
-        num_tokens: of the micro-batch, or of the largest slice.
-        dtype: of the parameters, for example "bfloat16".
+        shape: sizes of the model, with the vocabulary that was built.
+        num_tokens: tokens of the micro-batch, or of the largest slice.
+        dtype: type of the parameters, for example "bfloat16".
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``), or None.
         activations: the shares kept, swapped and recomputed.
-        traits: of the model.
+        traits: traits of the model.
         device: "cuda" or "cpu": kernels keep different tensors.
         layout: the ranks that share the step, and its order of work.
     """
@@ -131,7 +131,7 @@ class StepRecord:
         return found
 
     def _compared(self) -> dict[str, object]:
-        """Return what must be equal, by the names that messages use."""
+        """Return the values that must be equal, by the names that messages use."""
         step = {"dtype": self.dtype, "device": self.device, "--chunked-cross-entropy": self.loss_tokens}
         layout = asdict(self.layout)
         return {**asdict(self.shape), **asdict(self.traits), **step, **layout.pop("slicing"), **layout}

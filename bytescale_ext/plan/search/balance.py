@@ -1,9 +1,9 @@
-"""Layers of pipeline stages that end together: what a stage takes decides how many layers it gets.
+"""Layers of pipeline stages that end together: the time and memory of a stage decide its number of layers.
 
 Galvatron-BMW (Wang et al. 2024) starts from stages that are equal in memory and moves layers at their borders off the
 slowest stage, as long as memory allows and the slowest stage gets faster. Its public code has equal stages only; this
 follows the paper's description. Where all layers are alike, a layer may go to any stage, because all borders between
-move with it, and then no partition within the memory is faster than the one that is found.
+move with it. Then no partition that fits the memory is faster than the result.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 OfLayers = Callable[[int, int], float]
-"""What a stage of so many layers takes, growing with the layers: (stage, layers) -> seconds or bytes."""
+"""Time or memory of a stage, growing with its layers: (stage, layers) -> seconds or bytes."""
 
 
 def balanced_layers(
     num_layers: int, num_stages: int, seconds: OfLayers, most_layers: Sequence[int]
 ) -> list[int] | None:
-    """Return the layers of each stage with which the slowest stage is fastest, or None where they do not fit.
+    """Return the layers of each stage that make the slowest stage fastest, or None if they do not fit.
 
     Args:
         num_layers: at least one for each stage.
         num_stages: number of stages.
-        seconds: of a stage.
-        most_layers: that the memory of each stage holds.
+        seconds: time of a stage.
+        most_layers: the most layers that fit the memory of each stage.
     """
     layers = level_layers(num_layers, num_stages, lambda stage, count: count / max(1, most_layers[stage]))
     if any(count > most for count, most in zip(layers, most_layers, strict=True)):

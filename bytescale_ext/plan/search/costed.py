@@ -57,7 +57,7 @@ class CostedStrategy:
     """A strategy that fits a task.
 
     Attributes:
-        strategy: what was chosen.
+        strategy: the strategy.
         forecast: predicts its steps.
         planner: plans its steps, as training does.
     """
@@ -93,7 +93,7 @@ class CostedStrategy:
 
     @property
     def bounding_stages(self) -> list[tuple[StageCost, ...]]:
-        """Stages from which lower bounds of a step follow; the least of these bounds holds.
+        """Stage costs that give lower bounds of a step. The smallest of these bounds holds.
 
         Under the policy ``priced`` with slices there is one for each cost that the slowest stage may have. Otherwise
         there is one bound: of the slowest stage if micro-batches run in slices or chunks, else of all stages.
@@ -126,7 +126,7 @@ class CostedStrategy:
     def run(self, lengths: Sequence[int]) -> StepFigures:
         """Return the figures of a step of these documents: planned by the planner of training, and replayed.
 
-        Memory is that of full micro-batches, except if the planner chooses slices.
+        Memory counts full micro-batches, except if the planner chooses slices.
         """
         table, slicing = self.forecast.table(self.plan(lengths))
         device_bytes, host_bytes = self.full_bytes

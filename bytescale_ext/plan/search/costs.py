@@ -32,11 +32,14 @@ def scaled_cost(
 
     Work grows with its FLOPs, exchange with the bytes of keys, and memory with the bytes of ``layer_tensors`` under
     sequence parallelism. Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et
-    al. 2022, section 4.2.2), as long for each byte as the cost says, or as ``COLLECTIVE_BYTES_PER_SECOND``, and each
-    of them ``latency`` besides. On CPU ranks the gathers that a backward pass repeats (``GATHERED_AGAIN``) hide behind
-    nothing. Launches of a layer cost what they did. Latents that ``cost`` does not know cost their expansion for each
-    token that a rank receives, as where they are measured. The model and the ranks of ``cost`` give ``cost`` itself.
-    ``operators``: which operators of a layer are fused, in ``cost`` and in the result.
+    al. 2022, section 4.2.2). A collective takes ``latency``, and a time for each byte: from ``cost``, else from
+    ``COLLECTIVE_BYTES_PER_SECOND``. On CPU ranks the gathers that a backward pass repeats (``GATHERED_AGAIN``) overlap
+    with nothing. The launches of a layer take as long as in ``cost``. Latents without seconds in ``cost`` take their
+    expansion for each token that a rank receives, as in a measurement. The model and the ranks of ``cost`` give
+    ``cost`` itself.
+
+    Args:
+        operators: the fused operators of a layer, in ``cost`` and in the result.
     """
     if (shape, tensor_parallel) == (cost.shape, cost.tensor_parallel):
         return cost
@@ -116,10 +119,10 @@ def strategy_cost(
 
 
 def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) -> float:
-    """Return the seconds for each token in which a layer's experts receive its copies and send back their results.
+    """Return the seconds per token to send its copies to the experts of a layer and their results back.
 
-    A token has a copy for each of its experts, of which the ranks that share them hold equal parts (all-to-all: Fedus
-    et al. 2022, section 2.2). The ranks are neighbours, in a node as far as it has that many.
+    A token has a copy for each of its experts. The ranks that share experts hold equal parts of the copies
+    (all-to-all: Fedus et al. 2022, section 2.2). The ranks are neighbours, in a node as far as it has that many.
     """
     node = min(expert_parallel, cluster.node_ranks)
     group = Cluster(expert_parallel, cluster.tokens_per_rank, node if not expert_parallel % node else None)

@@ -38,7 +38,7 @@ class Scored:
     Attributes:
         strategy: the strategy.
         steps: figures of each step.
-        task: with these steps.
+        task: the task with these steps.
     """
 
     strategy: Strategy
@@ -75,11 +75,11 @@ class Candidate:
 
     Attributes:
         seconds: optimistic time of as many documents as the largest steps have.
-        number: of the branch, of the strategy in it, and of the size of steps.
+        number: numbers of the branch, of the strategy in it, and of the size of steps.
         case: the strategy.
-        task: with the steps.
+        task: the task with its steps.
         scale: steps of this size for one of the largest.
-        bounds: of each step; empty until they are computed.
+        bounds: lower bound of each step; empty until computed.
         steps: figures of the steps that it has run.
     """
 
@@ -93,7 +93,7 @@ class Candidate:
 
     @property
     def scored(self) -> Scored | None:
-        """What it is once it has run all steps; before, None."""
+        """The scored strategy once all steps have run; None before."""
         if len(self.steps) < len(self.task.steps):
             return None
         return Scored(self.case.strategy, self.steps, self.task)
@@ -110,11 +110,11 @@ class Candidate:
 
 @dataclass(frozen=True, order=True)
 class Closed:
-    """A branch that was not opened; the one with the least bound opens first.
+    """A branch that was not opened. The branch with the smallest bound opens first.
 
     Attributes:
         seconds: its bound, of as many documents as the largest steps have.
-        number: of the branch.
+        number: number of the branch.
         branch: its strategies.
     """
 
@@ -129,7 +129,7 @@ class Exploration:
 
     Attributes:
         branches: number of branches.
-        closed: those that were not opened, unordered.
+        closed: branches that were not opened, unordered.
         unfit: number of strategies of open branches that do not fit, by reason.
         needed: the least device memory that a strategy needs that does not fit, and the strategy; None: not known.
         fitting: number of strategies of open branches that fit.
@@ -137,7 +137,7 @@ class Exploration:
         replayed: number of those that ran at least one step.
         steps_run: steps that strategies ran.
         found: strategies that ran all steps, fastest first.
-        waiting: those that did not, unordered.
+        waiting: strategies that have not run all steps, unordered.
     """
 
     branches: int = 0
@@ -157,7 +157,7 @@ class _Size:
     """Steps of one size.
 
     Attributes:
-        task: with the steps.
+        task: the task with its steps.
         scale: steps of this size for one of the largest.
         work: tokens, and the sum of the squares of the lengths, of each step.
     """
@@ -177,13 +177,13 @@ def explore(
 ) -> Iterator[Exploration]:
     """Search the ``count`` fastest strategies; yield at the start, after each branch, bound or step, and at the end.
 
-    What is yielded is always the same object, so that an interrupted search has what was found.
+    Each yield returns the same object, so an interrupted search keeps its results.
 
     Args:
-        tasks: equal but for their steps, which cut the same documents into steps of several sizes. The documents of
+        tasks: equal except for their steps, which cut the same documents into steps of several sizes. The documents of
             each size divide among the same ranks, so what fits one fits all. Ties go to the earlier one.
-        branches: of any of the tasks.
-        count: how many to find.
+        branches: branches of any of the tasks.
+        count: number of strategies to find.
         opens_all: open all branches first, so that all strategies that fit are known.
     """
     seen = Exploration()
@@ -255,7 +255,7 @@ def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration)
 def waiting_whole(seen: Exploration, batch: int) -> list[Candidate]:
     """Return the strategies with ``batch`` documents a step that did not run all steps, by device memory.
 
-    Those whose planner chooses slices are left out: what they take is known once they are planned.
+    Strategies with slices chosen by the planner are left out: their memory is known once they are planned.
     """
     whole = [one for one in seen.waiting if one.task.batch == batch and not one.case.strategy.chooses_slices]
     return sorted(whole, key=lambda one: (one.case.full_bytes[0], one))

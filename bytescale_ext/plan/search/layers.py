@@ -18,11 +18,11 @@ from bytescale_ext.plan.setup.setup import Setup
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a layer may do.
+    """One choice for a layer: keep its activations, or compute them again.
 
     Attributes:
-        bytes: that it holds until its backward pass.
-        seconds: that it takes longer.
+        bytes: bytes that the layer holds until its backward pass.
+        seconds: additional time of the layer.
     """
 
     bytes: float
@@ -34,9 +34,9 @@ class Chosen:
     """A choice for each of the first layers.
 
     Attributes:
-        bytes, seconds: of all together.
-        choice: of the last of these layers; None before the first.
-        before: of the others.
+        bytes, seconds: memory and additional time of all these layers.
+        choice: choice for the last of these layers; None before the first.
+        before: choices for the other layers.
     """
 
     bytes: float = 0.0

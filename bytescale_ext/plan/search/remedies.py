@@ -1,4 +1,4 @@
-"""What would make a task fit in which no strategy does: the smallest change of each kind."""
+"""Remedies if no strategy fits a task: the smallest change of each kind that helps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def remedies(task: Task, space: Space, seen: Exploration) -> list[str]:
 
 
 def _first(space: Space, tasks: Iterable[Task]) -> Task | None:
-    """Return the first task in which some strategy fits."""
+    """Return the first task that some strategy fits."""
     return next((one for one in tasks if any(fitting_cases(one, space.strategies(one), Exploration()))), None)
 
 

@@ -38,7 +38,7 @@ class Branch:
     (``explore.py``).
 
     Attributes:
-        mesh: what they have in common; its layers keep all activations.
+        mesh: their common choices, as a strategy that keeps all activations.
         strategies: made while they are read, once.
     """
 
@@ -52,7 +52,7 @@ class Branch:
         stage's parameters, shared by all ranks.
 
         Args:
-            task: with the devices.
+            task: the task with its devices.
             work: tokens, and the sum of the squares of the lengths, of each step.
         """
         setup = setup_of(task, self.mesh)
@@ -74,7 +74,7 @@ class Space:
         stages: numbers of stages; empty: every divisor of the devices.
         tokens_per_rank: values of C; empty: powers of two from what holds the context to the context.
         activations: see ``ACTIVATIONS``.
-        pipelines: of ("whole", "slices", "virtual"), how stages run micro-batches.
+        pipelines: ways to run micro-batches, from ("whole", "slices", "virtual").
         uneven: also stages of unequal layers.
         expert_parallel: sizes; empty: every one that divides the experts of a layer and the HDP ranks.
         allows: whether training takes a strategy.
@@ -136,7 +136,7 @@ class Space:
         return [*found, *([balanced] if balanced is not None and balanced not in found else [])]
 
     def _of_layers(self, task: Task, strategy: Strategy) -> Iterator[Strategy]:
-        """Yield the ways in which the stages run micro-batches."""
+        """Yield the strategy with each way to run micro-batches."""
         layers, num_stages = strategy.stage_layers, strategy.num_stages
         if "whole" in self.pipelines or num_stages == 1:
             yield with_budgets(task, strategy)
@@ -221,7 +221,7 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
 
 
 def slowest_stage(num_layers: int, num_stages: int, layer: float, head: float) -> float:
-    """Return the least time of the slowest stage: a layer takes ``layer``, and the last stage ``head`` besides."""
+    """Return the least time of the slowest stage; the last stage takes ``head`` in addition to its layers."""
     if num_stages == 1:
         return num_layers * layer + head
     of_last = range(1, num_layers - num_stages + 2)

@@ -13,8 +13,8 @@ FULL: Final = "full"
 PRICED: Final = "priced"
 BLOCK: Final = "block"
 ACTIVATIONS: Final = (KEEP, PRICED, BLOCK, FULL)
-"""What layers do with their activations: keep all, what ``--activation-policy priced`` says, full recompute of the
-first layers of each stage, or of all layers."""
+"""Treatment of activations: keep all, ``--activation-policy priced``, full recompute of the first layers of each stage,
+or full recompute of all layers."""
 
 FULL_RECOMPUTE: Final = ("--recompute-granularity", "full", "--recompute-method", "uniform",
                          "--recompute-num-layers", "1")  # fmt: skip

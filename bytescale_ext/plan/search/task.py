@@ -14,7 +14,7 @@ class Unfit(ValueError):
     """A strategy does not fit the task.
 
     Attributes:
-        needed_bytes: memory of a device with which it would fit; 0 where that is not known, or is not the reason.
+        needed_bytes: device memory that would be enough; 0 if it is unknown or memory is not the reason.
     """
 
     def __init__(self, reason: str, needed_bytes: float = 0.0) -> None:
@@ -29,7 +29,7 @@ class Devices:
     Attributes:
         count: devices.
         per_node: devices of a node.
-        memory_bytes: of a device.
+        memory_bytes: whole memory of a device.
         host_bytes: host memory of each process, for activations or keys.
         link_bytes_per_second: between a device and host memory, one way.
     """
@@ -46,11 +46,11 @@ class Task:
     """What is given.
 
     Attributes:
-        cost: of the model, on any number of tensor-parallel ranks.
+        cost: costs of the model, on any number of tensor-parallel ranks.
         devices: the cluster.
         context: the most tokens of a document.
         steps: lengths of the documents of some steps, equally many in each.
-        operators: of a layer.
+        operators: the fused operators of a layer.
         rows_multiple: matrix products on one rank take rows in multiples of this.
         ties_embeddings: input and output embedding of the model are one matrix.
     """
@@ -70,9 +70,12 @@ class Task:
 
 
 def cluster_of(task: Task, strategy: Strategy) -> Cluster:
-    """Return the HDP ranks of a strategy. Raises Unfit where they do not divide what they share, or are too few.
+    """Return the HDP ranks of a strategy.
 
     A node holds as many HDP ranks as it has groups of tensor-parallel ranks, if these fill it and the ranks.
+
+    Raises:
+        Unfit: devices, documents or experts are no multiple of the ranks, or the longest document needs more ranks.
     """
     devices = task.devices
     num_ranks, rest = divmod(devices.count, strategy.model_ranks)

@@ -1,1 +1,1 @@
-"""What a step is planned for, as one value: layers, memory, costs, choices and forecasts all follow from it."""
+"""The setup of a run as one value. Layers, memory, costs, choices, planner and forecasts all follow from it."""

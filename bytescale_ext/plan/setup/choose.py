@@ -31,7 +31,7 @@ class Decision:
     """A setup with all its choices made, except the slices of each step where ``slices`` chooses them.
 
     Attributes:
-        setup: with decided model states.
+        setup: the setup, with decided model states.
         states: the choice of model states with its reasons; None: they were given.
         link_share: share of the link that parameters on their way to the device leave to activations.
         slices: chooses the slices of each step; None: they are given.
@@ -93,7 +93,7 @@ def decide(setup: Setup) -> Decision:
 
 
 def choose_activations(decision: Decision, cost: ModelCost, link_bytes_per_second: float) -> Decision:
-    """Return a decision whose activations are planned with measured speeds, beside the same model states.
+    """Return a decision that plans activations with measured speeds. Model states stay as they are.
 
     Raises:
         ValueError: nothing fits with these speeds.
@@ -107,7 +107,7 @@ def choose_activations(decision: Decision, cost: ModelCost, link_bytes_per_secon
 
 
 def slices_of(setup: Setup, link_share: float = 1.0) -> SlicingChoice | PolicySlices | None:
-    """Return what chooses the slices of each step; None: they are given."""
+    """Return the function that chooses the slices of each step, or None if the slices are given."""
     if not setup.chooses_slices:
         return None
     if setup.policy.is_on:

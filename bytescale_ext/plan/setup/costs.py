@@ -20,14 +20,14 @@ def stage_costs(setup: Setup) -> tuple[StageCost, ...]:
 
 
 def layer_costs(setup: Setup, num_layers: tuple[int, ...]) -> tuple[StageCost, ...]:
-    """Return the seconds of stages with so many layers, the last of which has the output layer."""
+    """Return the seconds of stages with these numbers of layers. The last stage has the output layer."""
     cost, nodes, last = setup.cost, setup.cost.nodes(setup.cluster), len(num_layers) - 1
     link = setup.budget.link_bytes_per_second
     return tuple(cost.stage(layers, stage == last, link).on(nodes) for stage, layers in enumerate(num_layers))
 
 
 def balanced_costs(setup: Setup) -> tuple[StageCost, ...]:
-    """Return what planners balance of each stage: seconds if these were measured or keys are swapped, else FLOPs."""
+    """Return the cost of each stage that planners balance: seconds if measured or if keys are swapped, else FLOPs."""
     if setup.measured or setup.swaps_keys:
         return stage_costs(setup)
     mesh, nodes = setup.mesh, setup.cost.nodes(setup.cluster)
@@ -39,13 +39,13 @@ def balanced_costs(setup: Setup) -> tuple[StageCost, ...]:
 
 @lru_cache(maxsize=256)
 def slowest_stage(setup: Setup) -> tuple[int, StageCost]:
-    """Return the stage that is slowest with a full micro-batch, and what planners balance of it."""
+    """Return the number and the cost of the stage that is slowest with a full micro-batch."""
     tokens = setup.cluster.tokens_per_rank
     return max(enumerate(balanced_costs(setup)), key=lambda stage: stage[1].both.sequence_cost(tokens, 1))
 
 
 def equal_cost(setup: Setup) -> CostModel | None:
-    """Return the cost in which the slices of a document are equal; None: their tokens are equal."""
+    """Return the cost that all slices of a document have in equal parts, or None if their tokens are equal."""
     if setup.sequences.partition == "even":
         return None
     if setup.sequences.partition == "flops":
@@ -63,7 +63,7 @@ def recomputed(setup: Setup) -> tuple[StageCost, ...]:
 
 
 def byte_seconds(cost: ModelCost, cluster: Cluster) -> float:
-    """Return the seconds in which a rank receives a byte from the HDP ranks, all links of a node at work.
+    """Return the seconds per byte that a rank receives from the HDP ranks while all links of a node are busy.
 
     Inside a node it is the cost file's exchange of keys, or ``COLLECTIVE_BYTES_PER_SECOND``. Between nodes, n ranks of
     a node share the border as in hierarchical rings (``Nodes.hops``): ``slowdown / n`` times as long, if that is more.

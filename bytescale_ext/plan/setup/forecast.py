@@ -98,7 +98,7 @@ class Forecast:
 
     @property
     def setup(self) -> Setup:
-        """What steps are planned for."""
+        """The setup of the decision."""
         return self.decision.setup
 
     @cached_property
@@ -140,7 +140,7 @@ class Forecast:
 
     @cached_property
     def _update(self) -> Update:
-        """Seconds in which the process with most parameters updates them."""
+        """Update of the process with most parameters."""
         setup = self.setup
         most = max(parameters(setup), key=lambda one: one.count)
         return update_of(setup.cost, most, setup.cluster, setup.mesh.shares_optimizer)
@@ -231,7 +231,7 @@ class Forecast:
         return peak_memory(table, ONE_SLICE, cost, memory, mesh.virtual_stages).device_bytes(memory), 0.0
 
     def traffic(self, table: ShardTable, slicing: Slicing) -> Traffic:
-        """Return what processes receive in a step."""
+        """Return the bytes that processes receive in a step."""
         setup, mesh, numerics = self.setup, self.setup.mesh, self.setup.numerics
         ranks = table.row_ranks[table.rows]
         tokens = np.bincount(ranks, weights=table.tokens, minlength=table.num_ranks).max()
@@ -251,7 +251,7 @@ class Forecast:
     def ring_bytes(self, table: ShardTable, slicing: Slicing, node: int | None = None) -> Floats:
         """Return the bytes that each HDP rank receives from its rings in one layer: [num_ranks].
 
-        With ``node``, the bytes that it sends to other nodes of so many ranks.
+        With ``node``, the bytes that it sends to other nodes, of ``node`` ranks each.
         """
         setup, numerics = self.setup, self.setup.numerics
         sizes = numerics.element_bytes, numerics.sum_bytes

@@ -67,9 +67,9 @@ def slice_rule(setup: Setup, slicing: Slicing) -> SliceRule:
 
 
 def _held_slices(setup: Setup, stage: int, slicing: Slicing) -> tuple[HeldSlices, ...]:
-    """Return what a stage holds at most: of full micro-batches, and of the longest document whose keys are kept.
+    """Return the most that a stage holds: full micro-batches, and the keys of the longest document with kept keys.
 
-    Where keys are swapped, the longest document with keys in host memory counts too.
+    If keys are swapped, the longest document with keys in host memory counts too.
     """
     mesh, tokens, lengths = setup.mesh, setup.cluster.tokens_per_rank, slice_lengths(setup, slicing)
     num_stages, num_slices = mesh.num_stages, len(lengths)
@@ -110,5 +110,5 @@ def _held(
 
 @lru_cache(maxsize=64)
 def _schedule(num_stages: int, num_micro_batches: int, slicing: Slicing, virtual_stages: int) -> SliceSchedule:
-    """Return what the stages run; it does not depend on the keys that are kept."""
+    """Return the order of work of the stages. It does not depend on kept keys."""
     return seq1f1b_schedule(num_stages, num_micro_batches, slicing, virtual_stages)

@@ -112,7 +112,7 @@ def state_cases(setup: Setup) -> tuple[StateCase, ...]:
 
 @lru_cache(maxsize=256)
 def state_bytes(setup: Setup) -> tuple[float, ...]:
-    """Return the device memory of the model states of each stage, in a step; where they are is decided."""
+    """Return the device memory of the model states of each stage during a step, once their place is decided."""
     option = setup.states.decided
     if option.stage:
         return tuple(case.paged_bytes for case in state_cases(setup))

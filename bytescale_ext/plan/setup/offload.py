@@ -29,7 +29,7 @@ class PlannedOffload:
     Attributes:
         limits: limits of Eq. 3; as many micro-batches as pipeline stages share their ``host_bytes``.
         cost: seconds of one pipeline stage, which Eq. 3 compares with the time of copies.
-        setup: what steps are planned for.
+        setup: the setup of the run.
     """
 
     limits: OffloadLimits

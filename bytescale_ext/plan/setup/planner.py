@@ -51,6 +51,6 @@ def share_of_experts(setup: Setup) -> float:
 
 
 def scenario_of(decision: Decision) -> Scenario:
-    """Return what schedulers are compared on: passes of a step, without messages between stages and updates."""
+    """Return the scenario of a decision: schedulers are compared on passes, without messages and updates."""
     setup = decision.setup
     return Scenario(setup.sequences.longest, stage_costs(setup), stage_memory(setup), planner_of(decision))

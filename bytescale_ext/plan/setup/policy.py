@@ -33,7 +33,7 @@ class StagePolicy:
         policy: policy by name, or given shares.
         cost: seconds of the model.
         machine: memory and link that model states and keys leave to activations.
-        layers: how the stage runs its layers.
+        layers: settings of the stage's layers.
         num_tokens: tokens of the largest micro-batch on one rank.
         longest: tokens of the longest sequence.
         slices: tokens of each slice of a micro-batch, or their proportion.
@@ -119,7 +119,7 @@ def stage_policy(setup: Setup, stage: int, slicing: Slicing = ONE_SLICE, link_sh
     """Return the policy on a stage with what model states and keys leave of its budgets.
 
     Args:
-        setup: with decided model states.
+        setup: the setup, with decided model states.
         stage: number of the stage.
         slicing: slices of a micro-batch.
         link_share: share of the link that parameters on their way to the device leave to activations.
@@ -157,7 +157,7 @@ def stage_machine(setup: Setup, stage: int, key_bytes: float = 0.0, link_share: 
 
 @dataclass(frozen=True, slots=True)
 class UnderPolicy:
-    """What a policy makes of the stages in one slicing.
+    """Cost and memory of the stages under a policy, in one slicing.
 
     Attributes:
         slicing: slices of a micro-batch, with the longest document whose keys are kept.
@@ -193,7 +193,7 @@ class UnderPolicy:
 
 
 def under_policy(setup: Setup, slicing: Slicing = ONE_SLICE, link_share: float = 1.0) -> UnderPolicy | None:
-    """Return what the policy makes of the stages, or None if it does not fit on one of them."""
+    """Return cost and memory of the stages under the policy, or None if it does not fit on one of them."""
     mesh, plans, forecasts, policies = setup.mesh, [], [], []
     for stage in range(mesh.num_stages):
         of_stage = stage_policy(setup, stage, slicing, link_share)
@@ -227,7 +227,7 @@ class PolicySlices:
     A search has many strategies and plans few of them, so slicings are worked out when they are first needed.
 
     Attributes:
-        setup: with decided model states.
+        setup: the setup, with decided model states.
         link_share: see ``stage_policy``.
     """
 
@@ -241,12 +241,12 @@ class PolicySlices:
 
     @property
     def options(self) -> tuple[Slicing, ...]:
-        """The slicings in which the policy fits."""
+        """The slicings that leave room for the policy on every stage."""
         return tuple(option.slicing for option in self.fitting)
 
     @cached_property
     def fitting(self) -> tuple[UnderPolicy, ...]:
-        """The stages in each slicing in which the policy fits on every stage."""
+        """Cost and memory of the stages in each slicing that fits."""
         return tuple(self._fitting(self.slicings))
 
     @property
@@ -269,7 +269,7 @@ class PolicySlices:
             stage_policy(self.setup, stage, slicing, self.link_share).check_fits()
 
     def described(self, policy: str) -> str:
-        """Return a line about the slices in which a policy of this name fits."""
+        """Return a line about the slices that fit under the policy of this name."""
         counts = ", ".join(str(count) for count in dict.fromkeys(option.num_slices for option in self.options))
         return (
             f"> bytescale: activations {policy}: shares follow from the slices of each step; they fit in {counts} "

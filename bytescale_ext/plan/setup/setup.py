@@ -84,7 +84,7 @@ class Numerics:
         operators: fused and unfused operators of a layer.
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all of a micro-batch.
         rows: matrix products take rows in multiples of this: 16 or 32 in FP8, else 1.
-        recompute: what the backward pass computes again: "none", "full" (all layers), "block" (the first layers of each
+        recompute: layers that the backward pass computes again: "none", "full" (all), "block" (the first ones of each
             stage) or "selective" (parts of layers).
         recomputed_layers: layers of each stage that "block" computes again.
         gradient_bytes: bytes of one element of a gradient that ranks exchange.
@@ -126,15 +126,15 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What is trained on.
+    """Sequences of the training.
 
     Attributes:
         longest: tokens of the longest sequence.
         micro_batches: micro-batches of a rank and step; of documents, an estimate from their tokens.
         sample_slices: tokens of each slice of samples that all have the same length; empty: documents, or whole
             samples.
-        are_documents: sequences are documents, of which a step may need any number of micro-batches on a rank.
-        partition: what is equal in all slices of a document: "time", "flops" or "even" (tokens).
+        are_documents: whether sequences are documents. A step of documents has any number of micro-batches on a rank.
+        partition: measure that is equal in all slices of a document: "time", "flops" or "even" (tokens).
     """
 
     longest: int
@@ -159,7 +159,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What becomes of activations between forward and backward pass.
+    """Activation policy: tensors are kept, swapped or recomputed.
 
     Attributes:
         name: policy by name, one of ``POLICIES``.
@@ -186,10 +186,10 @@ class States:
     """Model states: parameters, gradients and Adam's states.
 
     Attributes:
-        option: where they are, or "auto".
+        option: place of the states, or "auto".
         allowed: values of ``--state-stage`` that "auto" may choose.
         page_bytes: bytes of a page.
-        update_steps: steps beside which an update runs; 0: updates are exact.
+        update_steps: steps that run during one update; 0: each step waits for its update.
         has_disk: pages may be on a local disk.
         ties_embeddings: input and output embedding are one matrix.
         embedding_in_host: the input embedding is a table in host memory.
@@ -226,20 +226,20 @@ class States:
 
 @dataclass(frozen=True)
 class Setup:
-    """What steps are planned for.
+    """The setup of a run: everything that steps are planned for.
 
     Attributes:
         shape: sizes of the model.
-        mesh: how the model is spread over devices.
-        numerics: how layers compute.
+        mesh: layout of the model on devices.
+        numerics: element types, operators and recomputation of layers.
         cluster: HDP ranks, C, and ranks of a node.
         cost: seconds of the model, measured or estimated from rates.
-        sequences: what is trained on.
+        sequences: documents or samples of the training.
         budget: memory and links of one process.
         slicing: slices of a micro-batch; "auto": the planner chooses them for each step.
-        policy: what becomes of activations.
+        policy: activation policy.
         states: model states.
-        planning: how documents are placed.
+        planning: planner of the documents.
         measured: ``cost`` was measured. Otherwise planners balance FLOPs.
     """
 
@@ -280,7 +280,7 @@ class Setup:
 
     @property
     def rows_multiple(self) -> int:
-        """Rows of which micro-batches and slices are a multiple."""
+        """Micro-batches and slices are padded to a multiple of this many rows."""
         return self.numerics.rows * (self.mesh.tensor_parallel if self.mesh.sequence_parallel else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""The time of what a step does once for each parameter: reduce gradients, update, gather parameters."""
+"""Time of the update of a step: reduce gradients, run the optimizer, gather parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Seconds of one process.
+    """Seconds of the update of one process.
 
     Attributes:
-        reduce: of the gradients, beside the last backward pass.
-        gather: of the parameters, beside the first forward pass.
-        optimizer: beside nothing.
+        reduce: seconds to reduce gradients, which overlap with the last backward pass.
+        gather: seconds to gather parameters, which overlap with the first forward pass.
+        optimizer: seconds of the optimizer, which overlap with nothing.
     """
 
     reduce: float
@@ -35,7 +35,7 @@ class Update:
     optimizer: float
 
     def exposed(self, first_forward: float, last_backward: float) -> float:
-        """Return what these passes do not hide."""
+        """Return the seconds that do not overlap with these passes."""
         return max(0.0, self.reduce - last_backward) + max(0.0, self.gather - first_forward) + self.optimizer
 
 

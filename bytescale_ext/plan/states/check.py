@@ -15,7 +15,7 @@ from bytescale_ext.plan.states.tiers import NUM_SLOTS
 def check_pages(table: PageTable) -> None:
     """Raise PlanError unless the table keeps every law.
 
-    1. Each element of each tensor lies in exactly one page, in order, and a plane holds a tensor without a gap.
+    1. Each element of each tensor is in exactly one page, in order, and a plane holds a tensor without a gap.
     2. The spans of a page are packed from its start and do not exceed it.
     3. A page holds elements of one group, all with a float32 copy or all without one.
     4. Pages with copies come first.

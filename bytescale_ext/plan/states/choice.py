@@ -1,8 +1,8 @@
-"""Choose where model states are, together with what activations keep, swap and recompute (``--state-policy auto``).
+"""Choose the place of model states together with kept, swapped and recomputed activations (``--state-policy auto``).
 
-One budget of device memory and one of host memory hold both. For each option, activations get what states leave, their
-policy plans them, and the step is predicted; the fastest option that fits is chosen, and the first one of equals. So
-states stay resident wherever these and all activations fit: nothing is faster than that.
+Both share a budget of device memory and a budget of host memory. For each option, activations get the memory that
+states leave, their policy plans them, and the step is predicted. The fastest option that fits is chosen, among equal
+options the first. So states stay resident if states and all activations fit: nothing is faster.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StageProblem:
     Attributes:
         case: its model states, in any option.
         load: its largest micro-batch or slice.
-        policy: what plans its activations.
-        end_seconds: of embedding, output layer and loss in one such micro-batch.
+        policy: policy that plans its activations.
+        end_seconds: seconds of embedding, output layer and loss in one such micro-batch.
         key_bytes: host memory of keys that slices swap.
     """
 
@@ -51,14 +51,14 @@ class StateProblem:
     """Everything that the choice depends on, equal on all ranks.
 
     Attributes:
-        stages: of the pipeline.
+        stages: stages of the pipeline.
         machine: the budgets of a process for states and activations together, and its link.
-        speeds: of Adam on the host and of a disk.
+        speeds: speeds of Adam on the host and of a disk.
         update_bytes_per_second: device memory that Adam on resident states reads and writes.
-        disk_bytes: of a process; 0: no disk.
-        num_microbatches: of a rank and step, or slices of them, at most.
-        num_ranks: that sum their gradients.
-        options: that the run allows.
+        disk_bytes: disk space of a process; 0: no disk.
+        num_microbatches: the most micro-batches, or slices of them, of a rank in a step.
+        num_ranks: ranks that sum their gradients.
+        options: options that the run allows.
     """
 
     stages: tuple[StageProblem, ...]
@@ -78,12 +78,12 @@ class StateProblem:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An option that fits; bytes are those of the stage that takes most.
+    """An option that fits, with the bytes of the fullest stage.
 
     Attributes:
-        option: where states are.
-        seconds: of a step of full micro-batches.
-        update_seconds: of these, the update.
+        option: place of the states.
+        seconds: time of a step of full micro-batches.
+        update_seconds: time of the update, a part of ``seconds``.
         state_bytes: device memory of the states.
         state_host_bytes: their host memory.
         activation_bytes: device memory of activations.
@@ -116,7 +116,7 @@ class StateChoice:
     Attributes:
         chosen: the option with its figures.
         others: the best of each other stage that fits, the fastest first.
-        resident_bytes: the least device memory with which states could be resident, where they do not fit; else 0.
+        resident_bytes: the least device memory for resident states if they do not fit; else 0.
     """
 
     chosen: Prediction
@@ -163,7 +163,7 @@ def _fitting(problem: StateProblem) -> Iterator[Prediction]:
 
 
 def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
-    """Return the figures of an option, or None where it does not fit."""
+    """Return the figures of an option, or None if it does not fit."""
     machine, cases = problem.machine, [stage.case for stage in problem.stages]
     on_device = [option.device_bytes(case) for case in cases]
     on_host = [option.host_bytes(case) for case in cases]
@@ -207,9 +207,9 @@ def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
 
 
 def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> Forecast | None:
-    """Return what activations of a stage take beside its states, or None where they do not fit.
+    """Return the figures of a stage's activations next to its states, or None if they do not fit.
 
-    Training plans them by the stage's own load, so that one must fit too.
+    Training plans activations by the stage's own load, so this load must fit too.
     """
     machine = replace(left, host_bytes=left.host_bytes - stage.key_bytes)
     found = []
@@ -222,7 +222,7 @@ def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> Forecas
 
 
 def _remedy(problem: StateProblem) -> str:
-    """Return what would make room, in a line."""
+    """Return the message for states and activations that fit in no way, with the budgets that would be enough."""
     machine = problem.machine
     budgets = f"{machine.device_bytes / 1e9:.4g} GB of device memory and {machine.host_bytes / 1e9:.4g} of host memory"
     remedies = [

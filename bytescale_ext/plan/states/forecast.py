@@ -1,4 +1,4 @@
-"""What paging takes and saves, before a model is built: memory of device and host, and the bytes of a step."""
+"""Memory of device and host, and copied bytes of a step, with paged model states; known before a model is built."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class StateCase:
         shape: the model, with the layers of this stage.
         tensor_parallel: ranks that share each layer.
         has_embedding, has_head: the ends of the model that this stage has.
-        element_bytes: of a parameter on the device.
+        element_bytes: bytes of a parameter on the device.
         optimizer_ranks: ranks that share Adam's states (``--use-distributed-optimizer``).
-        page_bytes: of a page.
-        stage: what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
-        window_layers: whose parameters are on the device at a time, in stage 3.
-        update_steps: beside how many steps an update runs, or 0.
+        page_bytes: bytes of a page.
+        stage: states that leave the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
+        window_layers: layers with parameters on the device at a time, in stage 3.
+        update_steps: steps that overlap with an update, or 0.
     """
 
     shape: ModelShape
@@ -92,14 +92,12 @@ class StateCase:
 
     @property
     def _num_pages(self) -> int:
-        """Pages of a plane: those of the table, without making it."""
+        """Pages of a plane, counted without a page table."""
         return sum(-(-tensor.num_elements * FLOAT_BYTES // self.page_bytes) for tensor in self.tensors)
 
     @property
     def whole_host_bytes(self) -> int:
-        """Host memory besides pages: gradients, the slots that they come through and parameters, all of each process;
-        and the buffers of late updates.
-        """
+        """Host memory in addition to pages: gradients, their slots, parameters and the buffers of late updates."""
         pages = self._num_pages
         late = late_bytes(pages, pages * self.tensors[0].has_copy, self.page_bytes, self.update_steps)
         if self.stage == 1:
@@ -109,27 +107,27 @@ class StateCase:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one process, where no pages lie on a disk."""
+        """Host memory of one process without pages on a disk."""
         planes = NUM_MOMENTS + self.tensors[0].has_copy
         return (planes * self._num_pages + 2 * NUM_BUFFERS) * self.page_bytes + self.whole_host_bytes
 
     @property
     def least_host_bytes(self) -> int:
-        """Host memory of one process where all pages lie on a disk."""
+        """Host memory of one process with all pages on a disk."""
         return least_host_bytes(self.page_bytes, self.tensors[0].has_copy) + self.whole_host_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Space that one process takes of a disk, if any of its pages lie there."""
+        """Disk space of one process with pages on a disk."""
         pages = self._num_pages
         return FileLayout(pages, pages * self.tensors[0].has_copy, self.page_bytes).num_bytes
 
     def traffic(self, on_disk: Collection[int] = ()) -> Traffic:
-        """Return the bytes that one process copies in a step; ``on_disk``: pages of its table that lie there."""
+        """Return the bytes that one process copies in a step; ``on_disk``: its pages on a disk."""
         return traffic(self.table, self.element_bytes, on_disk)
 
     def link_bytes(self, micro_batches: int) -> Traffic:
-        """Return the bytes between device and host in a step of so many micro-batches, without recomputing.
+        """Return the bytes between device and host in a step of ``num_microbatches``, without recomputation.
 
         From stage 2 on gradients leave the device in the type of their parameters, once for each micro-batch, and the
         update finds them in host memory. In stage 3 parameters of layers come before each forward and backward pass,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale_ext.plan.activation.load import LayerSettings, layer_load
+from bytescale_ext.plan.activation.load import layer_seconds
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption
@@ -24,8 +24,8 @@ class Computing:
     """A share of a corpus's micro-batches, all alike.
 
     Attributes:
-        share: of all micro-batches, 0 to 1.
-        forward_seconds, backward_seconds: of one layer.
+        share: share of all micro-batches, 0 to 1.
+        forward_seconds, backward_seconds: seconds of one layer.
     """
 
     share: float
@@ -39,8 +39,8 @@ class Hiding:
 
     Attributes:
         num_bytes: all of them, both ways, between device and host.
-        computing_bytes: that hide behind passes of the model.
-        adam_bytes: that hide behind Adam.
+        computing_bytes: bytes that overlap with passes of the model.
+        adam_bytes: bytes that overlap with Adam.
     """
 
     num_bytes: float
@@ -63,8 +63,7 @@ def computing_of(cost: ModelCost, lengths: Sequence[int], tokens_per_rank: int) 
     found = []
     for length, count in zip(*np.unique(tokens[is_long], return_counts=True), strict=True):
         width = -(-int(length) // tokens_per_rank)
-        load = layer_load(cost, int(length), width, LayerSettings(num_layers=1))
-        found.append((count * float(width), load.forward_seconds, load.backward_seconds))
+        found.append((count * float(width), *layer_seconds(cost, int(length), width)))
     short = tokens[~is_long]
     if len(short):
         packs = short.sum() / tokens_per_rank
@@ -79,7 +78,7 @@ def computing_of(cost: ModelCost, lengths: Sequence[int], tokens_per_rank: int) 
 
 
 def hiding(case: StateCase, computing: Sequence[Computing], num_microbatches: int, speeds: Speeds) -> Hiding:
-    """Return what hides of a step of so many micro-batches, ``computing`` in these shares."""
+    """Return the copies of a step of ``num_microbatches`` that overlap with its ``computing``."""
     copied, option = case.link_bytes(num_microbatches), StateOption(case.stage, case.window_layers)
     traffic, layers = LayerTraffic.of(case, option, speeds), case.shape.num_layers
     link = speeds.link_bytes_per_second
@@ -91,7 +90,7 @@ def hiding(case: StateCase, computing: Sequence[Computing], num_microbatches: in
         in_backward = min(of_gradients, one.backward_seconds) + min(of_parameters, one.backward_seconds)
         hidden += one.share * (in_backward + min(of_parameters, one.forward_seconds)) * link * layers
     by_adam = 0.0
-    if case.stage < 3:  # results return beside Adam, in stage 1 after gradients that came beside it
+    if case.stage < 3:  # results return during Adam's step; in stage 1 gradients arrive during it too
         adam_seconds = sum(tensor.num_elements for tensor in case.tensors) * ADAM_BYTES / speeds.adam_bytes_per_second
         of_update = case.traffic()
         ways = (of_update.fetched, of_update.returned) if case.stage == 1 else (of_update.returned,)

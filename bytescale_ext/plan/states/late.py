@@ -1,4 +1,4 @@
-"""Host memory of updates that run beside training: what their gradients and results take, besides the pages."""
+"""Host memory of gradients and results of updates that overlap with training, in addition to the pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HALF: Final = 2
 def late_bytes(num_pages: int, num_copies: int, page_bytes: int, update_steps: int) -> int:
     """Return the bytes of the buffers of one optimizer; none without ``update_steps``.
 
-    Gradients are summed in one buffer of all pages; in two where an update runs beside several steps, since their sum
-    grows while the update reads the one before. Results wait in a third one until a step takes them.
+    Gradients are summed in a buffer of all pages. If an update overlaps with several steps, there are two such buffers:
+    one grows while the update reads the other. Results wait in a further buffer until a step takes them.
     """
     if not update_steps:
         return 0

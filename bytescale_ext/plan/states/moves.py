@@ -2,7 +2,7 @@
 
 fetch  0 1   2   3
 update   0 1   2   3
-return     0 1   2   3          while a page is updated, the gradients of the next one are copied
+return     0 1   2   3          while a page is updated, the gradients of the next page are copied
 
 A page on a disk is also read into a slot before its update and written from it afterwards. The first slots are read
 ahead of the step, and each slot is read again as soon as it is written.
@@ -19,14 +19,14 @@ from bytescale_ext.plan.states.tiers import NUM_SLOTS
 
 
 class Kind(StrEnum):
-    """What a move does with a page.
+    """Kinds of moves of a page.
 
     Attributes:
-        FETCH: copies its gradients to a buffer in host memory, and its parameters where they have no float32 copy.
+        FETCH: copies its gradients to a buffer in host memory, and its parameters if they have no float32 copy.
         UPDATE: runs Adam on the page and leaves the new parameters in the buffer.
         RETURN: copies the new parameters from the buffer to the device.
         READ: reads its states from the disk to a slot in host memory.
-        WRITE: writes them from the slot to the disk.
+        WRITE: writes its states from the slot to the disk.
     """
 
     FETCH = "fetch"
@@ -44,9 +44,9 @@ class Move:
     """One move of a page.
 
     Attributes:
-        kind: what it does.
+        kind: kind of the move.
         page: number of the page.
-        buffer: of host memory that it uses; for reads and writes of a disk, the slot.
+        buffer: buffer of host memory that it uses; for reads and writes of a disk, the slot.
     """
 
     kind: Kind
@@ -59,8 +59,8 @@ class Traffic:
     """Bytes that a step copies.
 
     Attributes:
-        fetched: from the device to the host.
-        returned: from the host to the device.
+        fetched: bytes from the device to the host.
+        returned: bytes from the host to the device.
         on_disk: read from the disk, and as many written to it.
     """
 

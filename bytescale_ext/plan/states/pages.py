@@ -39,8 +39,8 @@ class StateTensor:
     """A parameter of the optimizer.
 
     Attributes:
-        name: for messages.
-        num_elements: of the parameter, or of the part that this rank updates.
+        name: name in messages.
+        num_elements: elements of the parameter, or of the part that this rank updates.
         group: parameter group of the optimizer; its elements share learning rate and weight decay.
         has_copy: its float32 value is a copy in pages, because the model's parameter has fewer bits. Otherwise it is
             the model's parameter itself, which stays on the device.
@@ -60,7 +60,7 @@ class Span:
         tensor: number of the tensor in the table.
         tensor_start: first element in the tensor.
         page_start: first element in the page.
-        num_elements: how many.
+        num_elements: number of elements.
     """
 
     tensor: int
@@ -76,7 +76,7 @@ class Page:
     Attributes:
         group: parameter group of all its elements.
         has_copy: whether the plane of float32 parameters has this page.
-        spans: of tensors, from the first element on and without gaps.
+        spans: spans of tensors, from the first element on and without gaps.
     """
 
     group: int
@@ -95,8 +95,8 @@ class PageTable:
 
     Attributes:
         tensors: all that the optimizer updates on this rank, in its order.
-        page_bytes: of a page.
-        pages: those with a float32 copy come first, so that each plane is one run of pages.
+        page_bytes: bytes of a page.
+        pages: pages; pages with a float32 copy come first, so that each plane is one run of pages.
     """
 
     tensors: tuple[StateTensor, ...]
@@ -147,7 +147,7 @@ class PageTable:
 
 
 def page_bytes_of(mebibytes: float, flag: str) -> int:
-    """Return the bytes of a page of so many MiB, in whole elements. Raises ValueError, naming the flag, for no size."""
+    """Return the bytes of a page of this size in MiB, in whole elements. Raises ValueError with the flag's name."""
     if not LEAST_PAGE_BYTES <= mebibytes * MEBIBYTE < math.inf:
         raise ValueError(f"{flag} {mebibytes:g} must be at least {LEAST_PAGE_BYTES / MEBIBYTE:g}")
     return int(mebibytes * MEBIBYTE) // FLOAT_BYTES * FLOAT_BYTES

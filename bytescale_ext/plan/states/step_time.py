@@ -5,8 +5,8 @@ Paged states lengthen a layer's passes only where their copies take longer than 
     forward     max(computing, parameters to the device)                                    stage 3
     backward    max(computing, parameters, gradients to the host, their sums in host memory)    stages 2 and 3
 
-With a window of a single layer nothing hides the parameters. What parameters take of the link in the backward pass is
-lost to activations. So a policy that knows these loads and this link plans activations beside the states.
+With a window of a single layer, copies of parameters overlap with nothing. In the backward pass they take a share of
+the link from activations. So the policy plans activations for these loads and the rest of the link.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from bytescale_ext.plan.states.tiers import spread
 from bytescale_ext.plan.states.timeline import Speeds, replay, step_seconds
 
 MOST_PAGES: Final = 512
-"""Larger pages stand for more of them, because a prediction need not follow each one."""
+"""The most pages that a prediction follows; each stands for several pages of a larger table."""
 
 LEAST_LINK_SHARE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class StateOption:
-    """Where model states may be.
+    """A place of model states.
 
     Attributes:
-        stage: what leaves the device: 0 nothing, 1 Adam's states, 2 gradients too, 3 parameters of layers too.
-        window_layers: whose parameters are on the device at a time, in stage 3.
-        disk_share: of the pages that lie on a disk, 0 to 1.
+        stage: states that leave the device: 0 none, 1 Adam's states, 2 gradients too, 3 parameters of layers too.
+        window_layers: layers with parameters on the device at a time, in stage 3.
+        disk_share: share of the pages that are on a disk, 0 to 1.
     """
 
     stage: int = 0
@@ -42,7 +42,7 @@ class StateOption:
     disk_share: float = 0.0
 
     def of(self, case: StateCase) -> StateCase:
-        """Return the states of a pipeline stage in this option; resident ones are those of stage 1."""
+        """Return the states of a pipeline stage in this option; resident states count as stage 1."""
         return replace(case, stage=max(1, self.stage), window_layers=self.window_layers)
 
     def device_bytes(self, case: StateCase) -> float:
@@ -71,11 +71,11 @@ class StateOption:
 
 @dataclass(frozen=True, slots=True)
 class LayerTraffic:
-    """What the states of a layer take in each pass of a micro-batch, in seconds.
+    """Seconds of the states of a layer in each pass of a micro-batch.
 
     Attributes:
-        parameters: to the device.
-        gradients: to host memory, or in it to their sums, whichever takes longer.
+        parameters: seconds to copy parameters to the device.
+        gradients: seconds to copy gradients to host memory, or to add them to their sums there: the longer of both.
     """
 
     parameters: float = 0.0
@@ -99,16 +99,16 @@ class LayerTraffic:
         return replace(load, forward_seconds=forward, backward_seconds=max(backward, self.gradients))
 
     def link_share(self, longer: LayerLoad) -> float:
-        """Return what parameters leave to activations of the link, in the backward pass of a ``longer`` load."""
+        """Return the share of the link that parameters leave to activations in the backward pass of ``longer``."""
         if not self.parameters:
             return 1.0
         return max(LEAST_LINK_SHARE, 1.0 - self.parameters / longer.backward_seconds)
 
 
 def end_seconds(case: StateCase, option: StateOption, speeds: Speeds) -> float:
-    """Return the seconds of a micro-batch in which the gradients of embedding and output layer go to host memory.
+    """Return the seconds of a micro-batch to copy the gradients of embedding and output layer to host memory.
 
-    Nothing hides them: they are the last ones of a backward pass.
+    The copies overlap with nothing, because these gradients are the last of a backward pass.
     """
     copied = case.with_layers(0).num_parameters * case.element_bytes / speeds.link_bytes_per_second
     return copied if option.stage > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Which pages lie on a disk, and where in its file (Angel-PTM, Nie et al. 2023: pages of fixed size over three tiers).
+"""Pages on a disk and their places in its file (Angel-PTM, Nie et al. 2023: pages of fixed size over three tiers).
 
 Pages in host memory and on the disk take turns in the order of the update, so that the disk works all the time:
 
@@ -48,7 +48,7 @@ def pages_on_disk(table: PageTable, host_bytes: float) -> frozenset[int]:
 
 
 def spread(num_pages: int, num_chosen: int) -> frozenset[int]:
-    """Return so many page numbers at equal distances."""
+    """Return page numbers at equal distances."""
     step = num_pages or 1
     return frozenset(
         page for page in range(num_pages) if (page + 1) * num_chosen // step > page * num_chosen // step
@@ -70,12 +70,12 @@ def least_host_bytes(page_bytes: int, has_copies: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where pages lie in the file, in bytes.
+    """Places of pages in the file, in bytes.
 
     Attributes:
-        num_pages: of the moments' planes.
+        num_pages: pages of the moments' planes.
         num_copies: pages of the plane of float32 parameters.
-        page_bytes: of a page, a multiple of ``BLOCK_BYTES``.
+        page_bytes: bytes of a page, a multiple of ``BLOCK_BYTES``.
     """
 
     num_pages: int

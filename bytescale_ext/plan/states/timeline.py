@@ -1,4 +1,4 @@
-"""When each move of a step runs, at given speeds: copies both ways and a disk, beside the processor."""
+"""Times of each move of a step at given speeds: copies both ways, a disk and the processor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ADAM_BYTES: Final = 7 * FLOAT_BYTES
 """Host memory that Adam reads and writes for an element: gradient once, parameter and two moments both ways."""
 
 ADAM_BYTES_PER_SECOND: Final = 20e9
-"""Of a process whose processor takes Adam's step, where it is not given."""
+"""Speed of Adam on the processor, for each process, if it is not given."""
 
 READ_BYTES_PER_SECOND: Final = 6e9
 WRITE_BYTES_PER_SECOND: Final = 3e9
-"""Of a process and a local disk, where they are not given."""
+"""Speeds of a local disk for each process, if they are not given."""
 
 
 IN_HOST: Final = (Kind.FETCH, Kind.RETURN)
@@ -33,7 +33,7 @@ class Speeds:
     Attributes:
         link_bytes_per_second: between device and host, one way.
         adam_bytes_per_second: host memory that Adam reads and writes.
-        read_bytes_per_second, write_bytes_per_second: of the disk, which does one at a time.
+        read_bytes_per_second, write_bytes_per_second: speeds of the disk, which does one of both at a time.
         in_host: copies that the processor makes in host memory, because gradients, or parameters too, are there.
     """
 
@@ -130,5 +130,5 @@ class _Clock:
 
 
 def step_seconds(moves: Sequence[TimedMove]) -> float:
-    """Return when the last move has ended that the step waits for; the last writes run beside the next step."""
+    """Return the end of the last move that the step waits for. The last writes overlap with the next step."""
     return max((one.stop for one in moves if one.move.kind not in DISK_KINDS), default=0.0)

@@ -123,7 +123,7 @@ def numerics_of(args: Any) -> Numerics:
 
 
 def sequences_of(args: Any, slices: SliceOptions) -> Sequences:
-    """Return what is trained on."""
+    """Return the sequences of a step."""
     partition = slices.partition if isinstance(slices.partition, str) else "time"
     if not args.hybrid_data_parallel:
         count = int(args.global_batch_size or 1) // (args.micro_batch_size * args.data_parallel_size)

@@ -21,7 +21,7 @@ _PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-att
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """The kernel that runs attention of this type and head width, why, and why not each one before it."""
+    """The kernel that runs attention of this type and head width, with the reasons."""
 
     kernel: str
     reason: str
@@ -35,10 +35,10 @@ class FeatureReport:
     """A row of the table of features.
 
     Attributes:
-        name, flag, summary: as in the table; ``flag`` turns the feature on.
-        flags: of this feature.
+        name, flag, summary: columns of the table; ``flag`` turns the feature on.
+        flags: flags of this feature.
         patches: the functions of Megatron that its patch rows name.
-        refusals: what to do instead, by the flag that is refused.
+        refusals: replacement of each refused flag.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Report:
 
     Attributes:
         python: version of the interpreter.
-        packages: version of each package, None where it is not installed.
+        packages: version of each package, None if it is not installed.
         device: name of the GPU, or "cpu".
-        backend, backend_reason: of ``torch.distributed``, and why.
+        backend, backend_reason: backend of ``torch.distributed``, and the reason.
         attention, features: see their classes.
-        refusals: what to do instead of each setting that every run refuses.
+        refusals: replacement of each setting that every run refuses.
         patches: a printed row for each function that patches replace or copy.
-        healthy: the installed Megatron is the one that the patches were written for.
+        healthy: the patches were written for the installed Megatron.
     """
 
     python: str
@@ -90,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
     parser.add_argument(
-        "--launch", metavar="LINE", help="instead: say what to change in a launch line of Megatron's to run it with HDP"
+        "--launch",
+        metavar="LINE",
+        help="instead: say what to change in a launch line of Megatron's to run it with HDP, and forecast its memory",
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
@@ -107,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
         from megatron.bytescale.cli.shared.migrate import as_text as changes_text
         from megatron.bytescale.cli.shared.migrate import migrate
 
-        found = migrate(args.launch)
-        print(json.dumps(asdict(found), indent=2) if args.json else changes_text(found))
-        return 0 if found.runs else 1
+        migration = migrate(args.launch)
+        print(json.dumps(asdict(migration), indent=2) if args.json else changes_text(migration))
+        return 0 if migration.runs else 1
     report = diagnose(args, on_cpu=stand_ins is not None)
     print(json.dumps(asdict(report), indent=2) if args.json else as_text(report, args.flags, args.refusals))
     return 0 if report.healthy else 1

@@ -105,9 +105,7 @@ def load_of(settings: Settings, length: int) -> LayerLoad:
     else:
         measured = read_cost(settings.cost_file)
         cost = replace(measured, shape=replace(measured.shape, num_layers=settings.shape.num_layers))
-    return layer_load(
-        cost, length, how=LayerSettings(loss_tokens=LOSS_TOKENS, element_bytes=2 if settings.on_cuda else 4)
-    )
+    return layer_load(cost, length, LayerSettings(loss_tokens=LOSS_TOKENS, element_bytes=2 if settings.on_cuda else 4))
 
 
 def recomputing_arms(kept_whole: int, suffix: str = "") -> list[Arm]:

@@ -67,7 +67,7 @@ class FusedSwiglu(torch.autograd.Function):
 
 def load_of(length: int) -> Any:
     cost = cost_of_rates(SHAPE, 1e12, 1e12, 1e12)
-    return layer_load(cost, length, how=LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS))
+    return layer_load(cost, length, LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS))
 
 
 def chosen_plans(length: int) -> dict[str, ActivationPlan]:

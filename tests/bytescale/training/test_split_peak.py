@@ -42,9 +42,7 @@ def predicted(name: str) -> float:
             kept = tensors[0]
             stage = stage.recomputing(kept)
         return stage.without_states().most_bytes([LENGTH * kept])
-    return forecast(
-        {**PLANS, **MORE_PLANS}[name], layer_load(COST, LENGTH, how=settings), Machine(1e12, 1e12)
-    ).device_bytes
+    return forecast({**PLANS, **MORE_PLANS}[name], layer_load(COST, LENGTH, settings), Machine(1e12, 1e12)).device_bytes
 
 
 def measure(rank: int, world: int) -> dict[str, int]:
@@ -74,5 +72,5 @@ def test_live_bytes_of_split_operators_are_within_five_percent_of_the_prediction
     assert len(found) == len(PLANS) + len(MORE_PLANS) + 2
     for name, live in found.items():
         assert predicted(name) == pytest.approx(live, rel=0.05), (name, predicted(name) / live)
-    fused = layer_load(COST, LENGTH, how=LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS))
+    fused = layer_load(COST, LENGTH, LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS))
     assert forecast(PLANS["none"], fused, Machine(1e12, 1e12)).device_bytes < 0.75 * found["none"]

@@ -16,7 +16,7 @@ H200 = Machine(device_bytes=80e9, host_bytes=1e15)
 
 
 def load_of(length: int, num_layers: int = 32, **changes: Any) -> LayerLoad:
-    return replace(layer_load(COST, length, how=LayerSettings(num_layers)), **changes)
+    return replace(layer_load(COST, length, LayerSettings(num_layers)), **changes)
 
 
 def random_load(dice: random.Random) -> LayerLoad:

@@ -29,14 +29,14 @@ def test_what_is_gathered_and_messages_are_beside_all_passes() -> None:
 
     def need(num_layers: int, **how: bool) -> float:
         slices = (HeldSlices(2048, 8192, 0.0),)
-        load = layer_load(cost, 8192, how=LayerSettings(num_layers, slices=slices, **how))  # type: ignore[arg-type]
+        load = layer_load(cost, 8192, LayerSettings(num_layers, slices=slices, **how))  # type: ignore[arg-type]
         return DeviceNeed.of(load, 0, moves=False).device_bytes(0.0)
 
     shared = need(8, sequence_parallel=True, virtual=True) - need(8, sequence_parallel=True)
     assert shared == pytest.approx(2048 * 4 * 4096)
     assert need(8, virtual=True) - need(8) == pytest.approx(2048 * 4 * 2 * 4096)
     whole, part = (
-        layer_load(cost, 8192, how=LayerSettings(8)),
-        layer_load(cost, 8192, how=LayerSettings(8, 2, 1, 2, True)),
+        layer_load(cost, 8192, LayerSettings(8)),
+        layer_load(cost, 8192, LayerSettings(8, 2, 1, 2, True)),
     )
     assert (whole.beside_bytes, part.beside_bytes) == (0, 2 * 4096)

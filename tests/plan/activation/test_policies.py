@@ -29,7 +29,10 @@ def cases(count: int = 40) -> list[tuple[LayerLoad, Machine]]:
     made = []
     for _ in range(count):
         load = layer_load(
-            COST, dice.choice((2048, 8192, 65536)), dice.choice((1, 4)), LayerSettings(dice.choice((4, 8, 32)))
+            COST,
+            dice.choice((2048, 8192, 65536)),
+            width=dice.choice((1, 4)),
+            settings=LayerSettings(dice.choice((4, 8, 32))),
         )
         load = replace(load, resident_layers=dice.choice((0, 2)), in_flight=dice.choice((1, 3)))
         whole = load.num_layers * load.in_flight * load.bytes_of()
@@ -86,7 +89,7 @@ def test_memo_swaps_as_much_as_its_bounds_allow_and_no_more() -> None:
 
 
 def test_offloading_grows_as_the_device_shrinks_and_fills_it_exactly() -> None:
-    load = layer_load(COST, 65536)
+    load = layer_load(COST, 65536, LayerSettings())
     whole = forecast(ActivationPlan("none"), load, Machine(0.0, 1e15)).device_bytes
     shares = []
     for part in (1.1, 1.0, 0.9, 0.6, 0.3, 0.05):
@@ -105,7 +108,7 @@ def test_offloading_grows_as_the_device_shrinks_and_fills_it_exactly() -> None:
 
 @pytest.mark.parametrize("policy", ["priced", "auto"])
 def test_what_fits_nowhere_names_the_host_memory_that_would_do(policy: str) -> None:
-    load = layer_load(COST, 65536, how=LayerSettings(loss_tokens=1024))
+    load = layer_load(COST, 65536, LayerSettings(loss_tokens=1024))
     with pytest.raises(ValueError, match=r"65536 tokens do not fit in 1 GB of device.*even with enough") as error:
         make_plan(policy, load, Machine(1e9, 1e9))
     named = 1e9 * float(re.findall(r"takes ([\d.]+) GB", str(error.value))[0])

@@ -115,5 +115,5 @@ def test_fused_norms_are_never_rebuilt() -> None:
     kinds = {tensor.name: tensor.kind for tensor in layer_tensors(sparse, operators=JOINED)}
     assert kinds["input norm output"] == "input"
     assert kinds["MLP norm output"] == "cheap"
-    plain, fused = layer_load(COST, 65536), layer_load(COST, 65536, how=LayerSettings(operators=JOINED))
+    plain, fused = layer_load(COST, 65536, LayerSettings()), layer_load(COST, 65536, LayerSettings(operators=JOINED))
     assert plan_memo(fused, H200).swap < plan_memo(plain, H200).swap

@@ -19,7 +19,7 @@ CLUSTER = Cluster(64, 8192)
 
 
 def test_bytes_of_a_token() -> None:
-    layer = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER).layer
+    layer = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER, LayerSettings()).layer
     shape = COST.shape
     assert layer.activations == COST.layer_bytes
     assert layer.keys == 2 * shape.num_kv_heads * shape.head_dim * 2
@@ -39,7 +39,7 @@ def test_the_fullest_stage_counts() -> None:
 
 def test_a_layer_that_is_computed_again_exists_once() -> None:
     kept, tokens = 100.0, 8192
-    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER, LayerSettings())
     again = memory.recomputing(kept)
     assert again.layer.activations == kept
     assert again.working_bytes[0] == pytest.approx(memory.working_bytes[0] + tokens * (COST.layer_bytes - kept))
@@ -48,7 +48,7 @@ def test_a_layer_that_is_computed_again_exists_once() -> None:
 
 
 def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
-    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER, LayerSettings())
     again = memory.recomputing(100.0)
 
     def working(of: StageMemory, stage: int, tokens: float) -> tuple[float, float]:
@@ -63,7 +63,7 @@ def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
 
 
 def test_whole_micro_batches_keep_no_keys_for_later_slices() -> None:
-    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER, LayerSettings())
     sliced, whole = memory.recomputing(100.0, sliced=True), memory.recomputing(100.0)
     assert sliced.layer.activations == 100.0 + memory.layer.keys
     assert sliced.working_bytes[0] == pytest.approx(whole.working_bytes[0] - 8192 * memory.layer.keys)
@@ -92,7 +92,7 @@ def test_tensor_parallel_ranks_gather_into_a_buffer() -> None:
 
 
 def test_messages_of_virtual_stages_travel_beside_passes() -> None:
-    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER, LayerSettings())
     more = memory.with_virtual_stages()
     messages = 4 * 8192 * COST.shape.hidden * 2
     assert more.working_bytes == tuple(each + messages for each in memory.working_bytes)

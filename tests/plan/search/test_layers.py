@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from bytescale_ext.plan.activation.load import LayerSettings
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
@@ -44,7 +45,7 @@ def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
 
 def test_a_recomputed_layer_keeps_its_input_and_in_slices_keys() -> None:
     keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-    memory = StageMemory.of(COST, (3, 3), Cluster(2, 8))
+    memory = StageMemory.of(COST, (3, 3), Cluster(2, 8), LayerSettings())
     for sliced, more in ((False, 0), (True, keys)):
         assert memory.recomputing(COST.recompute_bytes, sliced).layer.activations == COST.recompute_bytes + more
 

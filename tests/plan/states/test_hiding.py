@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bytescale_ext.plan.activation.load import cost_of_rates, layer_load
+from bytescale_ext.plan.activation.load import cost_of_rates, layer_seconds
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.hiding import Computing, computing_of, hiding
@@ -24,11 +24,10 @@ def test_micro_batches_of_a_corpus() -> None:
     """A document on three ranks is three micro-batches; 16 short ones of half the tokens are eight."""
     long, short = computing_of(COST, [24576, *[4096] * 16, 0], 8192)
     assert (long.share, short.share) == (pytest.approx(3 / 11), pytest.approx(8 / 11))
-    load = layer_load(COST, 24576, 3)
-    assert (long.forward_seconds, long.backward_seconds) == (load.forward_seconds, load.backward_seconds)
-    two = layer_load(COST, 4096)
-    assert short.forward_seconds == pytest.approx(2 * two.forward_seconds)
-    assert short.backward_seconds == pytest.approx(2 * two.backward_seconds)
+    assert (long.forward_seconds, long.backward_seconds) == layer_seconds(COST, 24576, 3)
+    forward, backward = layer_seconds(COST, 4096)
+    assert short.forward_seconds == pytest.approx(2 * forward)
+    assert short.backward_seconds == pytest.approx(2 * backward)
     assert long.forward_seconds > short.forward_seconds
 
 

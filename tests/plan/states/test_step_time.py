@@ -13,7 +13,7 @@ from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption, updat
 from bytescale_ext.plan.states.timeline import Speeds, replay, step_seconds
 
 CASE = StateCase(LLAMA_7B.part(4), 1, True, True, 2, 1, 1 << 22)
-LOAD = layer_load(cost_of_rates(LLAMA_7B, 600e12, 500e12, 400e12), 8192, 1, LayerSettings(4))
+LOAD = layer_load(cost_of_rates(LLAMA_7B, 600e12, 500e12, 400e12), 8192, LayerSettings(4))
 SPEEDS = Speeds(50e9, 20e9, 6e9, 3e9)
 LAYER = (CASE.num_parameters - CASE.with_layers(0).num_parameters) / 4
 ENDS = CASE.with_layers(0).num_parameters

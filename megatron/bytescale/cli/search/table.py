@@ -25,17 +25,17 @@ class Row:
     """A strategy in figures: means over the steps, memory at its most.
 
     Attributes:
-        strategy: in short.
-        flags: of the training.
-        documents: of a step.
-        seconds: of a step.
+        strategy: short name of the strategy.
+        flags: flags of the training.
+        documents: documents of a step.
+        seconds: time of a step.
         slow_seconds: 95 % of the steps take at most this.
-        tokens_per_second: of all devices.
-        mfu: model FLOP/s as a share of what the devices can do; None where that is not known.
+        tokens_per_second: tokens per second of all devices.
+        mfu: model FLOP/s as a share of the devices' peak; None if the peak is unknown.
         device_gb, host_gb: memory of a device, and host memory of a process.
         parts: seconds of ``PARTS``.
-        binds: what more of would make it faster.
-        loses: what it takes longer than the fastest strategy, for as many documents.
+        binds: the resource that limits the speed.
+        loses: time in addition to the fastest strategy's, for equally many documents.
     """
 
     strategy: str
@@ -80,7 +80,7 @@ def rows_of(found: Sequence[Scored], peak_flops: float | None) -> list[Row]:
 
 
 def binds(parts: Mapping[str, float], memory_share: float) -> str:
-    """Return what binds a strategy: the longest wait, or computing where none counts; and memory where it is full."""
+    """Return the resource that limits a strategy: its longest wait, else computation; and memory if it is full."""
     total = sum(parts.values())
     waits = {name: seconds for name, seconds in parts.items() if name != "compute" and seconds > FREE_SHARE * total}
     longest = PARTS[max(waits, key=lambda name: waits[name])] if waits else "computing"

@@ -11,7 +11,7 @@ from megatron.bytescale.cli.shared.model_flags import FLAG, arguments_of
 
 
 def kind_of(strategy: Strategy) -> tuple[object, ...]:
-    """Return what a strategy chooses, without its sizes."""
+    """Return the choices of a strategy, without its sizes."""
     return (
         strategy.tensor_parallel > 1,
         strategy.num_stages > 1,
@@ -27,14 +27,14 @@ def kind_of(strategy: Strategy) -> tuple[object, ...]:
 
 @dataclass
 class Trainable:
-    """Tells of a strategy whether the training takes its flags, with those of the model.
+    """Tells whether a training accepts the flags of a strategy, together with the model's flags.
 
     Strategies whose layers keep all activations are asked for each mesh of ranks; what else a strategy chooses is asked
     once, whatever the mesh and the numbers of tokens and layers.
 
     Attributes:
-        flags: of the model, as the user gave them.
-        task: what is searched.
+        flags: flags of the model, as the user gave them.
+        task: task of the search.
         reasons: why a kind of strategy is refused, by kind; empty: it is not.
     """
 

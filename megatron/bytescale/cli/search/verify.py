@@ -58,7 +58,7 @@ class Verified:
 
     Attributes:
         number: place in the search.
-        strategy: in short.
+        strategy: short name of the strategy.
         predicted_seconds, seconds: median of a step; None: it failed.
         predicted_gb, gb: device memory of the process that needs most, in the step with most tokens.
         failure: why it failed; empty if it did not.
@@ -114,8 +114,8 @@ def verified(
     """Train these strategies one after the other; Ctrl-C ends this after those that are done.
 
     Args:
-        args: of ``bytescale search``.
-        task: what was searched.
+        args: options of ``bytescale search``.
+        task: task of the search.
         scored: the strategies.
         train: trains one; None: by the script that the search writes, on this machine.
     """

@@ -52,7 +52,7 @@ class DryRun:
         rank: the process whose groups are listed.
         groups: name -> its ranks.
         step: figures of one planned step, in words.
-        received_gb: what the busiest process receives in the step, by kind.
+        received_gb: GB that the busiest process receives in the step, by kind.
         memory_gb: device memory of each stage, by kind.
     """
 
@@ -186,7 +186,7 @@ def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node:
 
 
 def memory_gb(forecast: Forecast, table: ShardTable, slicing: Slicing) -> list[dict[str, float]]:
-    """Return the memory of each stage in a step, on the HDP rank that takes most; ``total`` is that of its device."""
+    """Return the memory of each stage in a step, on its fullest HDP rank; ``total`` is the memory of its device."""
     stages = forecast.memory(table, slicing)
     kinds = [asdict(one.device) | {"host": one.host, "pages": one.pages} for one in stages]
     shown = [name for name in kinds[0] if name in ("states", "activations") or any(one[name] for one in kinds)]

@@ -1,7 +1,8 @@
 """What to change in a launch line of Megatron's, so that it trains with hybrid data parallelism.
 
 The changes follow from the table of refusals: what a row says to remove, to add or to put in its place is done, other
-rows need a decision. Nothing is read but the line.
+rows need a decision. A line that can run is also forecast: the memory of its fullest device. Of files, only a cost
+file that the line names is read.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import io
 import math
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.forecast import Forecast
 from megatron.bytescale import features
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import whole_parser
+from megatron.bytescale.arguments.setup import setup_of
+from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, arguments_of
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
 DONE_BY_PLAN: Final = "the plan decides how documents are packed"
@@ -47,11 +52,14 @@ class Migration:
 
     Attributes:
         line: its words.
-        changes: in the order in which they were found.
+        changes: the changes, in the order in which they were found.
+        device_gb: forecast memory of the fullest device, in GB, with full micro-batches that run whole; None if
+            something is left to decide, or the number of processes is unknown.
     """
 
     line: tuple[str, ...]
     changes: tuple[Change, ...]
+    device_gb: float | None = None
 
     @property
     def runs(self) -> bool:
@@ -68,7 +76,7 @@ class _Line:
     changes: list[Change] = field(default_factory=list)
 
     def place(self, flag: str) -> tuple[int, int] | None:
-        """Return where a flag and its values stand in ``flags``: [first, end), or None."""
+        """Return the places of a flag and its values in ``flags``: [first, end), or None."""
         for first, word in enumerate(self.flags):
             if word.split("=")[0] == flag:
                 after = (n for n, one in enumerate(self.flags[first + 1 :], first + 1) if one.startswith("--"))
@@ -86,7 +94,7 @@ class _Line:
         return True
 
     def put(self, words: list[str], why: str) -> None:
-        """Give a flag a value, in place of the one that it has."""
+        """Set the value of a flag."""
         found = self.place(words[0])
         before = shlex.join(self.flags[slice(*found)]) + " -> " if found is not None else ""
         self.flags[slice(*(found or (0, 0)))] = words
@@ -98,7 +106,7 @@ def migrate(line: str, num_processes: int | None = None) -> Migration:
 
     Args:
         line: torchrun or python with its options, the script, and its flags; or flags alone.
-        num_processes: of the run; default: what torchrun starts, where the line says it in numbers.
+        num_processes: processes of the run; default: torchrun's processes, if the line has them in numbers.
 
     Raises:
         ValueError: the line cannot be split into words, or is of another script.
@@ -112,7 +120,10 @@ def migrate(line: str, num_processes: int | None = None) -> Migration:
     _heed_refusals(changed)
     if all(change.what != "decide" for change in changed.changes):
         _check(changed, num_processes)
-    return Migration((*changed.head, *changed.flags), tuple(changed.changes))
+    migration = Migration((*changed.head, *changed.flags), tuple(changed.changes))
+    if not migration.runs or num_processes is None:
+        return migration
+    return replace(migration, device_gb=device_gb(changed.flags, num_processes))
 
 
 def _split(line: str) -> _Line:
@@ -259,9 +270,24 @@ def _check(line: _Line, num_processes: int | None) -> None:
         line.changes.append(Change("decide", "", str(error)))
 
 
-def as_text(found: Migration) -> str:
-    """Return changes and line for a person."""
-    width = max((len(change.flag) for change in found.changes), default=0)
-    lines = [f"{change.what:8} {change.flag:{min(width, 60)}}  {change.why}" for change in found.changes]
-    told = "the line with hybrid data parallelism:" if found.runs else "not yet: decide as marked; the line so far:"
-    return "\n".join([*lines, "", told, shlex.join(found.line)])
+def device_gb(flags: list[str], num_processes: int) -> float | None:
+    """Return the forecast memory of the fullest device, in GB; None for a training that cannot be set up here."""
+    words = [word for word in flags if word != "--cpu"]
+    try:
+        args = arguments_of(words, on_cuda=len(words) == len(flags), processes=num_processes)
+        args.fake_process_group = True  # the training may run on another machine
+        return Forecast(choose(setup_of(args))).full_bytes[0] / 1e9
+    except (ValueError, OSError):
+        return None
+
+
+def as_text(migration: Migration) -> str:
+    """Return the changes, the forecast and the line as text."""
+    width = max((len(change.flag) for change in migration.changes), default=0)
+    lines = [f"{change.what:8} {change.flag:{min(width, 60)}}  {change.why}" for change in migration.changes]
+    if migration.device_gb is not None:
+        vocab = "" if "--vocab-size" in migration.line else f", for a vocabulary of {USUAL_VOCAB:,}"
+        lines += ["", f"forecast memory of the fullest device: {migration.device_gb:.4g} GB{vocab}"]
+    runs = "the line with hybrid data parallelism:"
+    title = runs if migration.runs else "not yet: decide as marked; the line so far:"
+    return "\n".join([*lines, "", title, shlex.join(migration.line)])

@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
         shape: its sizes, with the vocabulary as Megatron pads it on one tensor-parallel rank.
-        operators: which operators of a layer are fused.
+        operators: the fused operators of a layer.
         dtype: type of its parameters, for example "bfloat16".
         rows_multiple: its matrix products take rows in multiples of this: 16 or 32 in FP8.
         ties_embeddings: its input and output embedding are one matrix.
@@ -61,7 +61,7 @@ def given_flags(words: Sequence[str]) -> set[str]:
 
 
 def with_needed(words: Sequence[str]) -> list[str]:
-    """Return the flags of a model with those of ``NEEDED`` that are not given."""
+    """Return the flags of a model and the missing flags of ``NEEDED``."""
     given = given_flags(words)
     return [*words, *(word for flag in NEEDED if flag[0] not in given for word in flag)]
 
@@ -109,12 +109,12 @@ def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
 def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1) -> argparse.Namespace:
     """Return the arguments of a training with hybrid data parallelism and these flags, checked as it would be.
 
-    What a training needs besides its model is filled in where it is missing. No file is read.
+    Missing arguments of a training get default values. No file is read.
 
     Args:
         words: the flags.
         on_cuda: see ``model_of``.
-        processes: of the training.
+        processes: processes of the training.
 
     Raises:
         ValueError: what the training would refuse.

@@ -91,8 +91,8 @@ class Row:
     Attributes:
         case: its states.
         on_disk: the pages that host memory has no room for.
-        moves: of one step, in time.
-        num_microbatches: of one step.
+        moves: moves of one step, in order of time.
+        num_microbatches: micro-batches of one step.
     """
 
     case: StateCase

@@ -120,7 +120,7 @@ def cost_of(args: argparse.Namespace, setup: Setup) -> ModelCost:
 
 
 def automatic(setup: Setup) -> StateChoice:
-    """Return what ``--state-policy auto`` chooses, as training does. Raises ValueError if nothing fits."""
+    """Return the choice of ``--state-policy auto``, which training makes too. Raises ValueError if nothing fits."""
     states = choose(replace(setup, states=replace(setup.states, option=AUTO))).states
     assert states is not None, "model states are left open"
     return states
@@ -136,7 +136,7 @@ def lengths_of(args: argparse.Namespace) -> list[int]:
 
 
 def hidden_of(args: argparse.Namespace, setup: Setup, case: StateCase) -> Hiding:
-    """Return which copies of a step of a stage overlap with computation."""
+    """Return the copies of a step of a stage that overlap with computation."""
     computing = computing_of(setup.cost, lengths_of(args), args.tokens_per_rank)
     return hiding(case, computing, args.microbatches, setup.states.speeds)
 

@@ -32,7 +32,7 @@ class FirstStep:
     """Traces the allocations of the first training step of a process.
 
     Attributes:
-        store: of the activations.
+        store: store of the activations.
         chunks: the model of the process: one chunk, or one for each virtual stage; known once it is built.
         trace: while it runs.
     """
@@ -86,11 +86,11 @@ class PlannedMemory:
 
     Attributes:
         memory: the plan of this rank.
-        store: of the activations.
+        store: store of the activations.
         on_cuda: the process computes on a GPU.
         prints: this process prints the report.
-        role: of a rank among several, for the report.
-        step: the first one, on CPU.
+        role: role of a rank among several, for the report.
+        step: first step, on CPU.
     """
 
     memory: StepMemory
@@ -171,7 +171,7 @@ def store_of(runtime: Runtime) -> ActivationStore:
 
 
 def role_of(runtime: Runtime, record: StepRecord) -> str:
-    """Return the stage and the tensor-parallel rank of this process, for messages; "" where there is one of each."""
+    """Return the stage and the tensor-parallel rank of this process, for messages; "" if there is one of each."""
     process, layout = runtime.run.process, record.layout
     parts = [f"stage {process.stage}"] * (layout.num_stages > 1)
     parts += [f"tensor rank {process.tensor_rank}"] * (layout.tensor_parallel > 1)

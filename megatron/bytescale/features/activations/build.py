@@ -165,7 +165,7 @@ def ordered_forward_step(
 
 
 def order_of_stage(config: Any) -> tuple[Action, ...] | None:
-    """Return what this stage of a pipeline runs in a step of Megatron's own schedule; None without a pipeline."""
+    """Return the order in which this stage runs a step of Megatron's own schedule; None without a pipeline."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return None

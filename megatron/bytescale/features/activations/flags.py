@@ -118,7 +118,7 @@ class PolicyOptions:
         policy: policy by name, or given shares.
         device_gb: memory of the device; None: not given.
         host_gb: host memory of a process; None: not given.
-        link_gb: speed of a link to host memory that one GPU uses, in GB/s; None: not given.
+        link_gb: speed of a link to host memory that a single GPU uses, in GB/s; None: not given.
         gpus_per_link: GPUs that share a link.
         may_measure: unmeasured speeds may be measured when training starts.
     """
@@ -234,7 +234,7 @@ def assumptions(options: PolicyOptions, run: RunConfig) -> str:
 
 
 def measures(options: PolicyOptions, run: RunConfig) -> tuple[str, ...]:
-    """Return which speeds are measured when training starts, because the policy chooses shares by them."""
+    """Return the speeds that are measured when training starts, because the policy chooses shares by them."""
     if not options.may_measure or options.policy.name == "none" or options.policy.has_shares:
         return ()
     found = ["layers"] * (run.cost is None)

@@ -122,7 +122,7 @@ def layout_of(step: StepArguments, run: RunConfig) -> StepLayout:
 
 
 def traits_of(step: StepArguments) -> ModelTraits:
-    """Return what decides the tensors of a step beside the sizes of the model."""
+    """Return the traits of the model that decide the tensors of a step, in addition to its sizes."""
     is_learned = step.position_embedding_type == "learned_absolute"
     return ModelTraits(
         normalization=step.normalization,

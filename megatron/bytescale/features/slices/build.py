@@ -65,7 +65,7 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
 
 
 def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
-    """Make the process groups of messages beside passes, and tell the user if slices gain nothing. Collective."""
+    """Make the process groups of messages during passes, and tell the user if slices gain nothing. Collective."""
     if current(Messages).overlap_p2p_comm:
         runtime.add_parts(links=create_virtual_links(runtime.device, runtime.run.process.timeout_minutes))
     elif config.receives_ahead:

@@ -155,7 +155,7 @@ class SliceOptions:
         slices: slices of a micro-batch; "auto": the planner chooses.
         ahead: stages run two forwards ahead of the next one.
         zero_bubble: weight gradients run where a stage would be idle.
-        partition: what is equal in all slices, or the tokens of each.
+        partition: the quantity that is equal in all slices, or the tokens of each slice.
         kept_keys, swapped_keys: longest documents whose keys are kept, on the device and in host memory, or None.
     """
 
@@ -291,12 +291,12 @@ def document_slices(decision: Decision) -> DocumentSliceConfig:
 
 
 def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[float]) -> str:
-    """Return what to tell the user about keys that are kept between slices.
+    """Return the message about keys that are kept between slices.
 
     Args:
         config: the slices.
         longest: tokens of the longest sequence.
-        key_bytes: of a token's keys and values in all layers of each stage.
+        key_bytes: bytes of a token's keys and values in all layers of each stage.
     """
     slicing, num_stages = config.slicing, config.num_stages
     note = f"keys of documents of up to {slicing.kept_tokens:,} tokens are kept from slice to slice"

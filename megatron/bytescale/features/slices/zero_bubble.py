@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         ZERO_BUBBLE_FLAG,
         action="store_true",
-        help="Backward passes compute the gradients of activations alone; those of the weights of linear layers run "
+        help="Backward passes compute only the gradients of activations; the gradients of linear layers' weights run "
         "later, while a stage would wait for its neighbours. No stage holds more slices than the first stage does "
         "without it. Works with slices and with whole micro-batches; needs --transformer-impl local.",
     )
@@ -42,7 +42,7 @@ def resolve(flags: SliceFlags, run: RunConfig) -> ZeroBubble:
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Split the backward passes of all linear layers except those of experts."""
+    """Split the backward passes of all linear layers outside experts."""
     from megatron.training.utils import print_rank_0
 
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_split_products

@@ -196,7 +196,7 @@ class StateOptions:
     Attributes:
         option: where the states are, or "auto".
         page_bytes: bytes of a page.
-        update_steps: steps beside which an update runs; 0: updates are exact.
+        update_steps: steps that overlap with an update; 0: updates are exact.
         host_gb: host memory of a process for pages; None: not given.
         nvme: folder of a local disk for pages, or None.
         nvme_gb: space that a process may take of it; None: not given.
@@ -231,7 +231,7 @@ def state_options(flags: StateFlags) -> StateOptions:
 
 
 def _option(flags: StateFlags) -> StateOption | Literal["auto"]:
-    """Return where the states are. Raises ValueError for a window that is empty, or where there is none."""
+    """Return the place of the states. Raises ValueError for an empty window, or a window in another stage than 3."""
     if flags.state_policy != "paged":
         return AUTO if flags.state_policy == AUTO else StateOption()
     stage, window = flags.state_stage or 1, flags.state_window_layers
@@ -245,7 +245,7 @@ def _option(flags: StateFlags) -> StateOption | Literal["auto"]:
 
 
 def _update_steps(flags: StateFlags) -> int:
-    """Return beside how many steps an update runs, 0 for exact updates. Raises ValueError for none."""
+    """Return the steps that overlap with an update, 0 for exact updates. Raises ValueError for fewer than 1."""
     if flags.state_update == "exact":
         if flags.state_update_steps is not None:
             raise ValueError("--state-update-steps needs --state-update lock-free")

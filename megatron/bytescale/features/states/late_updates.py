@@ -1,4 +1,4 @@
-"""Tells how late updates are that run beside training."""
+"""Measures the delay of updates that overlap with training."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Staleness:
     """Counts the staleness of steps, which is equal on all ranks, and tells the user.
 
     Attributes:
-        runtime: of this process; its metrics take the figure of each step.
-        counts: of each step since the last log line.
+        runtime: runtime of this process; its metrics take the figure of each step.
+        counts: counts of each step since the last log line.
         waited: seconds until then.
     """
 

@@ -92,6 +92,8 @@ def test_the_line_of_the_readme_becomes_the_other(found: dict[str, Migration | s
     assert ours - wanted == {"--calculate-per-token-loss"}, "set by itself, and harmless"
     assert wanted <= ours
     assert f"--hdp-global-tokens {16 * 32768}" in flags(before)
+    assert before.device_gb is not None
+    assert before.device_gb == after.device_gb, "both lines train the same model in the same way"
 
 
 # name: flags that the line has afterwards, flags that it has lost
@@ -129,6 +131,8 @@ def test_what_needs_a_decision_is_marked(found: dict[str, Migration | str]) -> N
     assert "--fim-data" in one.line
     assert "--micro-batch-size" not in one.line
     assert "not yet: decide as marked" in as_text(one)
+    assert one.device_gb is None
+    assert of(found, "nothing but flags").device_gb is None, "the number of processes is unknown"
     missing = [change.flag for change in of(found, "missing").changes if change.what == "decide"]
     assert missing == ["--seq-length", "--global-batch-size"]
     (checked,) = [change for change in of(found, "left to the checks").changes if change.what == "decide"]
@@ -169,6 +173,8 @@ def test_the_command_prints_changes_and_line() -> None:
     assert changed[0] == 0
     assert changed[1].splitlines()[0].startswith("replace  pretrain_gpt.py -> pretrain_gpt_hdp.py ")
     assert changed[1].splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node=4 pretrain_gpt_hdp.py ")
+    assert changed[1].splitlines()[-4].startswith("forecast memory of the fullest device: ")
+    assert changed[1].splitlines()[-4].endswith(" GB, for a vocabulary of 32,000")
     assert undecided[0] == 1
     shown = json.loads(undecided[1])
     assert Change(**shown["changes"][-1]).what == "decide"

@@ -71,7 +71,7 @@ def measure(rank: int, world: int) -> dict[str, Any]:
     ring.attention_forward = counted  # type: ignore[assignment]
     length = 96
     bench = build_model(SHAPE, torch.float32, 1 << 24, loss_tokens=40, on_cpu=True)
-    load = layer_load(cost_of_rates(SHAPE, 1.0, 1.0, 1.0), length, how=LayerSettings(element_bytes=4))
+    load = layer_load(cost_of_rates(SHAPE, 1.0, 1.0, 1.0), length, LayerSettings(element_bytes=4))
     found: dict[str, Any] = {"peaks": [], "predicted peaks": []}
     for keep in (0.0, 0.25, 0.5):
         bench.store.plan = ActivationPlan("priced", 0.25, 0.75 - keep, 1.0 - keep, True, 2)

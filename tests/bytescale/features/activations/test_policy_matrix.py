@@ -55,7 +55,7 @@ PLANS = {
 def plan_of_auto() -> ActivationPlan:
     """Return what ``auto`` chooses with half of the memory."""
     shape = ModelShape(LAYERS, HIDDEN, 4, 2, 8, 48, True, VOCAB)
-    load = layer_load(cost_of_rates(shape, 1e12, 1e12, 1e12), LENGTHS[1], how=LayerSettings(element_bytes=4))
+    load = layer_load(cost_of_rates(shape, 1e12, 1e12, 1e12), LENGTHS[1], LayerSettings(element_bytes=4))
     whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
     return make_plan("auto", load, Machine(0.7 * whole, whole, 1e9))
 

@@ -84,7 +84,7 @@ def predicted(plan: ActivationPlan, load: float) -> float:
         element_bytes=FLOAT_BYTES, resident_layers=plan.resident_layers, loss_tokens=LOSS_TOKENS,
         expert_load=load, expert_ranks=2,
     )  # fmt: skip
-    of_step = layer_load(cost_of_rates(SHAPE, 1e12, 1e12, 1e12), LENGTH, how=settings)
+    of_step = layer_load(cost_of_rates(SHAPE, 1e12, 1e12, 1e12), LENGTH, settings)
     ends = 2.0 * LENGTH * SHAPE.hidden * FLOAT_BYTES
     return forecast(plan, of_step, Machine(1e12, 1e12)).device_bytes + ends
 
