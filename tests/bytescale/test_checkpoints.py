@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.bytescale.checkpoints import flaw_of, iterations, names_in, to_load, use_last_whole
+from megatron.bytescale.checkpoints import flaw_of, names_in, to_load, use_last_whole
 from megatron.bytescale.launch import TRACKER
 
 
@@ -102,14 +102,6 @@ def test_the_wanted_step_has_to_be_whole(tmp_path: Path) -> None:
         use_last_whole(tmp_path, wanted=4)
     with pytest.raises(ValueError, match=r"--ckpt-step 6: .*iter_0000006 holds no checkpoint; whole in"):
         use_last_whole(tmp_path, wanted=6)
-
-
-def test_a_new_run_and_released_weights_are_left_alone(tmp_path: Path) -> None:
-    assert use_last_whole(tmp_path) is None
-    (tmp_path / TRACKER).write_text("release")
-    assert use_last_whole(tmp_path) is None
-    (tmp_path / "iter_of_mine").mkdir()
-    assert iterations(tmp_path) == []
 
 
 def test_which_checkpoint_megatron_loads(tmp_path: Path) -> None:

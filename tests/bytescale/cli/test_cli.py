@@ -32,15 +32,6 @@ def test_help_has_an_example_that_parses(command: object, capsys: pytest.Capture
     assert cli.parser().parse_args(words).command == name
 
 
-def test_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for command in cli.COMMANDS:
-        assert command.NAME in shown
-        assert " ".join(command.HELP.split()[:3]) in shown
-
-
 def test_all_words_after_train_are_flags_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(sys, "argv", [])

@@ -44,17 +44,6 @@ def test_the_report(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[
     assert check_indexed_dataset(str(out)).num_tokens == 22
 
 
-def test_json_says_the_same(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert corpus(out, "--from", source, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "prefix": str(out), "num_documents": 4, "num_tokens": 22, "median_tokens": 5, "p90_tokens": 10,
-        "p99_tokens": 10, "max_tokens": 10, "num_files": 3, "num_skipped_empty": 2, "num_not_utf8": 0,
-        "dtype": "uint16", "vocab_size": 257, "eod": 256,
-        "training_flags": ["--data-path", str(out), "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"],
-    }  # fmt: skip
-
-
 def test_fewer_tokens_than_asked_for_are_told(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus(tmp_path / "out", "--from", source, "--tokens", 1_000_000)
     assert "           fewer than --tokens 1,000,000: the source has no more\n" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``bytescale doctor`` on this machine; its text from a given report is in test_doctor_text.py."""
+"""``bytescale doctor`` on this machine: text, JSON and exit codes."""
 
 from __future__ import annotations
 

@@ -146,32 +146,6 @@ def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> N
     assert " - " in capsys.readouterr().out
 
 
-SCENARIO: command.Described = {
-    "lengths": "data/mine.idx", "context": 64, "ranks": 4, "tokens_per_rank": 16, "global_tokens": 256, "stages": 1,
-    "slicing": {"num_slices": 1, "swapped_tokens": 0}, "chosen_within_gb": None, "host_gb": None, "seeds": 3,
-    "cost": {"file": "a.json", "device": "a GPU"},
-}  # fmt: skip
-
-
-def test_the_table_of_given_figures() -> None:
-    figure: command.Figure = {"mean": 1.25, "worst": 1.5}
-    row: command.Figures = dict.fromkeys(command._COLUMNS, figure) | {"speedup_over_static": None}
-    text = command.as_text(SCENARIO, {"ours": row, "static": "it does not fit"})
-    title, _, _, heads, ours, note = text.splitlines()
-    assert title == "mine.idx, context 64, 4 ranks, C 16, 256 tokens a step, 3 seeds"
-    assert "1F1B bound" not in heads
-    assert "kept keys" not in heads
-    assert ours.split()[:6] == ["ours", "1.250", "1.500", "-", "125.0%", "150.0%"]
-    assert note == "static: not applicable, it does not fit"
-
-
-def test_the_title_names_stages_and_slices() -> None:
-    title = command._title({**SCENARIO, "sampler": "github", "stages": 4, "slicing": {"num_slices": 3}})
-    assert title.startswith("github, context 64, 4 ranks x 4 stages in 3 slices")
-    chosen = command._title({**SCENARIO, "sampler": "github", "stages": 4, "chosen_within_gb": 80})
-    assert chosen.startswith("github, context 64, 4 ranks x 4 stages in slices chosen for each step within 80 GB")
-
-
 def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--sampler", "github", *SMALL, *ONE_STEP, "--stages", 4, "--schedulers", "static,ours", "--json")
     assert run(*words) == 0

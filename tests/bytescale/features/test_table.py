@@ -14,8 +14,6 @@ from megatron.bytescale.arguments.conditions import given
 from megatron.bytescale.arguments.options import Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
-from tests.config.runs import run_of
-from tests.harness import run_ranks
 
 
 def feature_of(name: str, **changes: Any) -> Feature[Any]:
@@ -67,18 +65,6 @@ def test_the_switch_is_one_of_its_flags_and_off_by_default(feature: Feature[Any]
     assert set(feature.requires) <= {other.name for other in features.FEATURES}
 
 
-@pytest.mark.ranks
-def test_patches_name_features_of_the_table() -> None:
-    (named,) = run_ranks(names_in_patches, 1, init_group=False)
-    assert named <= {feature.name for feature in features.FEATURES} | {"always", "cpu"}
-
-
-def names_in_patches(rank: int, world: int) -> set[str]:
-    from megatron.bytescale.patches import PATCHES
-
-    return {name for row in PATCHES for name in row.features}
-
-
 def test_a_flag_needs_its_feature(table: Any) -> None:
     table(feature_of("one"), feature_of("two", needs="--two of any size"))
     features.check(parsed("--one", "--one-size", "3"))
@@ -117,18 +103,8 @@ def test_refusals_come_before_settings(table: Any) -> None:
     assert features.refusals() == [row]
 
 
-def test_enabled_features_keep_the_order_of_the_table(table: Any) -> None:
-    table(feature_of("two"), feature_of("one"), feature_of("three"))
-    assert [feature.name for feature in features.enabled(parsed("--one", "--two"))] == ["two", "one"]
-
-
 def test_patches_of_enabled_features_only(table: Any) -> None:
     rows = ("first", "second")
     table(feature_of("one", patches=lambda: rows), feature_of("two"))
     assert features.patches_of(["one", "two"]) == list(rows)
     assert features.patches_of(["two"]) == []
-
-
-def test_a_run_keeps_the_order_of_the_table() -> None:
-    run = run_of().with_feature("two", 2).with_feature("one", 1)
-    assert list(run.features.items()) == [("two", 2), ("one", 1)]

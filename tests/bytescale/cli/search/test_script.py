@@ -23,13 +23,6 @@ def words(text: str) -> list[str]:
     return shlex.split(" ".join(line.removesuffix("\\") for line in lines))
 
 
-def test_flags_of_a_run() -> None:
-    assert " ".join(RUN.flags()) == (
-        "--num-layers 4 --swiglu --seq-length 256 --max-position-embeddings 256 --global-batch-size 8 "
-        "--hdp-tokens-per-rank 64"
-    )
-
-
 def test_what_the_user_gave_is_kept(tmp_path: Path) -> None:
     given = ["--hidden-dropout=0.1", "--max-position-embeddings", "512"]
     run = Run(given, [], 256, 8, tmp_path / "cost.json")
@@ -66,13 +59,6 @@ def test_scripts_are_bash(launcher: str, devices: int) -> None:
     assert ("--standalone" in found) == (launcher == "torchrun" and devices <= 8)
     assert ("#SBATCH --nodes=8" in text) == (launcher == "slurm" and devices == 64)
     assert "# a comment; with 'quotes'\n" in text
-
-
-def test_directives_come_first() -> None:
-    lines = script_text(RUN, 16, 8, "slurm", ["about"]).splitlines()
-    assert lines[0] == "#!/usr/bin/env bash"
-    assert all(line.startswith("#SBATCH") for line in lines[1:5])
-    assert lines[5] == "# about"
 
 
 def test_words_with_spaces_are_quoted() -> None:

@@ -4,10 +4,10 @@ import pytest
 
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.search.costed import StepFigures
-from bytescale_ext.plan.search.explore import Exploration, Scored, in_sizes
+from bytescale_ext.plan.search.explore import Scored, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.forecast import StepTime
-from megatron.bytescale.cli.search.table import binds, counts_text, loses, rows_of
+from megatron.bytescale.cli.search.table import binds, loses, rows_of
 from tests.plan.search.tasks import STEPS, small_task
 
 FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 0.1, 0.0, 1.0), 5e8, 0.0),) * 2, small_task())
@@ -44,11 +44,3 @@ def test_what_binds_and_loses() -> None:
     assert binds({**parts, "exposed": 2.0}, 0.96) == "computing, memory"
     assert loses(parts, parts) == "equal"
     assert loses({**parts, "compute": 91.0}, parts) == "+1 s computing"
-
-
-def test_counts() -> None:
-    seen = Exploration(branches=7, fitting=4, bounded=3, replayed=2, steps_run=5)
-    assert counts_text(seen).startswith("7 of 7 branches")
-    assert "with 4 strategies: 0 do not fit (none), 3 were bounded, 2 planned" in counts_text(seen)
-    seen.unfit["device memory"] = 2
-    assert "6 strategies: 2 do not fit (2 for device memory)" in counts_text(seen)

@@ -87,15 +87,6 @@ def test_ring_traffic_is_that_of_the_run(num_ranks: int, more: list[str], tmp_pa
     assert len(found["memory_gb"]) == num_ranks // 2
 
 
-def test_groups_are_those_of_the_process() -> None:
-    found = predicted([*BIG, "--global-batch-size", "256"], 1024, [64] * 256, of=517)
-    assert found["groups"]["tensor parallel"] == [516, 517]
-    assert found["groups"]["pipeline"] == [5, 517]
-    assert found["groups"]["HDP"] == list(range(513, 1024, 2))
-    assert [row["stage"] for row in found["memory_gb"]] == [0, 1]
-    assert all(row["total"] == pytest.approx(sum(list(row.values())[2:-1])) for row in found["memory_gb"])
-
-
 def test_memory_under_a_policy_is_its_forecast() -> None:
     deep = [*ONE_STEP, "--num-layers", "4"]
     flags = [*deep, "--activation-policy", "memo", "--swap-fraction", "0.5", "--host-memory-gb", "0.01"]
@@ -129,14 +120,6 @@ def test_states_that_leave_the_device() -> None:
         assert one["states"] == pytest.approx(other["states"] / 2)
         assert one["pages"] == pytest.approx(other["states"] / 2, abs=6e-5)
         assert one["total"] == pytest.approx(other["total"] - other["states"] / 2)
-
-
-def test_the_choice_of_states_is_told() -> None:
-    flags = [*ONE_STEP, *"--num-layers 4 --state-policy auto --host-memory-gb 1e-2 --state-page-mb 0.00390625".split()]
-    chosen = predicted([*flags, "--device-memory-gb", "1"], 4, [60] * 8)
-    assert chosen["about"]["model states"].startswith("(the least predicted time): resident: ")
-    assert chosen["about"]["or"].startswith("what else fits: stage 1 ")
-    assert "pages" not in chosen["memory_gb"][0]
 
 
 def type_command(rank: int, world: int, words: list[str]) -> str:

@@ -47,13 +47,6 @@ def test_as_json(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert whole["num_pushed"] == whole["num_read"] == none["num_read"]
 
 
-def test_fewer_tokens_and_one_hash(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--data", prefix, "--tokens", "300", "--orders", "1", "--heads", "1", "--rows", "1G", "--json")
-    report = json.loads(printed(capsys, *words, "--policies", "lru", "--cache-rows", "0.5", "--rows", "1M"))
-    assert report["caches"][0]["num_steps"] == 1
-    assert report["rows_touched"] <= 200
-
-
 REFUSED = [
     (["--data", "{in}/short"], "short.idx"),
     (["--orders", "0"], "--orders: invalid numbers value: '0'"),

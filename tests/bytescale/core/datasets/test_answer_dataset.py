@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bytescale_ext.data.corpus.mask_file import MASK, write_header
@@ -18,7 +17,6 @@ from megatron.bytescale.core.datasets.answer_dataset import (
     check_answers,
 )
 from megatron.bytescale.core.datasets.document_dataset import check_splits
-from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
 from tests.data.sources import write_data_set
 
 # A digit is a token; 1 is an answer. At 8 tokens two documents have none, two are cut.
@@ -98,12 +96,3 @@ def test_what_is_left_out_is_told_and_splits_without_answers_are_refused(tmp_pat
     split = check_splits(config_of(prefixes[:1], split="60,20,20"), [None, 1, 0])
     with pytest.raises(ValueError, match="no conversation of the valid split has an answer in its first --seq-len"):
         check_answers(split)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 40, 300])
-def test_steps_counted_in_tokens_get_enough_samples(num_tokens: int, tmp_path: Path) -> None:
-    config = check_splits(config_of([write(tmp_path, "a")]), [None, 0, 0])
-    wanted = samples_that_hold(num_tokens, config)
-    source = samples(config, 20 + wanted)
-    tokens = np.cumsum([0, *(source.length(sample) for sample in range(20 + wanted))])
-    assert (tokens[wanted:] - tokens[:21] >= num_tokens).all()

@@ -19,8 +19,6 @@ from megatron.bytescale.core.datasets.document_dataset import (
     DocumentDataset,
     SampleSource,
     build_document_datasets,
-    check_labels,
-    check_splits,
 )
 from tests.plan.simple_plans import plan_naive
 
@@ -173,15 +171,6 @@ def test_a_split_of_empty_documents_alone_is_refused(tmp_path: Path) -> None:
         _build([3, 1, 0], blend=([prefix], None), split="67,33,0")
 
 
-def test_a_split_without_labels_is_refused(tmp_path: Path) -> None:
-    short, mixed = _write(tmp_path / "a", [4, 2, 1, 1]), _write(tmp_path / "b", [4, 4, 1, 2])
-    half = _config(blend=([short], None), split="50,50,0")
-    with pytest.raises(ValueError, match=r"a: no document of the valid split has two tokens.*--split"):
-        check_labels(check_splits(half, [2, 2, 0]))
-    check_labels(check_splits(half, [2, 0, 0]))
-    check_labels(check_splits(_config(blend=([short, mixed], None), split="50,50,0"), [2, 2, 0]))
-
-
 def test_weights_blend_as_megatron_blends(tmp_path: Path) -> None:
     prefixes = [_write(tmp_path / "a", [3] * 10), _write(tmp_path / "b", [5] * 10, first=500)]
     source = _build([400, 0, 0], blend=(prefixes, [1.0, 3.0]))[0]
@@ -210,17 +199,6 @@ def test_a_blend_has_the_same_beginning_whatever_its_size(tmp_path: Path) -> Non
         assert source is not None
         orders.append([source.sample(i) for i in range(30)])
     assert orders[0] == orders[1]
-
-
-def test_each_split_may_have_its_own_data(tmp_path: Path) -> None:
-    train, valid, other = (_write(tmp_path / name, [4] * 5) for name in ("train", "valid", "other"))
-    blends = [([train], None), ([valid, other], [0.5, 0.5]), None]
-    sources = _build([7, 6, 0], blend_per_split=blends)
-    assert sources[0] is not None
-    assert sources[1] is not None
-    assert sources[2] is None
-    assert {sources[0].sample(i).prefix for i in range(len(sources[0]))} == {train}
-    assert Counter(sources[1].sample(i).prefix for i in range(6)) == {valid: 3, other: 3}
 
 
 @pytest.mark.parametrize(
@@ -268,9 +246,3 @@ def test_the_loader_runs_on_a_blend(tmp_path: Path) -> None:
             ]
             assert packed.tokens.tolist() == [token for part in expected for token in part]
     assert loader.state_dict()["consumed_samples"] == len(source) // 4 * 4
-
-
-def test_files_read_without_a_memory_map_give_the_same(prefix: str) -> None:
-    mapped, plain = (_dataset(prefix, None, mmap_bin_files=mmap) for mmap in (True, False))
-    for i in range(len(mapped)):
-        assert plain.read(i, 0, mapped.length(i) + 1).tolist() == mapped.read(i, 0, mapped.length(i) + 1).tolist()

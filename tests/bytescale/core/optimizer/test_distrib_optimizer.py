@@ -12,9 +12,7 @@ import torch
 from megatron.bytescale.core.optimizer.distrib_optimizer import (
     add_step,
     begin_state,
-    separate_steps,
     wrap_load_state_dict,
-    wrap_set_main_param_and_optimizer_states,
 )
 
 
@@ -44,21 +42,3 @@ def test_a_part_without_parameters_is_saved_with_the_step_of_another() -> None:
     assert len(saved["param_groups"]) == 1
     assert not empty.state
     assert len(other.state) == 1
-
-
-def test_loaded_parameters_do_not_share_a_step() -> None:
-    optimizer = torch.optim.Adam([torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)])
-    begin_state(optimizer)
-    first, second = optimizer.state.values()
-    second["step"] = first["step"]
-    separate_steps(optimizer)
-    first["step"] += 1
-    assert second["step"].item() == 0.0
-
-
-def test_other_optimizers_load_as_megatron_wrote_it() -> None:
-    calls: list[Any] = []
-    load = wrap_set_main_param_and_optimizer_states(lambda *given: calls.append(given), None)
-    optimizer, parameter, tensors = SimpleNamespace(optimizer=None), torch.ones(1), {"param": torch.ones(1)}
-    load(optimizer, parameter, tensors)
-    assert calls == [(optimizer, parameter, tensors)]

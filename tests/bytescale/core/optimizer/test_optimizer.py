@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.tiers import least_host_bytes
-from megatron.bytescale.core.optimizer.optimizer import PAGED, page_parts, paged_parameters, save_and_stop
+from megatron.bytescale.core.optimizer.optimizer import PAGED, page_parts, paged_parameters
 
 AMPLE = StateConfig(4096, math.inf)
 CONFIG = SimpleNamespace(timers=None, reuse_grad_buf_for_mxfp8_param_ag=False)
@@ -77,19 +76,6 @@ def test_a_shard_returns_to_the_models_parameter() -> None:
     assert half.target.data_ptr() == shards[0].data_ptr()
 
 
-def test_parts_share_the_budget_and_empty_ones_have_no_pages() -> None:
-    empty = part_of(Float16OptimizerWithFloat16Params, optimizer=None)
-    empty.is_stub_optimizer = True
-    bytes_of_one = (4 * 3 + 4) * 4096
-    parts = [float16_part(), empty, float16_part()]
-    with pytest.raises(ValueError, match="raise --state-host-gb"):
-        page_parts(parts, StateConfig(4096, 2 * bytes_of_one - 1), on_cuda=False)
-    parts = [float16_part(), empty, float16_part()]
-    page_parts(parts, StateConfig(4096, 2 * bytes_of_one), on_cuda=False)
-    assert type(empty) is Float16OptimizerWithFloat16Params
-    assert not hasattr(empty, "paged_adam")
-
-
 def with_disk(folder: Path, num_pages: int) -> StateConfig:
     return StateConfig(4096, num_pages * 4096 + least_host_bytes(4096, True), NvmeConfig(folder, 1e9, rank=7))
 
@@ -148,14 +134,3 @@ def test_states_are_lent_before_megatron_saves_them_by_parameter(
     monkeypatch.setattr(Float16OptimizerWithFloat16Params, "save_parameter_state", save, raising=False)
     part.save_parameter_state("file")
     assert seen == [("file", True, False)]
-
-
-def test_a_disk_that_fails_ends_the_run_as_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
-    try:
-        save_and_stop(signal.SIGUSR2, "writing pages failed")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert received == [signal.SIGUSR2]
-    assert capsys.readouterr().err.startswith("bytescale: writing pages failed. The run saves this step")

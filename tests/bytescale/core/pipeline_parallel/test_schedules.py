@@ -305,18 +305,3 @@ def test_1000_random_plans_of_aligned_slots_never_hang(traces: dict[Any, Trace])
         pipeline = PIPELINES[seed % len(PIPELINES)]
         joint = joint_of(pipeline, random_plan(seed))
         assert finishes(joint, traces, forward_only=seed % 10 == 0), (seed, pipeline, joint.counts)
-
-
-@pytest.mark.ranks
-def test_the_replay_finds_what_hangs(traces: dict[Any, Trace]) -> None:
-    """Two pipelines of two stages share two micro-batches, in slots that differ: each waits for the other."""
-    for pipeline, hangs in ((Pipeline(2), True), (Pipeline(4), True)):
-        first, second = (0, 0), (1, 1)
-        joint = Joint(
-            pipeline,
-            (4, 4),
-            [{0: first, 1: second, 2: (2, 0), 3: (3, 0)}, {0: second, 1: first, 2: (2, 1), 3: (3, 1)}],
-            {first: [(0, 0), (1, 1)], second: [(0, 1), (1, 0)], (2, 0): [(0, 2)], (3, 0): [(0, 3)],
-             (2, 1): [(1, 2)], (3, 1): [(1, 3)]},
-        )  # fmt: skip
-        assert finishes(joint, traces) is not hangs

@@ -17,7 +17,6 @@ from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import cost_of_rates
-from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.setup.choose import remaining_text
@@ -109,11 +108,6 @@ def test_gpus_share_a_link() -> None:
     plans = [config.plan(config.largest) for config in (shared, slow, config_of(*MEMO))]
     assert plans[0] == plans[1]
     assert plans[0].swap < plans[2].swap
-
-
-def test_a_given_share_is_that_of_all_micro_batches() -> None:
-    config = config_of("--activation-policy", "offload", "--swap-fraction", "0.25", "--host-memory-gb", "1")
-    assert config.plan(config.largest) == ActivationPlan("offload", 0.25, 0.0, 0.25, False, 2)
 
 
 def test_a_pipeline_counts_its_micro_batches_in_flight() -> None:

@@ -66,12 +66,6 @@ def test_pages_and_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         config_of(*PAGED, tensor_model_parallel_size=1, num_layers=40)
 
 
-def test_what_is_given_to_activations_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tables, "free_host_bytes", lambda: 8_000_000_000)
-    both = (*PAGED, "--activation-policy", "memo", "--host-memory-gb", "1.5")
-    assert config_of(*both).host_bytes == 6.5e9
-
-
 def test_the_refusal_names_the_least_that_works() -> None:
     least = least_gb()
     assert least == pytest.approx(12 * num_parameters(SHAPE) / 1e9, rel=0.05)
@@ -208,18 +202,6 @@ def test_stages_and_their_host_memory() -> None:
     slots = NUM_GRADIENT_SLOTS * 4 * MEBIBYTE / 1e9
     assert second - first == pytest.approx(4 * parameters + slots, abs=0.002)
     assert third_gb - second == pytest.approx(2 * parameters, abs=0.002)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--state-window-layers", "2"], "--state-window-layers needs --state-stage 3"),
-        (["--state-stage", "3", "--state-window-layers", "0"], "--state-window-layers 0 must be at least 1"),
-    ],
-)
-def test_windows_that_are_none(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        config_of(*PAGED, *words)
 
 
 def test_norms_of_another_package_need_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

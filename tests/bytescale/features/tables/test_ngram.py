@@ -83,11 +83,6 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
         refuse_conflicts(parsed(*LAYERS, **settings), {"ngram": NGRAM.flag}, list(REFUSALS))
 
 
-def test_a_dry_run_has_no_groups_at_all() -> None:
-    without = {**ON_HOST, "use_gloo_process_groups": False, "fake_process_group": True}
-    refuse_conflicts(parsed(*LAYERS, **without), {"ngram": NGRAM.flag}, list(REFUSALS))
-
-
 def test_tables_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--ngram-rows 1000 --ngram-cache-rows 0.25 --ngram-cache-policy lfu --ngram-staleness-read 3".split()
     late = ["--ngram-staleness-write", "4", "--ngram-staleness-warmup", "7"]

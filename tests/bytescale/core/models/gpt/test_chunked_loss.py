@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from bytescale_ext.activation.trace import AllocationTrace
 from megatron.bytescale.core.models.gpt.chunked_loss import WeightGradient, chunked_loss
 from tests.harness import run_ranks
 
@@ -159,33 +157,6 @@ def test_frozen_weights_and_hidden_states_get_no_gradient() -> None:
     expected, weight.grad = weight.grad, None
     in_chunks(16, hidden.detach(), weight, labels).backward()
     assert torch.equal(weight.grad, expected)
-
-
-def work_of(rows: int) -> tuple[int, int, list[int]]:
-    """Operators of a forward and backward pass in chunks of 16 tokens, bytes that they allocate, and each size."""
-    hidden, weight, labels = long_case(rows, torch.float32)
-    with AllocationTrace([hidden.detach(), weight.detach(), labels]) as trace, CountOperators() as operators:
-        in_chunks(16, hidden, weight, labels).backward()
-    sizes = [request.num_bytes for request in trace.requests()]
-    return operators.count, sum(sizes), sizes
-
-
-class CountOperators(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_work_and_memory_are_linear_in_the_number_of_chunks() -> None:
-    work_of(16)  # what only a first call does
-    few, more, most = work_of(64), work_of(128), work_of(256)
-    assert most[0] - more[0] == 2 * (more[0] - few[0])
-    assert most[1] - more[1] == pytest.approx(2 * (more[1] - few[1]), rel=0.02)
-    weight_bytes, hidden_bytes = 48 * 32 * 4, 256 * 32 * 4
-    assert most[2].count(weight_bytes) == 1  # the sum, not a product of each chunk
-    assert most[2].count(hidden_bytes) == 1  # the gradient of the hidden states, not one of each chunk
 
 
 class ParallelCase:
