@@ -14,13 +14,12 @@ from tests.tree import (
     drawing,
     floors,
     for_each,
-    imported_modules,
+    imports_of,
     is_under,
     nodes_in_cycles,
     room_arrows,
     runtime_imports,
     text_of,
-    tree_of,
 )
 
 MAX_FLOORS = 7
@@ -32,7 +31,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 
 @for_each(SOURCE)
 def test_imports_go_one_way(name: str) -> None:
-    for module in imported_modules(tree_of(name)):
+    for module in imports_of(name):
         assert not is_under(module, "tests"), module
         assert not is_under(module, "pretrain_gpt_hdp") or name == "megatron/bytescale/train.py", module
         if is_under(module, "megatron") and not is_under(module, "megatron.bytescale"):
@@ -53,14 +52,14 @@ def test_megatrons_arguments_are_read_at_its_border_only(name: str) -> None:
 
 @for_each([name for name in SOURCE if name.startswith("scripts/") and text_of(name).startswith("#!")])
 def test_scripts_that_import_others_run_as_files(name: str) -> None:
-    modules = imported_modules(tree_of(name))
+    modules = imports_of(name)
     if any(is_under(module, folder) for module in modules for folder in ("scripts", "tests")):
         assert "sys.path.insert(0, str(ROOT))" in text_of(name)
 
 
 @for_each([name for name in SOURCE if "/bytescale/core/" in name])
 def test_core_never_imports_training(name: str) -> None:
-    assert not [one for one in imported_modules(tree_of(name)) if is_under(one, "megatron.bytescale.training")]
+    assert not [one for one in imports_of(name) if is_under(one, "megatron.bytescale.training")]
 
 
 @pytest.mark.parametrize("in_functions", [False, True])

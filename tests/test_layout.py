@@ -21,9 +21,10 @@ from tests.tree import (
     TESTS,
     for_each,
     functions_of,
-    imported_modules,
+    imports_of,
     is_under,
     module_of,
+    nodes_of,
     parameters_of,
     patch_rows,
     text_of,
@@ -73,7 +74,7 @@ def array_functions(name: str) -> list[tuple[str, str]]:
         and isinstance(node.targets[0], ast.Name)
         and re.search(ARRAY_TYPE, ast.unparse(node.value))
     ]
-    imported = [module.rpartition(".")[2] for module in imported_modules(tree)]
+    imported = [module.rpartition(".")[2] for module in imports_of(name)]
     aliases += [one for one in imported if one in ("Ints", "Floats", "Bools")]
     array = re.compile(rf"\b({'|'.join([ARRAY_TYPE, *aliases])})\b")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
@@ -88,7 +89,7 @@ def array_functions(name: str) -> list[tuple[str, str]]:
 
 
 def count_any(name: str) -> int:
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree_of(name)))
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes_of(name))
 
 
 def test_there_is_something_to_check() -> None:
@@ -135,7 +136,7 @@ def test_a_test_of_the_mirrored_folder_imports_each_module(name: str) -> None:
     beside = [test for test in TESTS if str(Path(test).parent) == folder]
     by_name = f"{folder}/test_{Path(name).stem}.py" in beside
     module = module_of(name)
-    assert by_name or any(is_under(one, module) for test in beside for one in imported_modules(tree_of(test)))
+    assert by_name or any(is_under(one, module) for test in beside for one in imports_of(test))
 
 
 @for_each(TESTS)
@@ -155,16 +156,15 @@ def test_types_are_known() -> None:
 
 @for_each(PYTHON)
 def test_no_bare_except(name: str) -> None:
-    for node in ast.walk(tree_of(name)):
+    for node in nodes_of(name):
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"line {node.lineno}"
 
 
 @for_each(sorted(set(SOURCE) - SETS_ATTRIBUTES))
 def test_only_the_registry_replaces_parts_of_megatron(name: str) -> None:
-    tree = tree_of(name)
     assert "ignore[method-assign]" not in text_of(name), "mypy says that a method is replaced"
-    foreign = {module.split(".")[-1] for module in imported_modules(tree) if is_under(module, "megatron")}
-    for node in ast.walk(tree):
+    foreign = {module.split(".")[-1] for module in imports_of(name) if is_under(module, "megatron")}
+    for node in nodes_of(name):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id != "setattr", f"line {node.lineno}"
         targets = node.targets if isinstance(node, ast.Assign) else []

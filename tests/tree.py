@@ -60,9 +60,15 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse(text_of(name))
 
 
+@cache
+def nodes_of(name: str) -> tuple[ast.AST, ...]:
+    """Return every node of a file; the rules of the layout read the same trees many times."""
+    return tuple(ast.walk(tree_of(name)))
+
+
 def functions_of(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function of a file, methods and nested ones too."""
-    for node in ast.walk(tree_of(name)):
+    for node in nodes_of(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -78,9 +84,15 @@ def module_of(name: str) -> str:
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_modules(node: ast.AST) -> Iterator[str]:
-    """Yield every module that a file imports, at any depth; ``from a import b`` counts as a.b too."""
-    for one in ast.walk(node):
+@cache
+def imports_of(name: str) -> tuple[str, ...]:
+    """Return every module that a file imports, at any depth; ``from a import b`` counts as a.b too."""
+    return tuple(imported_modules(nodes_of(name)))
+
+
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield every module that these nodes import."""
+    for one in nodes:
         if isinstance(one, ast.Import):
             yield from (alias.name for alias in one.names)
         elif isinstance(one, ast.ImportFrom):
@@ -119,7 +131,7 @@ def runtime_imports(name: str, in_functions: bool) -> set[str]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {known_module(module) for module in imported_modules(node)}
+            found |= {known_module(module) for module in imported_modules([node])}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
         elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -151,7 +163,7 @@ def room_arrows() -> dict[str, Counter[str]]:
         if not is_under(module, PLAN) or name.endswith("__init__.py"):
             continue
         room = module.split(".")[2]
-        used = {known_module(one) for one in imported_modules(tree_of(name))}
+        used = {known_module(one) for one in imports_of(name)}
         targets = [one.split(".")[2] for one in used if one and is_under(one, PLAN) and one != PLAN]
         rooms.setdefault(room, Counter()).update(one for one in targets if one != room)
     return rooms

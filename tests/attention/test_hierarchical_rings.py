@@ -28,7 +28,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import Case, assert_matches, assert_plan_is_exact, run_virtual
 from tests.attention.layouts.test_slices import run_slices
 
-FORMS = [(width, inner) for inner in (2, 3, 4, 5, 8) for width in range(2 * inner, 17, inner)]
+FORMS = [(4, 2), (6, 2), (10, 2), (6, 3), (15, 3), (8, 4), (12, 4), (10, 5), (16, 8)]
 """Widths of rings, and members of their inner rings."""
 
 
@@ -73,9 +73,8 @@ def test_rings_of_both_forms_beside_each_other_are_exact() -> None:
 def test_slices_are_exact(width: int, inner: int, kept_tokens: int, summed_tokens: int) -> None:
     case = replace(case_of(width, inner), num_padding=0)
     case = replace(case, lengths=tuple(4 * length for length in case.lengths))
-    for num_slices in (2, 3):
-        rule = SliceRule(Slicing(num_slices, kept_tokens, summed_tokens=summed_tokens), CostModel(0.1, 1.0))
-        run_in_turn([run_slices(case, 0, comm, rule) for comm in mailbox_comms(width)])
+    rule = SliceRule(Slicing(3, kept_tokens, summed_tokens=summed_tokens), CostModel(0.1, 1.0))
+    run_in_turn([run_slices(case, 0, comm, rule) for comm in mailbox_comms(width)])
 
 
 def count_links(comm: MailboxComm, links: Counter[tuple[int, int]]) -> None:

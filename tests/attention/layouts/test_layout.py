@@ -123,7 +123,7 @@ def test_example_of_three_ranks() -> None:
 def test_keys_visit_every_member_once_and_never_go_further_than_two_ranks() -> None:
     peers: dict[int, set[int]] = {}
     for width in range(2, 17):
-        for first in range(0, 40 - width):
+        for first in range(0, 40 - width, 5):
             ring = tuple(range(first, first + width))
             members = [ring_pass([width], Route(ring, index)) for index in range(width)]
             for rank, member in zip(ring, members, strict=True):
@@ -131,7 +131,7 @@ def test_keys_visit_every_member_once_and_never_go_further_than_two_ranks() -> N
                 assert member.blocks[0].source == member.index == member.source(0) == member.source(width)
                 peers.setdefault(rank, set()).update((member.route.next_rank, member.route.previous_rank))
     assert all(found <= {rank - 2, rank - 1, rank + 1, rank + 2} for rank, found in peers.items())
-    assert max(len(found) for found in peers.values()) == 4
+    assert max(map(len, peers.values())) == 4
 
 
 def test_example_of_two_sequences() -> None:

@@ -77,7 +77,7 @@ def few_arrangements(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
-    for base, lengths in random_steps(1, 30 if kind["balance"] in ("dp", "pp") else 100):
+    for base, lengths in random_steps(1, 20 if kind["balance"] in ("dp", "pp") else 60):
         planner = varied(base, **kind)
         plan = planner(lengths)
         assert planner.needs_aligned <= plan.aligned <= planner.row.aligned
@@ -111,7 +111,7 @@ def test_offload_shares_are_the_least_that_fit(kind: dict[str, Any]) -> None:
     random = np.random.default_rng(3)
     num_offloaded = 0
     refused = []
-    for base, lengths in random_steps(4, 40):
+    for base, lengths in random_steps(4, 25):
         layers = int(random.integers(1, 20))
         limits = OffloadLimits(layers, 1.0, 10.0 ** random.uniform(0, 4), 10.0 ** random.uniform(0, 4))
         planner = varied(base, offload=limits, **kind)
@@ -259,7 +259,7 @@ def test_small_steps_are_near_the_true_optimum() -> None:
     cost = CostModel(a=1e-3, b=0.1, c=0.02)
     stage = StageCost(cost.scaled(0.25), cost.scaled(0.75))
     ratios = []
-    for _ in range(15):
+    for _ in range(8):
         num_ranks = int(random.integers(2, 5))
         lengths = (
             np.exp(random.uniform(np.log(10), np.log(100 * num_ranks), random.integers(3, 7))).astype(int).tolist()

@@ -17,7 +17,7 @@ from bytescale_ext.plan.schedule.simulate import peak_in_flight, simulate_slices
 from bytescale_ext.plan.schedule.slices import PARTITIONS, slice_costs, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
 
-NUM_RANDOM = 500
+NUM_RANDOM = 300
 
 
 def random_schedule(rng: random.Random) -> SliceSchedule:

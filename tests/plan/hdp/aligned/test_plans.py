@@ -74,9 +74,9 @@ def test_against_the_slow_replay(num_stages: int, num_chunks: int, num_slices: i
         assert makespan == pytest.approx(slow_makespan(slow, stages, num_chunks, num_slices))
 
 
-def test_1000_aligned_plans_never_deadlock() -> None:
+def test_random_aligned_plans_never_deadlock() -> None:
     random = np.random.default_rng(7)
-    for _ in range(1000):
+    for _ in range(400):
         plan = random_plan(random, int(random.integers(2, 7)), int(random.integers(2, 9)))
         num_stages, num_slices = int(random.integers(2, 6)), int(random.choice([1, 1, 2, 3, 5]))
         result = replay_stages(plan, [STAGE] * num_stages, Slicing(num_slices, eager=bool(random.integers(2))))
