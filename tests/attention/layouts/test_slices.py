@@ -14,7 +14,7 @@ from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
 from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.layouts.slices import SliceLayout, slice_layouts
-from bytescale_ext.attention.ring import attention_forward, attention_backward_into
+from bytescale_ext.attention.ring import attention_backward_into, attention_forward
 from bytescale_ext.attention.slices import LayerPrefix
 from bytescale_ext.attention.travel import Computed
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
