@@ -1,7 +1,8 @@
-"""Conversations as samples: whole documents of which only the answers have a loss, with Megatron's blends and splits.
+"""Conversations as samples: each sample is a whole document, and only its answers are trained on.
 
-Of a conversation that is longer than ``--seq-length`` the end is left out, as Megatron's own ``SFTDataset`` does: it
-would be trained on without its beginning. One without an answer before that end gives no sample.
+Megatron's blends and splits apply. A conversation longer than ``--seq-length`` loses its end, as in Megatron's own
+``SFTDataset``: without its beginning the rest could not be trained on. A conversation with no answer before that limit
+gives no sample.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from megatron.bytescale.core.datasets.document_dataset import (
 
 @dataclass
 class AnswerConfig(BlendedMegatronDatasetConfig):
-    """Megatron's configuration, with the mask of each data set by path."""
+    """Megatron's configuration, plus the answer mask of each data set, keyed by path."""
 
     masks: dict[str, np.ndarray] = field(default_factory=dict)
 
     def table(self, prefix: str, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
-        """Return the samples of documents that begin at ``first_tokens`` [n] of a file and have ``lengths`` [n].
+        """Return the samples of documents that begin at tokens ``first_tokens`` [n] of a file; ``lengths``: [n].
 
-        The first token of a document is no label, so it does not count as an answer.
+        A document's first token is never a label, so it does not count as an answer.
         """
         mask, kept = self.masks[prefix], np.minimum(lengths, self.sequence_length)
         ends = zip((first_tokens + 1).tolist(), (first_tokens + kept).tolist(), strict=True)
@@ -43,27 +44,27 @@ class AnswerConfig(BlendedMegatronDatasetConfig):
 
 
 class AnswerDataset(DocumentDataset):
-    """The conversations of one split of one data set, in a new order each epoch; each is one sample."""
+    """The conversations of one split of one data set, reshuffled each epoch; each conversation is one sample."""
 
     config: AnswerConfig
 
     def cut(self, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
-        """Return the first ``--seq-length`` tokens of each document that has an answer there; both are [n]."""
+        """Return the first ``--seq-length`` tokens of each document with an answer among them; both arguments: [n]."""
         self._first_tokens = first_tokens
         return self.config.table(str(self.dataset_path), first_tokens, lengths)
 
     def answers(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return whether tokens [start, stop) of sample ``i`` are answers, bool [stop - start]; False past its end."""
+        """Return the answer mask of tokens [start, stop) of sample ``i``, bool [stop - start]; False past its end."""
         row = self._row(i)
         first = int(self._first_tokens[self.table.document[row]])
-        found = np.zeros(stop - start, dtype=bool)
+        mask = np.zeros(stop - start, dtype=bool)
         end = min(stop, int(self.table.length[row]))
         if start < end:
-            found[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
-        return found
+            mask[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
+        return mask
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
+        """Return the whole sample, unpadded, under the keys of Megatron's GPT samples; each tensor is [length]."""
         sample = super().__getitem__(idx)
         length = self.length(idx)
         sample["loss_mask"] *= sample["loss_mask"].new_tensor(self.answers(idx, 1, length + 1))
@@ -74,28 +75,28 @@ class Conversations(SampleSource):
     """A ``TokenSource`` of conversations that knows which tokens are answers (``AnswerSource``)."""
 
     def answers(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        """Return whether tokens of a sample are answers, bool [stop - start], as ``AnswerDataset.answers``."""
+        """Return the answer mask of tokens of a sample, bool [stop - start]; see ``AnswerDataset.answers``."""
         dataset, inner = self._locate(sample_id)
         assert isinstance(dataset, AnswerDataset), f"{dataset=}"
         return dataset.answers(inner, start, stop)
 
 
 def answer_config(prefixes: Sequence[str], settings: dict[str, Any]) -> AnswerConfig:
-    """Return the configuration of data sets of conversations. ``settings``: fields of Megatron's own."""
+    """Return the configuration of conversation data sets. ``settings``: fields of Megatron's own configuration."""
     return AnswerConfig(**settings, masks={prefix: open_mask(prefix) for prefix in prefixes})
 
 
 def build_conversations(config: AnswerConfig, sizes: Sequence[int | None]) -> tuple[SampleSource | None, ...]:
-    """Return the train, validation and test samples, as ``build_document_datasets`` does. Collective."""
+    """Return the train, validation and test samples; see ``build_document_datasets``. Collective."""
     built = build_document_datasets(config, sizes, lambda: True, AnswerDataset)
     return tuple(None if source is None else Conversations(source.dataset) for source in built)
 
 
 def check_answers(config: AnswerConfig) -> list[str]:
-    """Refuse splits without an answer; return a line for each that leaves out conversations, or cuts them.
+    """Refuse splits without an answer; return a log line for each split that drops or truncates conversations.
 
     Args:
-        config: what ``check_splits`` has returned.
+        config: the result of ``check_splits``.
 
     Raises:
         ValueError: no conversation of a split has an answer in its first ``--seq-length`` tokens.

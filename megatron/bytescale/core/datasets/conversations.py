@@ -21,7 +21,7 @@ KINDS = ("SFTTokenizer", "HuggingFaceTokenizer")
 
 @dataclass(frozen=True, slots=True)
 class ConversationSummary(CorpusSummary):
-    """What was written, and which conversations were left out. ``num_skipped_empty`` counts blank lines."""
+    """Counts of written and skipped conversations. ``num_skipped_empty`` counts blank lines."""
 
     num_answer_tokens: int
     num_without_answer: int
@@ -31,7 +31,7 @@ class ConversationSummary(CorpusSummary):
 
 @dataclass
 class _Left:
-    """Counts what is left out, and answers."""
+    """Counters of answer tokens and of skipped conversations."""
 
     answer_tokens: int = 0
     without_answer: int = 0
@@ -40,12 +40,12 @@ class _Left:
 
 
 def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, EncodeChat]:
-    """Return a tokenizer of Megatron's builder, and how it encodes conversations.
+    """Return a tokenizer built by Megatron, and the function that encodes conversations with it.
 
     ``settings``: fields of Megatron's ``TokenizerConfig``.
 
     Raises:
-        ValueError: it cannot be built, or knows no chats.
+        ValueError: the tokenizer cannot be built, or does not support chats.
     """
     kind, model = settings.get("tokenizer_type"), settings.get("tokenizer_model")
     if kind not in KINDS:
@@ -73,18 +73,18 @@ def write_conversations(
     num_tokens: int | None = None,
     seed: int = 1234,
 ) -> ConversationSummary:
-    """Write each conversation as a document to ``prefix``.bin and .idx, and which tokens are answers beside them.
+    """Write each conversation as a document to ``prefix``.bin and .idx, and a mask of its answers next to them.
 
-    All files get their names at the end. Conversations without an answer are left out and counted.
+    The files get their final names only when all are complete. Conversations without an answer are skipped and counted.
 
     Args:
-        prefix, num_tokens, seed: as for ``write_corpus``.
+        prefix, num_tokens, seed: see ``write_corpus``.
         entries: lines of JSONL files.
-        tokenizer: what ``chat_tokenizer`` returns.
-        skip_bad: leave bad lines out and count them.
+        tokenizer: the result of ``chat_tokenizer``.
+        skip_bad: skip and count bad lines instead of failing.
 
     Raises:
-        ValueError: the folder cannot be written, a line is bad, or nothing is left.
+        ValueError: the folder cannot be written, a line is bad, or no conversation has an answer.
     """
     if num_tokens is not None:
         entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
@@ -117,7 +117,7 @@ def write_conversations(
 
 
 def _add(builder: IndexedDatasetBuilder, masks: BinaryIO, tokens: np.ndarray, answers: np.ndarray) -> None:
-    """Add a document, and a byte for each of its tokens to the mask; both arrays are [n]."""
+    """Append a document, and one mask byte for each of its tokens; both arrays are [n]."""
     builder.add_document(tokens, [len(tokens)])
     masks.write(answers.astype(np.uint8).tobytes())
 
@@ -125,7 +125,7 @@ def _add(builder: IndexedDatasetBuilder, masks: BinaryIO, tokens: np.ndarray, an
 def _encoded(
     entries: Sequence[Entry], encode: EncodeChat, skip_bad: bool, tally: Tally, left: _Left
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (token ids [n], answers [n]) of each conversation with an answer. Raises ValueError for a bad line."""
+    """Yield (token ids [n], answer mask [n]) of each conversation with an answer. Raises ValueError for a bad line."""
     for entry, raw in raw_contents(entries):
         tally.files.add(entry.path)
         where = f"{entry.path}:{entry.line}"
@@ -139,7 +139,7 @@ def _encoded(
             continue
         tally.num_skipped_empty += not chats
         for tokens, answers in chats:
-            if not answers[1:].any():  # the first token is no label
+            if not answers[1:].any():  # the first token is never a label
                 left.without_answer += 1
                 continue
             tally.lengths.append(len(tokens))
@@ -147,11 +147,11 @@ def _encoded(
 
 
 def encode_at(where: str, encode: EncodeChat, chat: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids [n] and the answers [n] of a conversation. Raises ValueError that begins with ``where``."""
+    """Return the token ids [n] and the answer mask [n] of a conversation; a ValueError starts with ``where``."""
     try:
         return encode(chat)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except Exception as error:  # templates raise errors of their own
-        said = " ".join(str(error).split())[:160]
-        raise ValueError(f"{where}: the chat template refuses the conversation ({said})") from error
+    except Exception as error:  # chat templates raise their own error types
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(f"{where}: the chat template refuses the conversation ({reason})") from error

@@ -1,8 +1,9 @@
 """Writes a Megatron data set (``.bin`` and ``.idx``) from files, one document per file or per JSONL line.
 
-Without a tokenizer a token is a byte, and id 256 ends each document; Megatron trains on that with ``BYTE_LEVEL_FLAGS``.
-Its ``NullTokenizer`` has the two numbers that training reads: the vocabulary, and the end-of-document id, which is the
-last one. (Its ``ByteLevelTokenizer`` is not a choice of ``--tokenizer-type``, and ends documents with id 0, a byte.)
+Without a tokenizer each byte is a token, and id 256 ends each document. Megatron trains on such data with
+``BYTE_LEVEL_FLAGS``: its ``NullTokenizer`` provides the two numbers that training needs, the vocabulary size and the
+end-of-document id, which is the last id. (Megatron's ``ByteLevelTokenizer`` does not fit: ``--tokenizer-type`` does not
+offer it, and it ends documents with id 0, which is also a byte.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYT
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """What was written. Lengths are tokens per document, with its end token."""
+    """Figures of a written corpus. Lengths are tokens per document, including the end-of-document token."""
 
     prefix: str
     num_documents: int
@@ -51,7 +52,7 @@ class CorpusSummary:
 
 
 def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
-    """Return a tokenizer of Megatron's builder. ``settings``: fields of Megatron's ``TokenizerConfig``.
+    """Return a tokenizer built by Megatron. ``settings``: fields of Megatron's ``TokenizerConfig``.
 
     Raises:
         ValueError: the type is unknown, a file is missing, or a package for it is not installed.
@@ -69,9 +70,9 @@ def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
     except ImportError as error:
         raise ValueError(f"{values.tokenizer_type}: {error}; install that package") from error
     except (TypeError, AttributeError, OSError, RuntimeError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{values.tokenizer_type}: Megatron cannot build it ({said}): "
+            f"{values.tokenizer_type}: Megatron cannot build it ({reason}): "
             "give --tokenizer-model, or --vocab-file and --merge-file"
         ) from error
     return tokenizer
@@ -88,15 +89,16 @@ def write_corpus(
 ) -> CorpusSummary:
     """Write the documents of ``entries`` to ``prefix``.bin and ``prefix``.idx, replacing files of that name.
 
-    Both are written under other names and renamed at the end, so a killed run leaves no partial data set.
+    Both files are written under temporary names and renamed at the end, so a killed run leaves no partial data set.
 
     Args:
         prefix: path without suffix; its folder is created.
         entries: documents, in order.
         tokenizer: None for bytes.
         json_key: key of the text in a JSONL line.
-        num_tokens: stop after the document that reaches this number, taking documents in an order shuffled by
-            ``seed``, so that a small corpus has the lengths of the whole. None: all documents, in order.
+        num_tokens: stop after the document that reaches this number of tokens. Documents are then taken in an order
+            shuffled by ``seed``, so that a small corpus has the same distribution of lengths. None: all documents, in
+            order.
         seed: seed of the shuffle.
 
     Raises:
@@ -124,9 +126,9 @@ def write_corpus(
 
 
 def write_tokens(prefix: Path, documents: Iterable[np.ndarray], dtype: type[np.integer] = np.uint16) -> None:
-    """Write token ids, [n] for each document, as they are to ``prefix``.bin and ``prefix``.idx.
+    """Write the given token ids, [n] per document, to ``prefix``.bin and ``prefix``.idx.
 
-    ``dtype``: type in which they are stored, which must hold them all.
+    ``dtype``: the storage type; it must be able to hold every id.
     """
     with whole_files(str(prefix)) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
@@ -137,9 +139,9 @@ def write_tokens(prefix: Path, documents: Iterable[np.ndarray], dtype: type[np.i
 
 @contextmanager
 def whole_files(prefix: str, beside: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the prefix of unfinished files, which take the place of ``prefix`` at the end, or go if the block fails.
+    """Yield a temporary prefix; on success its files replace the files of ``prefix``, on failure they are deleted.
 
-    ``beside``: suffixes of further files.
+    ``beside``: suffixes of further files, after ``.bin`` and ``.idx``.
     """
     partial = checked_prefix(prefix)
     suffixes = (".bin", *beside, ".idx")

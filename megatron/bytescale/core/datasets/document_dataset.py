@@ -1,7 +1,7 @@
-"""Samples that are documents, with Megatron's own blends, splits and sizes.
+"""Data sets whose samples are documents, with Megatron's own blends, splits and sizes.
 
-Megatron's ``GPTDataset`` joins documents and cuts the stream at ``--seq-length``. Here a sample is one document, or
-one piece of a document that is longer than ``--seq-length``: documents are never joined and nothing is dropped.
+Megatron's ``GPTDataset`` concatenates documents and cuts the stream every ``--seq-length`` tokens. Here a sample is one
+document, or one piece of a document longer than ``--seq-length``: documents are never joined and no token is dropped.
 Megatron's ``BlendedMegatronDatasetBuilder`` builds the data sets, so its flags (``--data-path`` with weights,
 ``--split``, ``--train-data-path``, ``--seed``, the numbers of samples) keep their meaning.
 """
@@ -29,12 +29,12 @@ from bytescale_ext.data.samples.packed import shift_labels
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The place of a sample: tokens [start, start + length) of one document.
+    """The location of a sample: tokens [start, start + length) of one document.
 
     Attributes:
-        document: number of the document in its file.
-        start: first token of the sample in the document.
-        length: tokens of the sample.
+        document: index of the document in its file.
+        start: position of the sample's first token in the document.
+        length: number of tokens.
         prefix: path of the data set, without ``.idx`` and ``.bin``.
     """
 
@@ -45,17 +45,17 @@ class Sample:
 
 
 class DocumentDataset(MegatronDataset):
-    """The documents of one split of one data set, in a new order each epoch.
+    """The documents of one split of one data set, reshuffled each epoch.
 
-    It has as many whole epochs as ``num_samples`` needs; one if that is None or 0. Takes the arguments of
-    ``MegatronDataset``; ``indices`` [documents] are the documents of the split.
+    The data set covers as many whole epochs as ``num_samples`` needs, or one epoch if ``num_samples`` is None or 0. The
+    arguments are those that ``MegatronDataset`` takes; ``indices`` [documents] are the documents of the split.
 
     Attributes:
-        table: the samples of one epoch; its documents count from the first one of the split.
-        order: the row of the table of each sample.
+        table: samples of one epoch; document indices in it are relative to the split's first document.
+        order: table row of each sample.
 
     Raises:
-        ValueError: samples are wanted, but the split holds no token.
+        ValueError: samples are requested, but the split has no tokens.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Return the number of documents of the file, between which ``--split`` cuts."""
+        """Return the number of documents in the file; ``--split`` divides the file between documents."""
         return len(low_level_dataset.document_indices) - 1
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> IndexedDataset:
-        """Open Megatron's reader of the two files."""
+        """Open the ``.bin`` and ``.idx`` files with Megatron's reader."""
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
 
     def cut(self, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
-        """Return the samples of documents that begin at ``first_tokens`` [n] of the file and have ``lengths`` [n]."""
+        """Return the samples of documents that begin at tokens ``first_tokens`` [n] of the file; ``lengths``: [n]."""
         return sample_table(lengths, self.config.sequence_length)
 
     @property
@@ -101,14 +101,14 @@ class DocumentDataset(MegatronDataset):
 
     @property
     def num_empty(self) -> int:
-        """The number of documents of the split without a token, which give no sample."""
+        """The number of empty documents in the split; they give no sample."""
         return self.table.num_empty
 
     def __len__(self) -> int:
         return self._num_epochs * len(self.table)
 
     def sample(self, i: int) -> Sample:
-        """Return the place of sample ``i``."""
+        """Return the location of sample ``i``."""
         row = self._row(i)
         return Sample(
             document=int(self.indices[self.table.document[row]]),
@@ -122,17 +122,17 @@ class DocumentDataset(MegatronDataset):
         return int(self.table.length[self._row(i)])
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the numbers of tokens [n] of samples ``indices`` [n]."""
+        """Return the token counts [n] of samples ``indices`` [n]."""
         wanted = np.asarray(indices, dtype=np.int64)
         if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"samples {int(wanted.min())}..{int(wanted.max())} of {len(self)}")
         return self.table.length[self.order.rows(wanted)]
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` of sample ``i``, int64 [stop - start], reading no other token.
+        """Read only tokens ``start`` to ``stop`` of sample ``i``, int64 [stop - start].
 
-        ``stop`` may be one past the end of the sample, for the next token of the document; at the end of the document
-        there is none, and the result is one shorter.
+        ``stop`` may be one past the end of the sample, to include the document's next token. The result is one token
+        shorter if the sample ends its document.
         """
         sample = self.sample(i)
         if not 0 <= start <= stop <= sample.length + 1:
@@ -145,7 +145,7 @@ class DocumentDataset(MegatronDataset):
         return f"{sample.prefix}: document {sample.document} tokens {sample.start}-{sample.start + sample.length}"
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
+        """Return the whole sample, unpadded, under the keys of Megatron's GPT samples; each tensor is [length]."""
         length = self.length(idx)
         tokens, labels, loss_mask = shift_labels(self.read(idx, 0, length + 1), length)
         return {
@@ -156,26 +156,26 @@ class DocumentDataset(MegatronDataset):
         }
 
     def _row(self, i: int) -> int:
-        """Return the row of sample ``i`` in the table. Raises IndexError."""
+        """Return the table row of sample ``i``. Raises IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.dataset_path}")
         return self.order.row(i)
 
 
 def read_document(dataset: IndexedDataset, document: int, start: int, stop: int) -> np.ndarray:
-    """Return tokens ``start`` to ``stop`` of a document, int64 [stop - start], reading no other; fewer at its end."""
+    """Read only tokens ``start`` to ``stop`` of a document, int64 [stop - start]; fewer if the document is shorter."""
     first_sequence, end_sequence = (int(b) for b in dataset.document_indices[document:][:2])
     num_tokens = int(dataset.sequence_lengths[first_sequence:end_sequence].sum(dtype=np.int64))
     count = min(stop, num_tokens) - start
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
-    # The sequences of a document lie end to end: a read from the first one continues into the others.
+    # The sequences of a document are stored contiguously: a read from the first continues into the next.
     tokens: np.ndarray = dataset.get(first_sequence, offset=start, length=count).astype(np.int64)
     return tokens
 
 
 class SampleSource:
-    """A ``TokenSource`` over a ``DocumentDataset`` or over Megatron's blend of several, which has its own order."""
+    """A ``TokenSource`` over one ``DocumentDataset``, or over Megatron's blend of several, in the blend's order."""
 
     def __init__(self, dataset: DocumentDataset | BlendedDataset) -> None:
         self.dataset = dataset
@@ -184,7 +184,7 @@ class SampleSource:
         return len(self.dataset)
 
     def sample(self, i: int) -> Sample:
-        """Return the place of sample ``i``."""
+        """Return the location of sample ``i``."""
         dataset, inner = self._locate(i)
         return dataset.sample(inner)
 
@@ -194,21 +194,21 @@ class SampleSource:
         return dataset.length(inner)
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens [stop - start] of sample ``i``, as ``DocumentDataset.read``."""
+        """Return tokens [stop - start] of sample ``i``; see ``DocumentDataset.read``."""
         dataset, inner = self._locate(i)
         return dataset.read(inner, start, stop)
 
     def describe(self, i: int) -> str:
-        """Return where sample ``i`` is from, as ``DocumentDataset.describe``."""
+        """Return the location of sample ``i`` as text; see ``DocumentDataset.describe``."""
         dataset, inner = self._locate(i)
         return dataset.describe(inner)
 
     def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what a plan places for these samples: the samples themselves."""
+        """Return the units that a plan places for these samples: the samples themselves."""
         return samples
 
     def _locate(self, i: int) -> tuple[DocumentDataset, int]:
-        """Return the data set of sample ``i``, and its number there."""
+        """Return the data set of sample ``i`` in a blend, and the sample's index in that data set."""
         if isinstance(self.dataset, DocumentDataset):
             return self.dataset, i
         if not 0 <= i < len(self.dataset):
@@ -224,21 +224,21 @@ def build_document_datasets(
     kind: type[DocumentDataset] = DocumentDataset,
     count_documents: Callable[[str], int] | None = None,
 ) -> tuple[SampleSource | None, SampleSource | None, SampleSource | None]:
-    """Return the train, validation and test samples of Megatron's builder; None for a split that is not wanted.
+    """Return the train, validation and test samples from Megatron's builder; None for an unwanted split.
 
-    Collective where ``torch.distributed`` is initialised: Megatron's builder calls barriers, so all ranks must call
-    this with equal arguments. Every rank first checks files and splits, so bad data is an error on all of them and
-    never a hang.
+    Collective if ``torch.distributed`` is initialised: Megatron's builder calls barriers, so all ranks must call this
+    with equal arguments. Every rank checks files and splits first, so that bad data raises an error on all ranks
+    instead of a hang.
 
     Args:
-        config: as for Megatron's datasets; ``sequence_length`` is the longest sample.
-        sizes: the samples wanted of each split: 0 for none, None for one epoch.
-        is_built_on_rank: whether this rank builds data sets, as for Megatron; otherwise all splits are None.
-        kind: the class of the data sets.
-        count_documents: as for ``check_splits``.
+        config: Megatron's configuration of data sets; ``sequence_length`` is the longest sample.
+        sizes: number of samples per split: 0 for no split, None for one epoch.
+        is_built_on_rank: whether this rank builds data sets, as in Megatron; if not, all splits are None.
+        kind: class of the data sets.
+        count_documents: see ``check_splits``.
 
     Raises:
-        ValueError: no data set or a damaged one, a split without documents, or an option that has no meaning here.
+        ValueError: no data set, a damaged data set, a split without documents, or an option with no meaning here.
     """
     wanted = check_splits(config, sizes, count_documents)
     datasets = BlendedMegatronDatasetBuilder(kind, list(sizes), is_built_on_rank, wanted).build()
@@ -251,14 +251,14 @@ def check_splits(
     sizes: Sequence[int | None],
     count_documents: Callable[[str], int] | None = None,
 ) -> BlendedMegatronDatasetConfig:
-    """Check options and files, reading no token, and return the configuration with only the splits wanted.
+    """Check options and files without reading tokens; return the configuration with only the wanted splits.
 
     Args:
-        config, sizes: as for ``build_document_datasets``.
-        count_documents: path -> number of documents of that file; None: checks and counts Megatron's files.
+        config, sizes: see ``build_document_datasets``.
+        count_documents: path -> number of documents in the file; None: check and count Megatron's files.
 
     Raises:
-        ValueError: as ``build_document_datasets``.
+        ValueError: see ``build_document_datasets``.
     """
     _check_config(config, sizes)
     wanted = copy.copy(config)
@@ -296,7 +296,7 @@ def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | No
 
 
 def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable[[str], int]) -> None:
-    """Refuse damaged files, and wanted splits without documents."""
+    """Refuse damaged files and wanted splits without documents."""
     counts: dict[str, int] = {}
     for split, prefixes, share in wanted_parts(config):
         for prefix in prefixes:
@@ -308,10 +308,10 @@ def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable
 
 
 def check_labels(config: BlendedMegatronDatasetConfig) -> None:
-    """Refuse wanted splits of Megatron's files in which no token has a next one: their loss would be 0 / 0.
+    """Refuse wanted splits without any document of two tokens: they have no labels, so their loss would be 0 / 0.
 
     Args:
-        config: what ``check_splits`` has returned.
+        config: the result of ``check_splits``.
     """
     for split, prefixes, share in wanted_parts(config):
         lengths = [read_idx_lengths(prefix) for prefix in prefixes]
@@ -323,7 +323,7 @@ def check_labels(config: BlendedMegatronDatasetConfig) -> None:
 
 
 def wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, Sequence[str], tuple[float, float]]]:
-    """Yield (split, prefixes of its data sets, share of each as it begins and ends) of each split that is wanted."""
+    """Yield (split, prefixes of its data sets, (begin, end) share of each data set) for each wanted split."""
     for split in Split:
         if config.blend is None:
             blend, share = config.blend_per_split[split.value], (0.0, 1.0)
@@ -334,7 +334,7 @@ def wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, 
 
 
 def documents_of(share: tuple[float, float], num_documents: int) -> tuple[int, int]:
-    """Return the first document of a share and the one after its last, as Megatron's builder rounds them."""
+    """Return the first document of a share and the end (exclusive), rounded as in Megatron's builder."""
     return round(share[0] * float(num_documents)), round(share[1] * float(num_documents))
 
 

@@ -1,4 +1,4 @@
-"""Connects the Ray loader to Megatron: its tokenizer runs in the servers, its blends and splits order the samples."""
+"""Connects the Ray loader to Megatron: servers run its tokenizer, and its blends and splits order the samples."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 @dataclass(frozen=True, eq=False)
 class LineDocuments:
-    """The part of Megatron's reader that a ``DocumentDataset`` needs to order samples: documents of one sequence each.
+    """The part of Megatron's reader that a ``DocumentDataset`` needs to order samples; each document is one sequence.
 
     Attributes:
-        sequence_lengths: [n] tokens of each document.
-        document_indices: [n + 1] 0, 1, ..., n.
+        sequence_lengths: number of tokens of each document, [n].
+        document_indices: 0, 1, ..., n, [n + 1].
     """
 
     sequence_lengths: np.ndarray
@@ -52,13 +52,13 @@ class LineDocuments:
 
 @dataclass
 class LineDatasetConfig(BlendedMegatronDatasetConfig):
-    """Megatron's configuration, with the line index of each file by path."""
+    """Megatron's configuration, plus the line index of each file, keyed by path."""
 
     lines: dict[str, LineIndex] = field(default_factory=dict)
 
 
 class LineDataset(DocumentDataset):
-    """The order of the samples of a JSONL file, by ``LineIndex.table_lengths``; it reads no text."""
+    """The sample order of a JSONL file, from ``LineIndex.table_lengths``; it reads no text."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: LineDatasetConfig) -> LineDocuments:  # type: ignore[override]
@@ -69,12 +69,12 @@ class LineDataset(DocumentDataset):
 
 @dataclass(frozen=True, eq=False)
 class RemoteData:
-    """What one process holds of the remote loader before the first step.
+    """One process's part of the remote loader before the first step.
 
     Attributes:
         text: the files and the tokenizer.
-        servers: the servers, on process 0; else None.
-        indices: the line index of each file, on process 0; else empty.
+        servers: servers of the loader on process 0; None on other processes.
+        indices: line index of each file on process 0; empty on other processes.
     """
 
     text: RemoteText
@@ -83,12 +83,12 @@ class RemoteData:
 
     @property
     def lines(self) -> dict[str, LineIndex]:
-        """The line index of each file by path."""
+        """The line index of each file, keyed by path."""
         return dict(zip(self.text.paths, self.indices, strict=False))
 
 
 def check_line_file(path: str) -> None:
-    """Raise ValueError unless this is a JSONL file."""
+    """Raise ValueError unless ``path`` is a JSONL file."""
     if not path.endswith(".jsonl"):
         raise ValueError(
             f"{path}: --hdp-loader ray reads .jsonl files; use --hdp-loader local for Megatron's data sets"
@@ -98,10 +98,10 @@ def check_line_file(path: str) -> None:
 
 
 def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config: TokenizerConfig) -> RemoteData:
-    """Start servers and index the files on process 0; on other processes only check options. Does not communicate.
+    """Start servers and index the files on process 0; only check options on the others. Does not communicate.
 
     Raises:
-        ValueError: Ray, a file, a line, the tokenizer or a split is bad.
+        ValueError: Ray does not start, or a file, a line, the tokenizer or a split is bad.
     """
     config = run.get(RemoteConfig)
     check_remote(config)
@@ -120,7 +120,7 @@ def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config:
     text = RemoteText(paths, data_arguments.seq_length, _tokenizer_in_words(tokenizer), build, cache)
     if run.process.rank != 0:
         return RemoteData(text, None)
-    build()  # so that a bad tokenizer is an error here, not in an actor
+    build()  # a bad tokenizer raises its error here, not in an actor
     servers = RemoteServers(config, text)
     data = RemoteData(text, servers, servers.index_files())
     check_splits(dataset, data_arguments.wanted_samples(), lambda path: len(data.lines[path]))
@@ -128,18 +128,18 @@ def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config:
 
 
 def build_encode(settings: dict[str, Any]) -> Encode:
-    """Return the function from text to tokens of Megatron's tokenizer. Raises ValueError if it cannot be built."""
+    """Return the function that encodes text with Megatron's tokenizer. Raises ValueError if it cannot be built."""
     return encoder(build_megatron_tokenizer(settings))
 
 
 def _encode_builder(settings: dict[str, Any]) -> Callable[[], Encode]:
-    """Return a function that builds the encoder in a server; for bytes it avoids Megatron's slow import."""
+    """Return a function with which a server builds the encoder; for bytes it avoids Megatron's slow import."""
     is_bytes = settings["tokenizer_type"] == "NullTokenizer" and settings["vocab_size"] == BYTE_LEVEL_VOCAB_SIZE
     return partial(encoder, None) if is_bytes else partial(build_encode, settings)
 
 
 def _tokenizer_in_words(settings: dict[str, Any]) -> str:
-    """Return the settings as text, with the size and time of each file that they name."""
+    """Return the settings as text, with the size and modification time of each file that they name."""
     files = [settings[name] for name in _TOKENIZER_FILES if settings.get(name) and Path(settings[name]).is_file()]
     stats = [(os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     return repr((sorted(settings.items()), stats))
@@ -151,12 +151,12 @@ def start_remote(
     sizes: Sequence[int | None],
     make_plan: MakePlan,
 ) -> tuple[RemoteSplit | None, ...]:
-    """Order the samples, start the scheduler, and return the splits; None for a split that is not wanted.
+    """Order the samples, start the scheduler, and return the splits; None for an unwanted split.
 
     Collective: all processes call it with equal arguments.
 
     Raises:
-        ValueError: as ``open_remote``.
+        ValueError: see ``open_remote``.
     """
     is_first = dist.get_rank() == 0
     counts = _from_first({path: len(index) for path, index in data.lines.items()})
@@ -174,12 +174,12 @@ def start_remote(
         try:
             actors = data.servers.start_scheduler(Samples(splits, data.indices), make_plan, dist.get_world_size())
             answer = actors.address, {name: split.num_samples for name, split in splits.items()}
-        except Exception as error:  # sent to all processes, which would otherwise wait for the answer
+        except Exception as error:  # all processes get it: they wait for an answer
             answer = error
     answer = _from_first(answer)
     if isinstance(answer, Exception):
         raise answer
-    assert answer is not None, "process 0 sends one"
+    assert answer is not None, "process 0 sends an answer"
     address, num_samples = answer
     actors = actors or join_actors(address)
     names = (split.name for split in Split)
@@ -196,7 +196,7 @@ def _from_first[Value](value: Value) -> Value:
 
 
 def _split_samples(source: SampleSource, paths: Sequence[str]) -> SplitSamples:
-    """Return the order of one split as arrays."""
+    """Return the sample order of one split as arrays."""
     dataset = source.dataset
     if isinstance(dataset, DocumentDataset):
         return SplitSamples(len(dataset), (_file_samples(dataset, paths),))

@@ -1,4 +1,4 @@
-"""How many samples steps need that are counted in tokens (``--hdp-global-tokens``)."""
+"""Number of samples for a run whose steps are measured in tokens (``--hdp-global-tokens``)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.bytescale.core.datasets.document_dataset import documents_of, want
 
 
 def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> int:
-    """Return a number of samples of the training split that hold so many tokens, wherever they begin.
+    """Return a number of samples that contains at least ``num_tokens`` tokens, at any position of the training split.
 
-    It is that of the data set with the shortest samples, twice over and with two epochs more: the parts of epochs at
-    both ends may hold short samples only. Reads the index of each file.
+    The data set with the shortest samples determines the number. It is doubled, with two more epochs, because the
+    partial epochs at both ends may contain only short samples. Reads the index of each file.
     """
     ((prefixes, share),) = (
         (prefixes, share) for split, prefixes, share in wanted_parts(config) if split is Split.train

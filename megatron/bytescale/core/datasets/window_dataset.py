@@ -1,12 +1,12 @@
-"""Samples that are windows of documents, with Megatron's own blends, splits and sizes.
+"""Data sets whose samples are windows of documents, with Megatron's own blends, splits and sizes.
 
-A table of ``bytescale data sculpt`` says which tokens of which documents are in a window; tokens are read from the data
-set itself. ``--split`` cuts between windows. Two kinds of attention::
+A table of ``bytescale data sculpt`` lists the tokens and documents of each window; the tokens are read from the data
+set itself. ``--split`` divides the data between windows. There are two kinds of attention::
 
-    window     one sequence: a token attends to all before it in the window. The last token of a document predicts the
-               first of the next one, as in Megatron's own samples; the last one of the window has no label.
-    document   each document is a sequence by itself, with positions of its own. The label of its last token is the
-               next token of the document, if there is one.
+    window     The window is one sequence: a token attends to all earlier tokens of the window. A document's last token
+               predicts the next document's first, as in Megatron's own samples. The window's last token has no label.
+    document   Each document is its own sequence with its own positions. The label of its last token in the window is
+               the next token of the document, if the document continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
 
 @dataclass
 class WindowConfig(BlendedMegatronDatasetConfig):
-    """Megatron's configuration, with the table of windows of each data set by path, and their attention."""
+    """Megatron's configuration, plus the attention and the window table of each data set, keyed by path."""
 
     tables: dict[str, np.ndarray] = field(default_factory=dict)
     attention: str = "window"
@@ -46,13 +46,13 @@ class WindowConfig(BlendedMegatronDatasetConfig):
 
 @dataclass(frozen=True, eq=False)
 class WindowedDocuments:
-    """What a ``DocumentDataset`` needs of Megatron's reader to order samples: windows in the place of documents.
+    """The part of Megatron's reader that a ``DocumentDataset`` needs to order samples, with windows as documents.
 
     Attributes:
         reader: Megatron's reader of the documents.
-        table: [rows] of windows.
-        document_indices: [windows + 1] first row of each window.
-        sequence_lengths: [rows] tokens of each row.
+        table: rows of all windows, [rows].
+        document_indices: first row of each window, [windows + 1].
+        sequence_lengths: number of tokens of each row, [rows].
     """
 
     reader: IndexedDataset
@@ -62,7 +62,7 @@ class WindowedDocuments:
 
 
 class WindowDataset(DocumentDataset):
-    """The windows of one split of one data set, in a new order each epoch; each is one sample."""
+    """The windows of one split of one data set, reshuffled each epoch; each window is one sample."""
 
     dataset: WindowedDocuments
 
@@ -82,21 +82,21 @@ class WindowDataset(DocumentDataset):
     def read_row(self, row: np.void, start: int, stop: int) -> np.ndarray:
         """Return tokens ``start`` to ``stop`` of a row, int64 [stop - start].
 
-        ``stop`` may be one past its end, for the next token of the document; where there is none, the result is one
-        shorter.
+        ``stop`` may be one past the row's end, to include the document's next token. The result is one token shorter if
+        the row ends its document.
         """
         first = int(row["start"])
         return read_document(self.dataset.reader, int(row["document"]), first + start, first + stop)
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` of a window, int64 [stop - start], reading no other; fewer at its end."""
-        found, begin = [np.zeros(0, dtype=np.int64)], 0
+        """Read only tokens ``start`` to ``stop`` of a window, int64 [stop - start]; fewer if the window is shorter."""
+        parts, begin = [np.zeros(0, dtype=np.int64)], 0
         for row in self.rows(i):
             end = begin + int(row["length"])
             if start < end and begin < stop:
-                found.append(self.read_row(row, max(start, begin) - begin, min(stop, end) - begin))
+                parts.append(self.read_row(row, max(start, begin) - begin, min(stop, end) - begin))
             begin = end
-        return np.concatenate(found)
+        return np.concatenate(parts)
 
     def describe(self, i: int) -> str:
         """Return ``"<prefix>: window 3"``."""
@@ -111,12 +111,12 @@ class WindowDataset(DocumentDataset):
 
 
 class WindowSamples(WindowDataset):
-    """Windows as Megatron's own training reads samples: tensors of ``--seq-length`` tokens, padded at the end."""
+    """Windows in the format of Megatron's own training: tensors of ``--seq-length`` tokens, padded at the end."""
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return the sample under the keys of Megatron's GPT samples: tensors [s], and a mask [1, s, s].
 
-        Only attention inside documents needs the mask, which is True where a token is not seen.
+        The mask is True where attention is forbidden. Only attention inside documents needs it.
         """
         size = self.config.sequence_length
         tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -129,12 +129,12 @@ class WindowSamples(WindowDataset):
             at += length
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
         if self.config.attention == "document":
-            seen = np.tril(np.equal.outer(sequence, sequence))
-            sample["attention_mask"] = ~seen[None]
+            allowed = np.tril(np.equal.outer(sequence, sequence))
+            sample["attention_mask"] = ~allowed[None]
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
     def _sequences(self, i: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield (tokens and the next one [n + 1 or n], n) of each sequence in the window of sample ``i``."""
+        """Yield (tokens with the next token [n + 1 or n], n) of each sequence in the window of sample ``i``."""
         if self.config.attention == "window":
             length = self.length(i)
             yield self.read(i, 0, length), length
@@ -145,9 +145,9 @@ class WindowSamples(WindowDataset):
 
 
 class DocumentsOfWindows(SampleSource):
-    """A ``TokenSource`` of windows whose sequences are the rows of the windows: parts of documents.
+    """A ``TokenSource`` of windows whose sequences are the window rows, which are parts of documents.
 
-    Row k of sample i has the number ``i * most + k``, where no window has more than ``most`` rows.
+    Row k of sample i has the number ``i * most + k``; no window has more than ``most`` rows.
     """
 
     def __init__(self, dataset: WindowDataset | BlendedDataset) -> None:
@@ -156,7 +156,7 @@ class DocumentsOfWindows(SampleSource):
         self._most = max(int(np.diff(one.dataset.document_indices).max()) for one in datasets)
 
     def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the rows of the windows of these samples."""
+        """Return the row numbers of the windows of these samples."""
         numbers: list[int] = []
         for first in (i * self._most for i in samples):
             dataset, window, _ = self._place(first)
@@ -169,17 +169,17 @@ class DocumentsOfWindows(SampleSource):
         return int(dataset.rows(window)[place]["length"])
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens [stop - start] of row ``i``, as ``WindowDataset.read_row``."""
+        """Return tokens [stop - start] of row ``i``; see ``WindowDataset.read_row``."""
         dataset, window, place = self._place(i)
         return dataset.read_row(dataset.rows(window)[place], start, stop)
 
     def describe(self, i: int) -> str:
-        """Return where row ``i`` is from."""
+        """Return the location of row ``i`` as text."""
         dataset, window, place = self._place(i)
         return dataset.describe_row(window, place)
 
     def _place(self, i: int) -> tuple[WindowDataset, int, int]:
-        """Return the data set of row ``i``, the number of its sample there, and its place in the window."""
+        """Return the data set of row ``i``, the index of its window there, and its position in the window."""
         sample, place = divmod(i, self._most)
         dataset, window = self._locate(sample)
         assert isinstance(dataset, WindowDataset), f"{dataset=}"
@@ -187,12 +187,12 @@ class DocumentsOfWindows(SampleSource):
 
 
 def window_config(config: SculptConfig, settings: dict[str, Any]) -> WindowConfig:
-    """Return the configuration of data sets of windows. ``settings``: fields of Megatron's own."""
+    """Return the configuration of window data sets. ``settings``: fields of Megatron's own configuration."""
     return WindowConfig(**settings, tables=config.tables(), attention=config.attention)
 
 
 def build_windows(config: WindowConfig, sizes: Sequence[int | None]) -> tuple[SampleSource | None, ...]:
-    """Return the train, validation and test samples, as ``build_document_datasets`` does. Collective."""
+    """Return the train, validation and test samples; see ``build_document_datasets``. Collective."""
     built = build_document_datasets(config, sizes, lambda: True, WindowDataset, config.num_windows)
     if config.attention == "window":
         return built
