@@ -1,4 +1,4 @@
-"""Parameters of Megatron's DDP in host memory, of which the device holds a window of layers."""
+"""Parameters of Megatron's DDP in host memory; the device holds only a window of layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def move_states(chunks: Sequence[DistributedDataParallel], config: StateConfig, on_cuda: bool) -> HostGradients | None:
     """Move gradients (from stage 2 on) and parameters (stage 3) of these DDP modules to host memory.
 
-    Before the optimizer is built, so that it sees parameters there. Raises ValueError where they do not fit.
+    Runs before the optimizer is built, so that the optimizer is built on host parameters. Raises ValueError if the
+    states do not fit into host memory.
     """
     if config.stage == 1:
         return None
@@ -33,7 +34,7 @@ def move_states(chunks: Sequence[DistributedDataParallel], config: StateConfig, 
 def move_parameters(
     chunk: DistributedDataParallel, config: StateConfig, gradients: HostGradients, on_cuda: bool
 ) -> LayerWindow:
-    """Move the parameters of a DDP module to host memory and return the window through which its layers see them."""
+    """Move a DDP module's parameters to host memory; return the window that brings layers to the device."""
     hosted: set[torch.nn.Parameter] = set()
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         gradients.host_bytes += buffer.numel * buffer.param_dtype.itemsize
@@ -43,7 +44,7 @@ def move_parameters(
         for parameter in buffer.params:
             start, stop, _ = buffer.param_index_map[parameter]
             host = whole[start:stop].view(parameter.shape)
-            host.copy_(parameter.data)  # the same memory, where DDP has copied it there already
+            host.copy_(parameter.data)  # a copy to itself if DDP's buffer began in host memory
             parameter.data = host
             hosted.add(parameter)
         if buffer.param_data is not None:

@@ -1,8 +1,9 @@
-"""Model states that are never on the device: DDP's buffers and float32 copies begin in host memory.
+"""Builds model states directly in host memory: DDP's buffers and the optimizer's float32 copies.
 
-Megatron's DDP allocates gradients, and a buffer of parameters, with ``torch.zeros`` on the device; its optimizers copy
-parameters to float32 with ``Tensor.float``. While it builds them, torch lets a mode answer these two calls. Without it
-the build would take 8 bytes a parameter of the device in bf16, and limit the model that stages 2 and 3 make room for.
+Megatron's DDP allocates its gradient and parameter buffers with ``torch.zeros`` on the device, and its optimizers copy
+parameters to float32 with ``Tensor.float``. During the build, torch function modes redirect these two calls. Otherwise
+the build would need 8 bytes of device memory per bf16 parameter, which would limit the models that stages 2 and 3 make
+room for.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class BuffersInHostMemory(TorchFunctionMode):
-    """Allocates buffers of DDP, which are zeros [n] that say that they need no gradient, in host memory.
+    """Allocates DDP's buffers in host memory. It recognizes them as zeros [n] created with ``requires_grad=False``.
 
     Attributes:
-        left_out: the type of buffers that go to the device all the same, or None.
+        left_out: dtype of buffers that stay on the device, or None.
     """
 
     def __init__(self, pinned: bool, left_out: torch.dtype | None) -> None:
@@ -50,7 +51,7 @@ class BuffersInHostMemory(TorchFunctionMode):
 
 
 class CopiesInHostMemory(TorchFunctionMode):
-    """Makes float32 copies of tensors in host memory."""
+    """Places float32 copies of tensors in host memory."""
 
     def __torch_function__(
         self,
@@ -66,9 +67,10 @@ class CopiesInHostMemory(TorchFunctionMode):
 
 
 def add_hooks(model: GPTModelConfig, config: StateConfig, run: RunConfig) -> None:
-    """Let DDP allocate in host memory what the stage of ``config`` keeps there.
+    """Let DDP allocate the buffers that the stage of ``config`` keeps in host memory there.
 
-    In stage 2 these are gradients, if they are of another type than parameters; else they are moved later.
+    In stage 2 these are gradient buffers, provided that their dtype differs from the parameters' dtype. Otherwise
+    ``move_states`` moves them after the build.
     """
     if config.stage == 1:
         return

@@ -1,9 +1,9 @@
 """Megatron's gradient buffers in host memory, so that the device never holds the gradients of a whole model.
 
-Megatron's DDP keeps one buffer, views of it for buckets and for the ``main_grad`` of each parameter, and adds gradients
-to these in a hook. Here the buffer is a block of host memory with the same layout. A hook before Megatron's takes each
-gradient away to it, after the backward pass the buckets are reduced through chunks of device memory, and all that
-follows (scaling, norm, clipping, Adam on pages) reads host memory.
+Megatron's DDP keeps one buffer, with views for buckets and for the ``main_grad`` of each parameter. A hook adds each
+gradient to its view. Here the buffer is a block of host memory with the same layout. A hook that runs before Megatron's
+moves each gradient to the block. After the backward pass the buckets are reduced through chunks of device memory. All
+later work (scaling, norm, clipping, Adam on pages) reads host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 CHUNK_BYTES: Final = 64 << 20
-"""Device memory of the gradients that are reduced at a time."""
+"""Size of the device memory that holds one chunk of gradients during a reduction."""
 
 SUMMED_LATER: Final = (
     "sequence_parallel",
@@ -33,18 +33,18 @@ SUMMED_LATER: Final = (
     "shared",
     "pipeline_parallel",
 )
-"""Attributes of parameters whose gradients Megatron sums once more, over other groups, after the data-parallel ones."""
+"""Attributes of parameters whose gradients Megatron sums over further groups after the data-parallel reduction."""
 
 NAMES_SUMMED_LATER: Final = ("q_layernorm", "k_layernorm", "position_embeddings")
 
 
 class ModelParameter(Protocol):
-    """A parameter of Megatron's, with the sum of its gradients.
+    """A parameter of Megatron's, with its accumulated gradient.
 
     Attributes:
-        grad: the gradient of the last backward pass.
-        main_grad: the sum.
-        grad_added_to_main_grad: a fused kernel has added the gradient already.
+        grad: gradient of the last backward pass.
+        main_grad: sum of the gradients.
+        grad_added_to_main_grad: whether a fused kernel has added the gradient already.
     """
 
     grad: torch.Tensor | None
@@ -57,26 +57,26 @@ class HostGradients:
 
     Attributes:
         sums: adds gradients to host memory.
-        device: where they are computed.
-        host_bytes: of host memory that this takes.
-        windows: of the parts of the model whose parameters are in host memory too, in stage 3.
+        device: device on which the gradients are computed.
+        host_bytes: host memory in use, in bytes.
+        windows: layer windows of the model chunks whose parameters are also in host memory (stage 3).
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: StateConfig, on_cuda: bool) -> None:
-        """Move the gradient buffers of these DDP modules, which hold no gradients yet.
+        """Move the gradient buffers of these DDP modules, which contain no gradients yet.
 
-        Raises ValueError where they take more host memory than there is, or for float32 parameters on a GPU.
+        Raises ValueError if host memory is too small, or in stage 2 on a GPU if parameters are float32.
         """
-        is_float32 = any(one.dtype is torch.float32 for chunk in chunks for one in chunk.parameters())
+        is_float32 = any(weight.dtype is torch.float32 for chunk in chunks for weight in chunk.parameters())
         if on_cuda and is_float32 and config.stage == 2:
             raise ValueError(
                 "--state-stage 2 on a GPU: parameters are float32: add --bf16, or use --state-stage 1 or 3"
-            )  # torch refuses a gradient that is not where its parameter is
+            )  # torch refuses a gradient on another device than its parameter
         self.sums = GradientSums(config.page_bytes, on_cuda)
         self.host_bytes = self.sums.slots.nbytes
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.windows: list[LayerWindow] = []
-        self._later: dict[torch.nn.Parameter, torch.Tensor] = {}  # their part of the buffer
+        self._later: dict[torch.nn.Parameter, torch.Tensor] = {}  # parameter -> its part of the buffer
         self._lent: dict[torch.nn.Parameter, torch.Tensor] = {}
         names = {parameter: name for chunk in chunks for name, parameter in chunk.module.named_parameters()}
         for chunk in chunks:
@@ -90,7 +90,7 @@ class HostGradients:
                 group.host_gradients = self
 
     def _move(self, buffer: _ParamAndGradBuffer, names: dict[torch.nn.Parameter, str], on_cuda: bool) -> None:
-        """Replace a buffer of Megatron's by one in host memory with the same layout."""
+        """Move one of Megatron's buffers to host memory, with the same layout."""
         if not getattr(buffer.grad_data, "began_in_host_memory", False):
             buffer.grad_data = host_block(buffer.numel, buffer.grad_dtype, on_cuda)
         whole = buffer.grad_data
@@ -106,13 +106,13 @@ class HostGradients:
                 self._later[parameter] = parameter.main_grad
 
     def take(self, parameter: ModelParameter) -> None:
-        """Add a parameter's gradient to its sum in host memory; Megatron's hook, which runs next, then finds none."""
+        """Add a parameter's gradient to its sum in host memory, and leave none to Megatron's hook, which runs next."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and not parameter.grad_added_to_main_grad:
             self.sums.add(parameter.main_grad, gradient)
 
     def lend(self, parameters: set[torch.nn.Parameter]) -> None:
-        """Give the gradients that Megatron sums over other groups next to the device, where it does that."""
+        """Copy to the device the gradients that Megatron next sums over other groups, which it does on the device."""
         for parameter in parameters & self._later.keys():
             self._lent[parameter] = self._later[parameter].to(self.device, copy=True)
             parameter.main_grad = self._lent[parameter]  # type: ignore[attr-defined]
@@ -129,13 +129,13 @@ class HostBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
     """A buffer whose gradients are in host memory."""
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Scale all gradients; those on the device return first."""
+        """Scale all gradients, after copying lent gradients back to host memory."""
         self.host_gradients.take_back()
         super().scale_gradients(scaling_factor)
 
 
 class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """Buckets whose gradients are in host memory. They are reduced once the backward pass is over."""
+    """Buckets whose gradients are in host memory. They are reduced after the backward pass."""
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce all buckets, chunk by chunk, over the ranks that share the parameters. Blocks."""
@@ -162,7 +162,7 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.host_gradients.lend(self.params)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather parameters that the optimizer has changed, through chunks where they are in host memory. Blocks."""
+        """Gather parameters after the optimizer's update, in chunks if they are in host memory. Blocks."""
         if not self.host_gradients.windows:
             super().start_param_sync(force_sync)
             return
@@ -171,14 +171,14 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.param_gather_dispatched = True
 
     def _chunks(self, dtype: torch.dtype) -> ChunkedCollectives:
-        """Return how tensors of a type are communicated."""
+        """Return the chunked collectives for tensors of a dtype."""
         shares = self.ddp_config.use_distributed_optimizer
         group = self.intra_distributed_optimizer_instance_group if shares else self.data_parallel_group
         return ChunkedCollectives(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
 
 
 def taking_gradients(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
-    """Return the class that an optimizer of Megatron becomes whose gradients are in host memory."""
+    """Return a subclass of one of Megatron's optimizers that takes its gradients from host memory."""
 
     class TakingGradients(kind):  # type: ignore[misc,valid-type]
         def prepare_grads(self) -> bool:

@@ -1,1 +1,1 @@
-"""Layer specs with our attention, the loss computed in chunks, and draft heads on a trained model."""
+"""Layer specs with document attention, the loss in chunks, multi-token prediction and draft heads."""

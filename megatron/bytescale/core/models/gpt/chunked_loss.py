@@ -1,12 +1,12 @@
-"""Output layer and loss in chunks of tokens, so that the logits of a long sequence never exist all at once.
+"""Output layer and loss in chunks of tokens, so that the logits of a long sequence are never all in memory.
 
-Calls Megatron's own output layer and loss for a few tokens at a time, so all their options keep working: tensor and
-sequence parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and
-cut-cross-entropy bypass them (docs/guide/activations.md).
+Megatron's own output layer and loss run on a few tokens at a time, so all their options keep working: tensor and
+sequence parallelism, accumulation of the weight gradient, scaled logits. Fused kernels of liger-kernel and
+cut-cross-entropy bypass these options (docs/guide/activations.md).
 
-Megatron's product runs with a frozen weight, and the weight's gradient is computed here: the products of all chunks are
-added in float32, in place, to Megatron's gradient buffer where there is one. So chunks round the gradient no more than
-one product over all tokens does, and no chunk needs a tensor of the weight's size.
+Megatron's matrix product sees a frozen weight, and this file computes the weight gradient: it accumulates the products
+of all chunks in float32 and in place, in Megatron's gradient buffer if there is one. So chunks add no rounding to the
+gradient compared with one product over all tokens, and no chunk needs a tensor of the weight's size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 
 def use_chunked_loss(num_tokens: int, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: call each model chunk that has the output layer with an ``output_processor``."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: give each chunk with the output layer an ``output_processor``."""
     process = partial(chunked_loss, num_tokens)
 
     def add_processor(
@@ -48,9 +48,9 @@ def chunked_loss(
 ) -> torch.Tensor:
     """GPTModel's ``output_processor``: return Megatron's losses [b, s] of hidden states [s, b, h].
 
-    Holds the logits of ``num_tokens`` tokens at a time and computes them again in the backward pass. Each chunk
+    Holds the logits of ``num_tokens`` tokens at a time and recomputes them in the backward pass. Each chunk
     communicates on the tensor-parallel group, as Megatron's output layer and loss do. Under sequence parallelism
-    (hidden states [s / tp, b, h]) a chunk takes the same rows of every rank.
+    (hidden states [s / tp, b, h]) a chunk contains the same rows of every rank.
     """
     if labels is None:
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
@@ -70,9 +70,9 @@ class OutputHead:
 
     Attributes:
         output_layer: the column-parallel product.
-        gather_output: passed on to it.
-        loss_of: returns the losses [b, n] of labels [b, n] and logits [n, b, v].
-        scale_logits: Megatron's factor for logits of any shape.
+        gather_output: argument that is passed to the output layer.
+        loss_of: returns the losses [b, n] for labels [b, n] and logits [n, b, v].
+        scale_logits: applies Megatron's scale to logits of any shape.
     """
 
     output_layer: Callable[..., tuple[torch.Tensor, object]]
@@ -83,17 +83,17 @@ class OutputHead:
     def run(
         self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logits [n, b, v], losses [b, n]) of hidden states [n / ranks, b, h] and labels [b, ranks, n / ranks].
+        """Return (logits [n, b, v], losses [b, n]) for hidden [n / ranks, b, h] and labels [b, ranks, n / ranks].
 
-        The weight [v, h] gets no gradient.
+        The weight [v, h] receives no gradient.
         """
         logits, _ = self.output_layer(hidden, weight=weight.detach(), runtime_gather_output=self.gather_output)
         return logits, self.loss_of(labels.flatten(1), self.scale_logits(logits))
 
     def rows_of_all_ranks(self, hidden: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Return the hidden states [n, b, h] of all ranks that share the sequence, from one's own [n / ranks, b, h].
+        """Gather the hidden states [n, b, h] of all ranks that share the sequence from this rank's [n / ranks, b, h].
 
-        Collective on the tensor-parallel group if there are several.
+        Collective on the tensor-parallel group if several ranks share the sequence.
         """
         if ranks == 1:
             return hidden
@@ -112,7 +112,7 @@ class _LossCtx(torch.autograd.function.FunctionCtx):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Losses [b, s] of hidden states [s / ranks, b, h], a weight [v, h] and labels [b, ranks, s / ranks]."""
+    """Losses [b, s] for hidden states [s / ranks, b, h], a weight [v, h] and labels [b, ranks, s / ranks]."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -140,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 logits, losses = ctx.head.run(leaf, weight, some_labels)
                 logits.retain_grad()
-            torch.autograd.backward(losses, grad.flatten(1))  # not grad(), which hooks of modules may refuse
+            torch.autograd.backward(losses, grad.flatten(1))  # grad() would fail for some module hooks
             by_hidden, by_logits = leaf.grad, logits.grad
             assert by_hidden is not None and by_logits is not None, f"{leaf.shape=} {logits.shape=}"
             del logits, losses
@@ -152,11 +152,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The sum of products that is a weight's gradient, in at least 32 bits.
+    """Accumulates a weight gradient from the products of chunks, in at least 32 bits.
 
     Attributes:
-        weight: the parameter [v, h].
-        total: the sum [v, h]: Megatron's gradient buffer of the parameter, or a new tensor.
+        weight: parameter [v, h].
+        total: accumulated gradient [v, h]: Megatron's gradient buffer of the parameter, or a new tensor.
     """
 
     weight: torch.Tensor
@@ -164,7 +164,7 @@ class WeightGradient:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WeightGradient:
-        """Return the sum for a weight [v, h]: its ``main_grad``, if Megatron's DDP lets layers add to it."""
+        """Return an accumulator for weight [v, h]; it adds to ``main_grad`` if Megatron's DDP lets layers do so."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         main = getattr(weight, "main_grad", None)
         if (
@@ -176,7 +176,7 @@ class WeightGradient:
         return cls(weight, torch.zeros(weight.shape, dtype=dtype, device=weight.device))
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add the product of gradients of logits [n, b, v] and hidden states [n, b, h], without rounding it first."""
+        """Add the product of logits' gradients [n, b, v] and hidden states [n, b, h] without rounding it first."""
         left, right = grad_logits.flatten(0, -2).t(), hidden.flatten(0, -2)
         if left.is_cuda and left.dtype != self.total.dtype:
             torch.addmm(self.total, left, right, out_dtype=self.total.dtype, out=self.total)
@@ -184,10 +184,10 @@ class WeightGradient:
             self.total.addmm_(left.to(self.total.dtype), right.to(self.total.dtype))
 
     def finish(self) -> torch.Tensor:
-        """Return what autograd is to add to the parameter's gradient, [v, h].
+        """Return the gradient [v, h] that autograd adds to the parameter's gradient.
 
-        Where the sum went to Megatron's buffer, DDP's hook needs a tensor and ignores its values. It adds them for an
-        embedding that is also the output weight, so they are zeros then.
+        If Megatron's buffer has the sum already, DDP's hook needs a tensor but ignores its values. The values are zeros
+        for an embedding that is also the output weight, because DDP adds them in that case.
         """
         if self.total is not getattr(self.weight, "main_grad", None):
             return self.total.to(self.weight.dtype)

@@ -1,12 +1,13 @@
-"""Draft heads: they guess the tokens after the next one from the hidden states of a trained model.
+"""Draft heads: they predict the tokens after the next token from the hidden states of a trained model.
 
-``clover`` follows Clover (arXiv 2405.00263) as Clover-2 (2408.00264) refines it: the state of a token takes in the
-token after it (``TokenMerge``), passes ``num_layers`` transformer layers, and then each head's state takes in the token
-that the head before it stands for. ``medusa`` (arXiv 2401.10774) has independent residual blocks.
+``clover`` follows Clover (arXiv 2405.00263) with the refinements of Clover-2 (2408.00264). First the state of a token
+is merged with the token that follows it (``TokenMerge``) and passes through ``num_layers`` transformer layers. Then
+each head merges the state with the token that the previous head predicted. ``medusa`` (arXiv 2401.10774) has
+independent residual blocks.
 
-Both reuse the model's output layer, for guesses and, in Clover, as embeddings of tokens. Layers are cut over the
-tensor-parallel ranks as the model's are. All else is replicated: under sequence parallelism each rank has its own
-tokens, and Megatron sums the gradients of parameters so marked.
+Both reuse the model's output layer to predict, and Clover also uses its weight as token embedding. Transformer layers
+are split over the tensor-parallel ranks like the model's layers. All other parameters are replicated: under sequence
+parallelism each rank has its own tokens, so the parameters are marked and Megatron sums their gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NOISE = 0.01
 
 
 class TokenMerge(torch.nn.Module):
-    """Clover's attention decoder: each attention head of the state attends to one token, by the cosine of the two."""
+    """Clover's attention decoder: each attention head of the state attends to one token, weighted by their cosine."""
 
     def __init__(self, config: TransformerConfig, name: str) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class TokenMerge(torch.nn.Module):
             self.value.weight.sub_(torch.eye(config.hidden_size).to(self.value.weight))
 
     def forward(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the state [s, b, h] with the embedded token [s, b, h] of each row in it."""
+        """Merge the embedded token [s, b, h] of each row into the state [s, b, h]."""
         query, key, value = (
             one.unflatten(-1, (self.num_heads, -1))
             for one in (self.query(self.norm(state)), self.key(embedded), self.value(embedded))
@@ -51,12 +52,12 @@ class TokenMerge(torch.nn.Module):
 
 
 class DraftHeads(MegatronModule):
-    """The heads of a model, with the layers below them; a child of Megatron's model, so its checkpoints hold them."""
+    """The draft heads of a model and the layers below them, as a child of Megatron's model and in its checkpoints."""
 
     def __init__(self, config: TransformerConfig, settings: DraftConfig, layer: ModuleSpec) -> None:
         super().__init__(config=config)
         self.settings = settings
-        for index in range(settings.num_layers):  # children by name, each of which cuts its own tensors in checkpoints
+        for index in range(settings.num_layers):  # named children: each shards its own tensors in checkpoints
             built = build_module(layer, config=config, layer_number=config.num_layers, add_layer_offset=False)
             if isinstance(built, PlannedTransformerLayer):
                 built.run_as(config.num_layers + 1 + index)
@@ -79,9 +80,9 @@ class DraftHeads(MegatronModule):
         """Return the state [s, b, h] of the first head.
 
         Args:
-            hidden: states [s, b, h] before the model's last norm.
-            embedded: the token after each row, [s, b, h].
-            layer_inputs: angles and layout of the rows, as Megatron's layers take them.
+            hidden: hidden states [s, b, h] before the model's last norm.
+            embedded: embedding of the token after each row, [s, b, h].
+            layer_inputs: angles and layout of the rows, as Megatron's layers expect them.
         """
         state = self.start(hidden, embedded) if self.settings.kind == "clover" else hidden
         for index in range(self.settings.num_layers):
@@ -90,12 +91,12 @@ class DraftHeads(MegatronModule):
         return normed
 
     def head(self, index: int, state: torch.Tensor, embedded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the state of head ``index``, what it gives the output layer), both [s, b, h].
+        """Return (the state of head ``index``, its input to the output layer), both [s, b, h].
 
         Args:
-            index: of the head.
-            state: of the head before it, or of ``states`` for the first, [s, b, h].
-            embedded: the token that the head before it stands for, [s, b, h]; None for the first head.
+            index: index of the head.
+            state: state [s, b, h] of the previous head; for the first head, the result of ``states``.
+            embedded: embedding [s, b, h] of the token that the previous head predicts; None for the first head.
         """
         if self.settings.kind == "medusa":
             return state, state + torch.nn.functional.silu(self.blocks[index](state))
@@ -106,9 +107,10 @@ class DraftHeads(MegatronModule):
 
 
 def replicated(config: TransformerConfig, inputs: int, name: str) -> torch.nn.Linear:
-    """Return a linear layer [h, inputs * h] that begins as the identity of its first input with a little noise.
+    """Return a linear layer [h, inputs * h], initialized as the identity of its first input plus small noise.
 
-    ``inputs`` 0: one input, and zeros. The noise depends on the name alone, so that all layouts begin alike.
+    With ``inputs`` 0 the layer has one input and all weights are zero. The noise depends only on the name, so that all
+    parallel layouts start with equal weights.
     """
     size = config.hidden_size
     layer = torch.nn.Linear(
@@ -126,15 +128,15 @@ def replicated(config: TransformerConfig, inputs: int, name: str) -> torch.nn.Li
 def embed_by_output(
     tokens: torch.Tensor, weight: torch.Tensor, group: torch.distributed.ProcessGroup, scatter: bool
 ) -> torch.Tensor:
-    """Return the rows [s, b, h] of the output weight that belong to tokens [b, s].
+    """Return the rows [s, b, h] of the output weight for tokens [b, s].
 
     Collective on the tensor-parallel group.
 
     Args:
-        tokens: ids.
-        weight: this rank's rows [v / tp, h] of the output layer.
-        group: the tensor-parallel ranks.
-        scatter: return this rank's part [s / tp, b, h] of the sequence.
+        tokens: token ids.
+        weight: this rank's rows [v / tp, h] of the output layer's weight.
+        group: tensor-parallel ranks.
+        scatter: whether to return only this rank's part [s / tp, b, h] of the sequence.
     """
     rows = weight.shape[0]
     local = tokens.transpose(0, 1) - group.rank() * rows

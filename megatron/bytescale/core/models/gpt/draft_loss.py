@@ -1,9 +1,9 @@
-"""Train draft heads: the hook of the model's build, the loss of the heads, and the figures of a log line.
+"""Training of draft heads: the hook of the model's build, the loss, and the figures of the log line.
 
-The loss of a micro-batch is the sum over heads i of ``decay**i`` times the cross entropy of their guesses, and with a
-``hidden_weight`` their difference from the model's states, over the number of tokens that the first head can guess: one
-division for the whole step, so it does not depend on the layout. Where the model is trained too, its own loss is added,
-and the division is by the number of its labels.
+The loss of a micro-batch is the sum over heads i of ``decay**i`` times the cross entropy of their predictions. With
+``hidden_weight``, the distance between the heads' states and the model's states is added. The sum is divided once per
+step by the number of tokens that the first head can predict, so the loss does not depend on the layout. If the model is
+trained too, its own loss is added, and the divisor is the model's number of labels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def add_draft_heads(
     settings: DraftConfig, chunk_tokens: int | None, runtime: Runtime, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: freeze the model, and give the chunk with the output layer its heads."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: freeze the model and add heads to the chunk with the output layer."""
     for chunk in model_chunks:
         trunk, model = Trunk(chunk, not settings.train_trunk), _as_gpt(chunk)
         model.hide_loss_modules = partial(without_heads, chunk)
@@ -60,13 +60,13 @@ def _as_gpt(chunk: torch.nn.Module) -> GPTModel:
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """GPTModel's ``output_processor``: the sums of a micro-batch that ``report`` reads.
+    """GPTModel's ``output_processor``: returns a micro-batch's sums for ``report``.
 
     Attributes:
-        trunk: the model.
-        heads: its heads.
-        chunk_tokens: tokens whose logits exist at a time; None: all.
-        runtime: has the communicator of rings; None where nothing is shared.
+        trunk: hooks on the model below the heads.
+        heads: draft heads.
+        chunk_tokens: number of tokens whose logits exist at the same time; None: all.
+        runtime: source of the ring communicator; None if no ranks share sequences.
     """
 
     trunk: Trunk
@@ -84,18 +84,18 @@ class DraftLoss:
         packed_seq_params: DocumentSeqParams,
         **model: Any,
     ) -> torch.Tensor:
-        """Return the [2 heads + 3] sums that ``report`` splits; where the model is trained, its losses [s] follow.
+        """Return the [2 heads + 3] sums that ``report`` splits, followed by the model's losses [s] if it is trained.
 
-        The sums: loss, labels of each head, right guesses of each, tokens guessed in a row, and what the heads differ
-        from the model. Collective on the tensor-parallel group and in rings.
+        The sums: loss, labels of each head, correct predictions of each head, accepted tokens, and the distance between
+        the heads' and the model's states. Collective on the tensor-parallel group and in rings.
 
         Args:
-            hidden_states: what the model gives its output layer, [s / ranks, 1, h].
-            output_layer: the model's.
-            output_weight: its weight where the output layer has none of its own.
-            labels: the token after each row, [1, s].
-            packed_seq_params: of the micro-batch, or of its slice.
-            model: other callables of ``GPTModel``: its loss, and its factor for logits.
+            hidden_states: input of the model's output layer, [s / ranks, 1, h].
+            output_layer: output layer of the model.
+            output_weight: weight of the output layer if the layer has no weight of its own.
+            labels: token after each row, [1, s].
+            packed_seq_params: layout of the micro-batch or slice.
+            model: other callables of ``GPTModel``: its loss, and its scale of logits.
         """
         weight = output_layer.weight if output_weight is None else output_weight
         sums = self._sums(hidden_states, labels, packed_seq_params, (output_layer, weight), model)
@@ -118,7 +118,7 @@ class DraftLoss:
         output_layer_and_weight: tuple[ColumnParallelLinear, torch.Tensor],
         model: dict[str, Any],
     ) -> torch.Tensor:
-        """Return [2 heads + 3] sums, of arguments as ``__call__`` has them; the weight: [v / ranks, h]."""
+        """Return the [2 heads + 3] sums for the arguments of ``__call__``; the weight is [v / ranks, h]."""
         output_layer, weight = output_layer_and_weight
         settings, group = self.heads.settings, output_layer.tp_group
         assert params.positions is not None and self.trunk.hidden is not None, f"{params=}"
@@ -155,18 +155,21 @@ class DraftLoss:
     def _later_states(
         self, hidden: torch.Tensor, params: DocumentSeqParams, group: torch.distributed.ProcessGroup | None
     ) -> LaterStates | None:
-        """Return what the heads are compared with; None if they are not. ``hidden``: [s / ranks, 1, h]."""
+        """Return the model states to compare the heads with, or None without ``hidden_weight``.
+
+        ``hidden``: [s / ranks, 1, h].
+        """
         if not self.heads.settings.hidden_weight:
             return None
         comm = None if self.runtime is None else self.runtime.parts.comm
-        exchange: Any = None if comm is None else comm.exchange  # rings have one
+        exchange: Any = None if comm is None else comm.exchange  # only rings need the communicator
         assert isinstance(params.layout, AttentionLayout), f"{params.layout=}"
         return later_states(hidden, params.layout, self.heads.settings.num_heads, exchange, group)
 
     def _in_chunks(
         self, score: Callable[..., tuple[torch.Tensor, torch.Tensor]], guess: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return losses and hits, both [1, s], of guesses [s / ranks, 1, h]; logits of a chunk are made twice."""
+        """Return losses and hits, both [1, s], of predictions [s / ranks, 1, h]; chunks compute logits twice."""
         rows = guess.shape[0]
         ranks = target.shape[1] // rows
         if self.chunk_tokens is None or self.chunk_tokens >= target.shape[1]:
@@ -174,7 +177,7 @@ class DraftLoss:
         step = max(1, self.chunk_tokens // ranks)
         parts = zip(guess.split(step), target.unflatten(1, (ranks, rows)).split(step, 2), strict=True)
         done = [checkpoint(score, part, some.flatten(1), use_reentrant=False) for part, some in parts]
-        losses, hits = ([one.unflatten(1, (ranks, -1)) for one in column] for column in zip(*done, strict=True))
+        losses, hits = ([part.unflatten(1, (ranks, -1)) for part in column] for column in zip(*done, strict=True))
         return torch.cat(losses, dim=2).flatten(1), torch.cat(hits, dim=2).flatten(1)
 
 
@@ -187,19 +190,19 @@ def scores(
     scale: Callable[[torch.Tensor], torch.Tensor],
     group: torch.distributed.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses [b, s] of guesses [s / ranks, b, h], and whether each target [b, s] has the largest logit.
+    """Return the losses [b, s] of predictions [s / ranks, b, h], and whether each target [b, s] has the largest logit.
 
     Collective on the tensor-parallel group.
     """
     logits = scale(output(guess)[0])
-    hits = has_largest_logit(logits.detach(), target, group)  # first: Megatron's loss works in place
+    hits = has_largest_logit(logits.detach(), target, group)  # before the loss, which overwrites the logits
     return loss_of(target, logits), hits
 
 
 def has_largest_logit(
     logits: torch.Tensor, target: torch.Tensor, group: torch.distributed.ProcessGroup
 ) -> torch.Tensor:
-    """Return for each target [b, s] whether none of its logits [s, b, v / tp] on any rank is larger."""
+    """Return for each target [b, s] whether no logit [s, b, v / tp] on any rank is larger than the target's."""
     size = logits.shape[-1]
     local = target.transpose(0, 1) - group.rank() * size
     is_mine = (local >= 0) & (local < size)
@@ -211,9 +214,9 @@ def has_largest_logit(
 
 
 def report(settings: DraftConfig, sums: torch.Tensor) -> Report:
-    """Return (loss, number of labels, figures of the log line) of the [2 heads + 3] sums of a micro-batch.
+    """Return (loss, number of labels, figures of the log line) from the [2 heads + 3] sums of a micro-batch.
 
-    "tokens accepted": the mean number of heads in a row, from the first, that guess the text.
+    "tokens accepted" is the mean number of consecutive heads, starting with the first, whose predictions are correct.
     """
     num_heads = settings.num_heads
     loss, counts, right, accepted, difference = sums.split([1, num_heads, num_heads, 1, 1])
@@ -228,9 +231,9 @@ def report(settings: DraftConfig, sums: torch.Tensor) -> Report:
 
 
 def report_both(settings: DraftConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
-    """Return what ``report`` does for heads and model together: [2 heads + 3] sums and the losses [s] of the model.
+    """Return ``report`` for heads and model together, from the [2 heads + 3] sums and the model's losses [s].
 
-    ``of_model``: the report of the model alone, whose labels are counted.
+    ``of_model``: report of the model alone; its labels are counted.
     """
     num_sums = 2 * settings.num_heads + 3
     loss, _, figures = report(settings, output[:num_sums])

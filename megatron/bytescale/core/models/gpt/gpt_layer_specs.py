@@ -1,4 +1,4 @@
-"""Megatron's own GPT layers, with document attention (and a norm for sequence parallelism) in their spec."""
+"""Megatron's own GPT layer specs, with document attention (and a norm for sequence parallelism)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 def document_layer_spec(runtime: Runtime) -> Callable[..., ModuleSpec | TransformerBlockSubmodules]:
-    """Return ``GPTModelConfig.transformer_layer_spec``: the default spec, with document attention."""
+    """Return ``GPTModelConfig.transformer_layer_spec`` that builds Megatron's default spec with document attention."""
 
     def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
         spec = copy.deepcopy(default_layer_spec(config, vp_stage))  # type: ignore[arg-type]
         has_engine = config.transformer.transformer_impl == "transformer_engine"
-        if isinstance(spec, TransformerBlockSubmodules):  # experts: each layer has a spec, dense and sparse ones
+        if isinstance(spec, TransformerBlockSubmodules):  # with experts: one spec per layer, dense or sparse
             for layer in spec.layer_specs:
                 _set_document_modules(layer.submodules, runtime, has_engine)
             return spec if has_engine else replace(spec, layer_norm=LocalNorm)
@@ -58,14 +58,14 @@ def document_layer_spec(runtime: Runtime) -> Callable[..., ModuleSpec | Transfor
 def with_sample_attention(
     spec: ModuleSpec | TransformerBlockSubmodules, runtime: Runtime
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a layer spec, or spec of a block, whose attention is ours for samples of one length."""
+    """Return a layer's or block's spec with our attention for samples of fixed length."""
     return with_core_attention(spec, partial(SampleAttention, runtime=runtime))
 
 
 def with_core_attention(
     spec: ModuleSpec | TransformerBlockSubmodules, attention: type | Callable[..., torch.nn.Module]
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a layer spec, or spec of a block, with this ``core_attention``."""
+    """Return a layer's or block's spec with this ``core_attention``."""
     spec = copy.deepcopy(spec)
     for layer in layers_of(spec):
         layer.submodules.self_attention.submodules.core_attention = attention
@@ -73,7 +73,7 @@ def with_core_attention(
 
 
 def with_split_products(spec: TransformerBlockSubmodules, runtime: Runtime) -> TransformerBlockSubmodules:
-    """Change a new spec of a block of local layers: weight gradients run by themselves, except those of experts."""
+    """Change a new block spec of local layers: weight gradients run separately, except in experts."""
     column, row = (partial(one, runtime=runtime) for one in (SplitColumnParallelLinear, SplitRowParallelLinear))
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
@@ -86,11 +86,11 @@ def with_split_products(spec: TransformerBlockSubmodules, runtime: Runtime) -> T
 
 
 def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Runtime, has_engine: bool) -> None:
-    """Set our attention and router, and without TransformerEngine our norms and products, in the spec of one layer."""
+    """Put our attention and router into a layer's spec; without TransformerEngine, also our norms and products."""
     attention = layer.self_attention.submodules
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
     if layer.self_attention.module in (MLASelfAttention, DocumentLatentAttention):  # layers may share a spec
-        attention.core_attention = IdentityOp  # it makes its own
+        attention.core_attention = IdentityOp  # the layer builds its own attention
         layer.self_attention.module = DocumentLatentAttention
         layer.self_attention.params = {**layer.self_attention.params, "runtime": runtime}
     mlp: ModuleSpec = layer.mlp
@@ -106,5 +106,5 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Runtime, h
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):  # which has no weight to mark
+        if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):  # L2Norm has no weight to mark
             setattr(attention, name, LocalNorm)

@@ -1,8 +1,9 @@
-"""Compare draft heads with the model's hidden states (Clover-2, arXiv 2408.00264): the regression loss of heads.
+"""Compares draft heads with the model's hidden states: the regression loss of Clover-2 (arXiv 2408.00264).
 
-What head i gives the output layer for a token stands for what the model gives it i + 1 tokens later in the document.
-The difference is the smooth L1 loss, averaged over the hidden size, of both divided by the root mean square of the
-model's: so its weight does not depend on the scale or the size of hidden states.
+For a given token, head i should give the output layer the same state that the model gives it i + 1 tokens later in the
+document. The loss is the smooth L1 distance of the two states, averaged over the hidden size. Both states are first
+divided by the root mean square of the model's state, so that the weight of the loss does not depend on the scale or the
+size of hidden states.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from bytescale_ext.parallel.p2p import Pending
 
 @dataclass(frozen=True)
 class LaterStates:
-    """The model's states after each row.
+    """The model's states at the tokens after each row.
 
     Attributes:
-        table: states [n, h], those of other ranks too.
-        rows: which of them are so many tokens after each row of this rank, int64 [s / ranks, count], from 1 on.
-        group: the tensor-parallel ranks, where each has its own rows (sequence parallelism); else None.
+        table: states [n, h], including states from other ranks.
+        rows: row of ``table`` for the state 1 to ``count`` tokens after each row of this rank, int64 [s / ranks,
+            count].
+        group: tensor-parallel ranks if each has its own rows (sequence parallelism); else None.
     """
 
     table: torch.Tensor
@@ -36,7 +38,7 @@ class LaterStates:
     group: torch.distributed.ProcessGroup | None
 
     def difference(self, index: int, guess: torch.Tensor) -> torch.Tensor:
-        """Return the sum, a scalar, over all rows of the difference of what head ``index`` gives, [s / ranks, 1, h].
+        """Return the loss of head ``index``, summed over all rows (a scalar), for its states [s / ranks, 1, h].
 
         Collective on the tensor-parallel group under sequence parallelism.
         """
@@ -57,14 +59,14 @@ def later_states(
     exchange: Callable[..., Pending],
     group: torch.distributed.ProcessGroup | None,
 ) -> LaterStates:
-    """Fetch the states of the ``count`` tokens after each row. Communicates in rings, and in the group if there is one.
+    """Fetch the states of the ``count`` tokens after each row. Communicates in rings, and in ``group`` if given.
 
     Args:
-        hidden: what the model gives its output layer, [s / ranks, 1, h].
-        layout: of the micro-batch.
+        hidden: input of the model's output layer, [s / ranks, 1, h].
+        layout: layout of the micro-batch.
         count: number of heads.
-        exchange: of the ring communicator.
-        group: the tensor-parallel ranks that share the sequence; None without sequence parallelism.
+        exchange: method ``exchange`` of the ring communicator.
+        group: tensor-parallel ranks that share the sequence; None without sequence parallelism.
     """
     states = hidden.detach()[:, 0]
     where = later_rows(layout, count)

@@ -1,13 +1,13 @@
 """Multi-token prediction over documents (DeepSeek-V3, section 2.2), on Megatron's own layers.
 
-Layer k takes the state of each token together with the embedding of the token k places after it, and guesses the token
-after that one. Megatron shifts tokens, labels and masks between neighbouring rows, with messages between ranks where
-one static context-parallel group shares a sequence. Here the loader has read the later tokens of every row from the
-document itself (``bytescale_ext/data/samples/future.py``): no shift crosses the end of a document, a ring or a slice,
-and nothing is sent. Attention, positions and the output layer are those of the model.
+Layer k combines the state of each token with the embedding of the token k places later, and predicts the token after
+that. Megatron shifts tokens, labels and masks between neighbouring rows, and sends messages if a static
+context-parallel group shares a sequence. Here the loader has already read the later tokens of every row from the
+document (``bytescale_ext/data/samples/future.py``). So no shift crosses the end of a document, a ring or a slice, and
+no messages are needed. Attention, positions and the output layer are the same as in the model.
 
-The loss of a micro-batch gets, for each of the D depths, ``mtp_loss_scaling_factor / D`` times the sum of
-``future_weights`` times the cross entropy.
+For each of the D depths, ``mtp_loss_scaling_factor / D`` times the sum of ``future_weights`` times the cross entropy is
+added to the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 SUMS = 3
-"""Sums of each depth: weighted losses, losses, and their number."""
+"""Number of sums per depth: weighted losses, losses, and number of losses."""
 
 Inputs = tuple[tuple[object, ...], dict[str, Any]]
-"""Positional and named arguments of a module, as a hook changes them."""
+"""Positional and keyword arguments of a module, as a hook changes them."""
 
 
 class LaterTokenLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, which takes the tokens after each row from a table instead of shifting rows."""
+    """Megatron's layer, taking the tokens after each row from a table instead of shifting rows."""
 
     def _get_embeddings(  # type: ignore[override]
         self,
@@ -54,9 +54,9 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
         embedding: Callable[..., torch.Tensor],
         **given: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Return what Megatron's returns, of a table [depths from this one on, t] of tokens, and one of positions."""
+        """Return the same values as Megatron's method, from tables [remaining depths, t] of tokens and positions."""
         ahead = partial(embedding, input_ids=input_ids[:1], position_ids=position_ids[:1])
-        mask = given.pop("padding_mask", None)  # of the rows, which stay where they are
+        mask = given.pop("padding_mask", None)  # rows are not shifted, so the mask is not either
         shifted = super()._get_embeddings(None, None, lambda **_: ahead(), **given)  # type: ignore[arg-type]
         return input_ids[1:], position_ids[1:], mask, *shifted[3:]
 
@@ -64,7 +64,7 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
 def use_later_tokens(
     settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: give the layers of multi-token prediction documents, and their losses."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: give the multi-token prediction layers documents and their losses."""
     for chunk in model_chunks:
         if getattr(chunk, "mtp_process", False):
             LaterTokens(chunk, settings, chunk_tokens, runtime)
@@ -72,7 +72,7 @@ def use_later_tokens(
 
 
 class LaterTokens:
-    """Hooks on the model chunk that has the layers of multi-token prediction, and what they note in a forward pass."""
+    """Hooks on the chunk with the multi-token prediction layers, and the values they record in a forward pass."""
 
     def __init__(self, chunk: GPTModel, settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime) -> None:
         self.chunk, self.settings, self.chunk_tokens = chunk, settings, chunk_tokens
@@ -86,7 +86,7 @@ class LaterTokens:
         chunk.mtp.register_forward_hook(self.note)
 
     def begin(self, chunk: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Take tokens and labels from Megatron's model, which would shift them; embed the tokens in its place."""
+        """Keep tokens and labels from Megatron's model, which would shift them, and embed the tokens here instead."""
         self.labels = kwargs["labels"]
         if self.labels is None:
             return None
@@ -96,7 +96,7 @@ class LaterTokens:
         return (None, positions, *others), {**kwargs, **own}
 
     def use_tables(self, block: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Give the layers the later tokens of each row, and their positions, [depths, t]; 0 where there are none."""
+        """Pass the layers each row's later tokens and their positions, [depths, t]; 0 past the document's end."""
         params, labels = kwargs["packed_seq_params"], self.labels
         assert labels is not None and params.positions is not None, f"{params=}"
         targets = self.targets(params)
@@ -104,16 +104,16 @@ class LaterTokens:
         ahead = torch.arange(1, len(tokens) + 1, device=labels.device)[:, None]
         positions = (params.positions + ahead) * (targets >= 0)
         if hasattr(self.chunk, "rotary_pos_emb"):
-            found = use_document_angles(self.chunk.rotary_pos_emb, block, inputs, kwargs)
-            kwargs = kwargs if found is None else found[1]
+            changed = use_document_angles(self.chunk.rotary_pos_emb, block, inputs, kwargs)
+            kwargs = kwargs if changed is None else changed[1]
         return inputs, {**kwargs, "input_ids": tokens, "position_ids": positions}
 
     def note(self, block: torch.nn.Module, inputs: tuple[object, ...], output: torch.Tensor) -> None:
-        """Note the states of all depths, [(1 + depths) * s / ranks, 1, h]."""
+        """Record the states of all depths, [(1 + depths) * s / ranks, 1, h]."""
         self.states = output
 
     def targets(self, params: DocumentSeqParams) -> torch.Tensor:
-        """Return the token that each depth guesses for each row, [depths, t]; below 0 where there is none."""
+        """Return the token that each depth predicts for each row, [depths, t]; negative past the document's end."""
         assert params.positions is not None, f"{params=}"
         if params.future is not None:
             return params.future.t()
@@ -129,17 +129,17 @@ class LaterTokens:
         packed_seq_params: DocumentSeqParams,
         **model: Any,
     ) -> torch.Tensor:
-        """GPTModel's ``output_processor``: return the sums of each depth, and the model's losses after them.
+        """GPTModel's ``output_processor``: return the sums of each depth, followed by the model's losses.
 
-        Collective on the tensor-parallel group. Returns [3 depths + s].
+        Collective on the tensor-parallel group. The result is [3 depths + s].
 
         Args:
-            hidden_states: what the model gives its output layer, [s / ranks, 1, h].
-            labels: none; Megatron's model has not got them.
-            output_layer: the model's.
-            output_weight: its weight where the output layer has none of its own.
-            packed_seq_params: of the micro-batch, or of its slice.
-            model: other callables of ``GPTModel``: its loss, and its factor for logits.
+            hidden_states: input of the model's output layer, [s / ranks, 1, h].
+            labels: always None, because ``begin`` took the labels from Megatron's model.
+            output_layer: output layer of the model.
+            output_weight: weight of the output layer if the layer has no weight of its own.
+            packed_seq_params: layout of the micro-batch or slice.
+            model: other callables of ``GPTModel``: its loss, and its scale of logits.
         """
         assert self.labels is not None and self.states is not None, f"{packed_seq_params=}"
         own = self._losses(hidden_states, self.labels, output_layer, output_weight, model)
@@ -163,7 +163,7 @@ class LaterTokens:
         output_weight: torch.Tensor | None,
         model: dict[str, Any],
     ) -> torch.Tensor:
-        """Return the losses [1, s], in float32, of labels [1, s] by states [s / ranks, 1, h]."""
+        """Return the float32 losses [1, s] of states [s / ranks, 1, h] for labels [1, s]."""
         if self.chunk_tokens is not None:
             where = {"output_layer": output_layer, "output_weight": output_weight, **model}
             return chunked_loss(self.chunk_tokens, hidden_states=hidden, labels=labels, **where).float()
@@ -173,10 +173,10 @@ class LaterTokens:
 
 
 def use_document_modules(layer: MultiTokenPredictionLayer, runtime: Runtime) -> None:
-    """Replace Megatron's attention, of whole samples, in a new layer; a learnable sink keeps its values.
+    """Replace Megatron's attention over whole samples in a new layer; a learnable sink keeps its values.
 
-    A router of experts becomes one over documents. As in Megatron it routes and counts every token, also the last ones
-    of a document, which guess nothing at this depth; padding is left out.
+    An expert router becomes a router over documents. As in Megatron it routes and counts every token except padding,
+    including the last tokens of a document, which have no prediction at this depth.
     """
     attention: Attention = layer.mtp_model_layer.self_attention
     config, old = layer.config, attention.core_attention
@@ -191,9 +191,9 @@ def use_document_modules(layer: MultiTokenPredictionLayer, runtime: Runtime) -> 
 
 
 def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
-    """Return (loss, number of labels, figures of the log line) of what ``LaterTokens.losses`` returns.
+    """Return (loss, number of labels, figures of the log line) from the result of ``LaterTokens.losses``.
 
-    ``of_model``: the report of the model's own losses [s].
+    ``of_model``: report of the model's own losses [s].
     """
     num_depths = settings.num_heads
     sums = output[: SUMS * num_depths].unflatten(0, (num_depths, SUMS))
@@ -207,7 +207,7 @@ def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report
 def report_depths(
     settings: MultiTokenConfig, forward_step: Callable[..., tuple[torch.Tensor, Callable[..., Report]]]
 ) -> Callable[..., tuple[torch.Tensor, Callable[..., Report]]]:
-    """Return ``forward_step_func`` that reports the losses of the model and of all depths, [3 depths + s]."""
+    """Return a ``forward_step_func`` that reports the losses of the model and of all depths, [3 depths + s]."""
 
     def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:
         output, of_model = forward_step(data_iterator, model)

@@ -1,6 +1,6 @@
-"""The model below draft heads: its hidden states, and how it is loaded from a checkpoint without heads.
+"""The model below draft heads: access to its hidden states, and loading of a checkpoint without heads.
 
-By default it is frozen: no parameter and no input of it requires gradients, so autograd records nothing of it. In a
+By default the model is frozen: none of its parameters and inputs requires gradients, so autograd records nothing. In a
 pipeline the stages still exchange gradients, which are zeros.
 """
 
@@ -20,12 +20,13 @@ HEADS = "draft_heads"
 
 
 class Trunk:
-    """Hooks on one model chunk, and what they note in a forward pass; ``is_frozen``: it is not trained.
+    """Hooks on one model chunk, and the tensors they record in a forward pass. ``is_frozen``: it is not trained.
 
     Attributes:
-        chunk: Megatron's model chunk.
-        hidden: states [s, b, h] before the last norm, of the running forward pass; None on stages without that norm.
-        source: what the stage before sent in this forward pass, [s, b, h]; None on the first stage.
+        chunk: model chunk of Megatron.
+        hidden: hidden states [s, b, h] before the last norm in the current forward pass; None on stages without that
+            norm.
+        source: input from the previous stage in the current forward pass, [s, b, h]; None on the first stage.
     """
 
     def __init__(self, chunk: torch.nn.Module, is_frozen: bool = True) -> None:
@@ -59,12 +60,12 @@ class Trunk:
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """Return an output as it is; the input that it came from gets zeros as its gradient."""
+    """Returns the output unchanged; in the backward pass, the input it came from gets a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.like = source.shape, source.dtype, source.device
-        ctx.mark_dirty(output)  # the output itself, not a view: Megatron frees what it has sent
+        ctx.mark_dirty(output)  # return the output, not a view: Megatron frees it once sent
         return output
 
     @staticmethod
@@ -75,9 +76,9 @@ class _ZeroGradient(torch.autograd.Function):
 
 @contextlib.contextmanager
 def without_heads(chunk: torch.nn.Module) -> Iterator[None]:
-    """Take the heads out of a model chunk for a while: Megatron reads a checkpoint that has none.
+    """Temporarily remove the heads from a model chunk, so that Megatron can read a checkpoint without heads.
 
-    Megatron calls a model's ``hide_loss_modules`` when it begins a new run from a checkpoint.
+    Megatron calls a model's ``hide_loss_modules`` when it starts a new run from a checkpoint.
     """
     heads = chunk._modules.pop(HEADS, None)
     try:
@@ -88,10 +89,10 @@ def without_heads(chunk: torch.nn.Module) -> Iterator[None]:
 
 
 def begin_as_last_layer(chunk: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str, *unused: object) -> None:
-    """Complete the state of a checkpoint without heads: their layers and norm begin as the model's last ones.
+    """Complete a checkpoint without heads: their layers and norms are initialized from the model's last layer and norm.
 
-    Other tensors of the heads keep their values. A state that has any of the heads is left as it is. Tensors of
-    ``state`` have any shape.
+    Other tensors of the heads keep their values. A state that contains any part of the heads is left unchanged. Tensors
+    of ``state`` have any shape.
     """
     if any(name.startswith(f"{prefix}{HEADS}.") for name in state):
         return

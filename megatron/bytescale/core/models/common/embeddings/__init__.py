@@ -1,1 +1,1 @@
-"""Rotary embeddings by position in the document."""
+"""Rotary embeddings by position in the document, and embedding tables in host memory."""

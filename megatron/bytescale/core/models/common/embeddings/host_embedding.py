@@ -1,4 +1,4 @@
-"""The embedding of the vocabulary in host memory."""
+"""The vocabulary embedding in host memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class HostEmbedding(torch.nn.Module):
-    """Takes the place of Megatron's ``word_embeddings``, with the values that it was drawn with.
+    """Replaces Megatron's ``word_embeddings``, with the same initial values.
 
     Attributes:
-        host: the table, a row a token id.
+        host: table with one row per token id.
     """
 
     def __init__(self, embedding: LanguageModelEmbedding, settings: HostTables) -> None:
-        """Take the values of an embedding. Collective on the tensor-parallel group."""
+        """Copy the values of an embedding. Collective on the tensor-parallel group."""
         super().__init__()
         self.config: TransformerConfig = embedding.config
-        self._rows_first = embedding.reduce_scatter_embeddings  # the order of what Megatron's embedding returns
+        self._rows_first = embedding.reduce_scatter_embeddings  # Megatron's order of dims in this case: [s, b, h]
         weight = embedding.word_embeddings.weight.detach()
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(weight) for _ in range(group.size())]
@@ -40,7 +40,10 @@ class HostEmbedding(torch.nn.Module):
         self.host = HostTable(settings, len(values), partial(rows_of_table, values), weight.device)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return [b, s, h] for token ids [b, s]; as [s, b, h], under sequence parallelism [s / ranks, b, h]."""
+        """Return the embeddings of token ids [b, s]: [s, b, h] or [b, s, h], as Megatron's embedding does.
+
+        Under sequence parallelism the result is this rank's part: [s / ranks, b, h].
+        """
         if self._rows_first:
             token_ids = token_ids.transpose(0, 1)
         if self._rows_first and self.config.sequence_parallel:
@@ -64,7 +67,7 @@ class HostEmbedding(torch.nn.Module):
 
 
 def rows_of_table(values: np.ndarray, rows: range) -> RowTable:
-    """Return some rows of values float32 [n, dim] as they are before training; those beyond n are zeros."""
+    """Return initial rows ``rows`` of ``values``, float32 [n, dim]; rows from n on are zeros."""
     own = np.zeros((len(rows), values.shape[1]), np.float32)
     given = values[rows.start : rows.stop]
     own[: len(given)] = given
@@ -72,7 +75,7 @@ def rows_of_table(values: np.ndarray, rows: range) -> RowTable:
 
 
 def put_on_host(settings: HostTables, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: move the embedding of the vocabulary to host memory."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: move the vocabulary embedding to host memory."""
     for chunk in model_chunks:
         embedding: LanguageModelEmbedding | None = getattr(chunk, "embedding", None)
         if embedding is not None:
@@ -81,5 +84,5 @@ def put_on_host(settings: HostTables, model_chunks: list[torch.nn.Module]) -> li
 
 
 def token_rows_of(step: StepBatch) -> np.ndarray:
-    """Return the token ids int64 [n], ascending, that this rank reads in a step, and that of padding."""
+    """Return the token ids int64 [n] that this rank reads in a step, ascending and with the padding id."""
     return np.unique(np.concatenate([np.zeros(1, np.int64), *(unit.tokens.numpy() for unit in step.micro_batches)]))

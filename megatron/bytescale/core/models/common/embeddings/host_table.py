@@ -1,9 +1,10 @@
-"""Tables of rows in host memory, one owner a row, with a cache of rows on each rank (HET, Miao et al. 2021).
+"""Tables of rows in host memory, with one owner per row and a row cache on each rank (HET, Miao et al. 2021).
 
 The rows of a step are known when it begins, and they change only when it ends. So a rank reads them before the first
-forward pass, and sends gradients after the last backward pass: each an exchange between the ranks of a stage, which all
-of them join. Inside a step, where ranks run different numbers of micro-batches, a thread fetches rows of the next step
-that the cache lacks, behind the computing; the next read brings only what has changed since.
+forward pass and sends gradients after the last backward pass. Both are exchanges that all ranks of a stage join. Within
+a step ranks run different numbers of micro-batches. Meanwhile a thread fetches the rows that the cache lacks for the
+next step, which overlaps with computation. The read at the next step's start then transfers only rows that have changed
+since.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
 class HostTable:
     """One table of a module, outside the model's parameters, DDP and Megatron's optimizer.
 
-    It is shared out over the HDP ranks of a stage; tensor-parallel ranks hold equal copies and take equal steps.
+    The HDP ranks of a stage share out the rows. Tensor-parallel ranks hold equal copies and apply equal updates.
 
     Attributes:
-        settings: cache and learning rate.
-        num_rows: of the whole table.
-        device: where the rows of a step are.
+        settings: cache settings and learning rate.
+        num_rows: number of rows of the whole table.
+        device: device that holds the rows of a step.
     """
 
     def __init__(
         self, settings: HostTables, num_rows: int, own_rows: Callable[[range], RowTable], device: torch.device
     ) -> None:
-        """Make this rank's part; ``own_rows`` returns rows as they are before training, also beyond ``num_rows``."""
+        """Make this rank's part. ``own_rows``: returns initial rows, also for indices beyond ``num_rows``."""
         self.settings, self.num_rows, self.device = settings, num_rows, device
         group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
         share = -(-num_rows // group.size())
@@ -55,11 +56,11 @@ class HostTable:
         self._cache = RowCache(self.settings.cache, self.num_rows, self._rows.shard.values.shape[1])
 
     def begin_step(self, rows: np.ndarray, training: bool, step_index: int) -> None:
-        """Read the rows int64 [n] of a step, ascending. Collective."""
+        """Read the rows int64 [n] of a step, in ascending order. Collective."""
         if training:
             self._cache.settings = self.settings.cache_in(step_index)
         values = torch.from_numpy(self._cache.lookup(rows, self._rows, self.settings.rate))
-        if not training:  # rows that made room are sent, as after a step
+        if not training:  # rows that left the cache are sent, as after a training step
             self._send(rows[:0], values[:0].numpy())
         self._step_rows = rows
         self._names = self._on_device(torch.from_numpy(rows))
@@ -71,29 +72,29 @@ class HostTable:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def stage(self, rows: np.ndarray, group: torch.distributed.ProcessGroup) -> None:
-        """Fetch ahead the rows int64 [n] of the next step, ascending, over a group of the same ranks. Collective."""
+        """Prefetch the next step's rows int64 [n], ascending, over a separate group of the same ranks. Collective."""
         self._cache.stage(rows, replace(self._rows, group=group))
 
     def values_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the values float32 [..., dim] of rows int64 [...] of the running step."""
+        """Return the values float32 [..., dim] of rows int64 [...] of the current step."""
         return functional.embedding(torch.searchsorted(self._names, rows), self._values)
 
     def end_step(self, num_labels: torch.Tensor, sequence_parallel: bool) -> None:
-        """Take the step's gradients, divided by its labels (a scalar), and send those that are due. Collective."""
+        """Take the step's gradients, divided by its number of labels (a scalar); send the rows due. Collective."""
         gradient = self._values.grad
         assert gradient is not None, f"{self._values.shape=}"
-        if sequence_parallel:  # each tensor-parallel rank has the gradients of its own tokens
+        if sequence_parallel:  # each tensor-parallel rank has only its own tokens' gradients
             torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         self._send(self._step_rows, (gradient / num_labels).cpu().numpy())
 
     def _send(self, rows: np.ndarray, gradients: np.ndarray) -> None:
-        """Put the gradients [n, dim] of rows [n] into the cache and send what is due. Collective."""
+        """Add the gradients [n, dim] of rows [n] to the cache and send the rows that are due. Collective."""
         self._rows.apply(self._cache.update(rows, gradients, self.settings.rate), self.settings.rate)
 
     def sharded_entries(self, prefix: str, place: tuple[tuple[int, int, int], ...] = ()) -> dict[str, ShardedTensor]:
-        """Return this rank's rows for a sharded checkpoint. Sends all updates first; collective.
+        """Return this rank's rows for a sharded checkpoint, after sending all updates. Collective.
 
-        ``place``: (axis, place, number) of the table among those of other layers with the same names.
+        ``place``: (axis, index, count) of this table among the tables of other layers under the same names.
         """
         self._rows.apply(self._cache.flush(self.settings.rate), self.settings.rate)
         group, shard = self._rows.group, self._rows.shard
@@ -105,13 +106,13 @@ class HostTable:
                 (len(place), group.rank(), group.size()),
                 replica_id=parallel_state.get_tensor_model_parallel_rank(),
                 prepend_axis_num=len(place),
-                allow_shape_mismatch=True,  # how many rows of padding there are depends on the number of ranks
+                allow_shape_mismatch=True,  # the number of padding rows depends on the number of ranks
             )
             for name, values in (("rows", shard.values), ("squares", shard.squares))
         }
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
-        """Take this rank's rows [n, dim] and their squares [n] out of a state, and empty the cache."""
+        """Load this rank's rows [n, dim] and their squared gradients [n] from a state, and empty the cache."""
         shard = self._rows.shard
         for name, values in (("rows", shard.values), ("squares", shard.squares)):
             values[...] = state_dict.pop(prefix + name).numpy()
@@ -127,11 +128,11 @@ class HasHostTable(Protocol):
 
 
 class TablesOfStep:
-    """The tables of one process that have the same rows in each step.
+    """The tables of one process that use the same rows in each step.
 
     Args:
         is_one: whether a module has such a table.
-        rows_of: returns the rows int64 [n] of a step that this process reads, ascending, at least one.
+        rows_of: returns the rows int64 [n] that this process reads in a step, ascending, at least one row.
     """
 
     def __init__(self, is_one: Callable[[torch.nn.Module], bool], rows_of: Callable[[StepBatch], np.ndarray]) -> None:
@@ -142,7 +143,7 @@ class TablesOfStep:
         self._group_ahead: torch.distributed.ProcessGroup | None = None
 
     def collect(self, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """``ModelConfig.pre_wrap_hooks``: find the tables of all model chunks. Collective on the ranks of a stage."""
+        """Hook in ``ModelConfig.pre_wrap_hooks``: collect the tables of all chunks. Collective on a stage's ranks."""
         for chunk in model_chunks:
             self._modules += [cast("HasHostTable", part) for part in chunk.modules() if self._is_one(part)]
         group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
@@ -152,9 +153,10 @@ class TablesOfStep:
         return model_chunks
 
     def begin(self, step: StepBatch, training: bool, next_step: Callable[[], StepBatch | None] | None = None) -> None:
-        """Read the rows of a step before its first forward pass; later calls of the step do nothing. Collective.
+        """Read the rows of a step before its first forward pass; repeated calls do nothing. Collective.
 
-        ``next_step``: waits for the step after it, None at the end of the data; its rows are fetched in a thread.
+        ``next_step``: waits for the next step and returns it, or None at the end of the data. A thread calls it and
+        prefetches that step's rows.
         """
         if step is self._step or not self._modules:
             return
@@ -166,14 +168,14 @@ class TablesOfStep:
             self._ahead = in_thread(lambda: self._stage(next_step()))
 
     def _stage(self, step: StepBatch | None) -> None:
-        """Fetch rows of a step ahead, none without a step. Collective."""
+        """Prefetch the rows of a step, or join the exchange with no rows if there is no step. Collective."""
         assert self._group_ahead is not None
         rows = np.empty(0, np.int64) if step is None else self._rows_of(step)
         for module in self._modules:
             module.host.stage(rows, self._group_ahead)
 
     def end(self, num_labels: torch.Tensor) -> None:
-        """Send the gradients of the step, which has this number of labels (a scalar). Collective."""
+        """Send the step's gradients, divided by its number of labels (a scalar). Collective."""
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
@@ -182,14 +184,14 @@ class TablesOfStep:
 
 
 def in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run ``work`` in a thread that does not outlive the process; the result raises its error."""
+    """Run ``work`` in a daemon thread; the future's result raises the thread's error."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
             future.set_result(None)
-        except BaseException as error:  # raised again by ``Future.result``
+        except BaseException as error:  # ``Future.result`` raises it again
             future.set_exception(error)
 
     threading.Thread(target=run, name="bytescale-rows", daemon=True).start()

@@ -1,7 +1,7 @@
-"""N-gram memory: rows of a table, named by hashes of the last tokens, are added to the residual stream behind a gate.
+"""N-gram memory: hashes of the last tokens select table rows, which a gate adds to the residual stream.
 
 Engram (Cheng et al. 2026) puts such a memory before some layers. Here it is a child of Megatron's layer and runs in a
-hook before the layer's forward, so that recomputation and activation policies run it as part of the layer.
+hook before the layer's forward, so that recomputation and activation policies treat it as part of the layer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAME = "ngram_memory"
 
 
 class NgramMemory(torch.nn.Module):
-    """The memory before one layer: a table, and what makes keys and values of its rows.
+    """The memory of one layer: a table, and projections of its rows to keys and values.
 
-    All tensor-parallel ranks hold all of it. It begins as a function that adds nothing, because ``value`` is 0, so it
-    can be added to a trained model.
+    Every tensor-parallel rank holds the whole memory. Its output is zero at initialization, because ``value`` is 0, so
+    it can be added to a trained model.
 
     Attributes:
-        table: [rows, dim].
-        key: [hidden, columns * dim]; keys decide with the hidden state how far the gate opens.
-        value: [hidden, columns * dim].
-        fingerprint: int64 [1] of the hashes, so that a checkpoint with other ones is noticed.
+        table: parameter [rows, dim].
+        key: projection [hidden, columns * dim] to keys; keys and hidden state together open the gate.
+        value: projection [hidden, columns * dim] to values.
+        fingerprint: digest of the hash settings, int64 [1]; a checkpoint trained with other hashes is refused.
     """
 
     fingerprint: torch.Tensor
@@ -53,11 +53,11 @@ class NgramMemory(torch.nn.Module):
         self.register_buffer("fingerprint", torch.tensor([settings.rule.fingerprint]))
 
     def make_table(self) -> None:
-        """Draw the table as a parameter."""
+        """Initialize the table as a parameter."""
         self.table = self._parameter(torch.from_numpy(self.drawn_rows(range(self.settings.rule.num_rows)).values))
 
     def drawn_rows(self, rows: range) -> RowTable:
-        """Return rows as they are before training."""
+        """Return the initial values of rows."""
         return RowTable.random(rows, self.settings.dim, self.config.init_method_std, self.draw_seed)
 
     def values_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -65,15 +65,15 @@ class NgramMemory(torch.nn.Module):
         return functional.embedding(rows, self.table)
 
     def _parameter(self, values: torch.Tensor) -> torch.nn.Parameter:
-        """Return values of any shape as a parameter; each tensor-parallel rank has the gradient of its own rows."""
+        """Return values of any shape as a parameter; each tensor-parallel rank computes its own rows' gradient."""
         parameter = torch.nn.Parameter(values.to(torch.cuda.current_device(), self.config.params_dtype))
         parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
     def forward(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return hidden states [t, 1, h] with what the memory adds, under sequence parallelism [t / ranks, 1, h].
+        """Return hidden states [t, 1, h] plus the memory's output; under sequence parallelism [t / ranks, 1, h].
 
-        ``rows``: int64 [t, columns] of all tokens of the micro-batch or slice; None: it is padding alone.
+        ``rows``: rows of all tokens of the micro-batch or slice, int64 [t, columns]; None if all of it is padding.
         """
         if rows is None:
             rows = torch.zeros(hidden.shape[0], self.settings.rule.num_columns, dtype=torch.int64, device=hidden.device)
@@ -93,8 +93,7 @@ class NgramMemory(torch.nn.Module):
     ) -> ShardedStateDict:
         """Return the entries of a sharded checkpoint.
 
-        Where Megatron saves the layers of a model as one tensor for each name, memories are one for the layers that
-        have them.
+        If Megatron saves each parameter of all layers as one tensor, each parameter of all memories is one tensor, too.
         """
         sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -107,30 +106,30 @@ class NgramMemory(torch.nn.Module):
         return sharded
 
     def place_among_layers(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (axis, place, number) of this layer among those that have a memory."""
+        """Return (axis, index, count) of this layer among the layers with a memory."""
         layers = self.settings.layers
         return ((0, layers.index(self.layer_number), len(layers)),)
 
     def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
-        """Load as torch does. Raises ValueError for rows that other hashes have trained."""
+        """Load as torch does. Raises ValueError for rows that were trained with other hashes."""
         saved = state_dict.get(f"{prefix}fingerprint")
         if saved is not None and int(saved) != self.settings.rule.fingerprint:
             raise ValueError(
                 f"--load: the n-gram memory of layer {self.layer_number} was trained with other --ngram-orders, "
-                "--ngram-heads or --ngram-rows: give those again"
+                "--ngram-heads or --ngram-rows: give the values of that training"
             )
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def _normed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [..., h] with a mean square of 1 in its last dim."""
+    """Return a tensor [..., h] scaled to a mean square of 1 over its last dim."""
     return functional.rms_norm(tensor, tensor.shape[-1:])
 
 
 def add_memories(
     settings: NgramConfig, make: type[NgramMemory], model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: give each layer that ``settings`` names a memory of the class ``make``."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: give each layer in ``settings`` a memory of class ``make``."""
     for chunk in model_chunks:
         decoder: TransformerBlock = chunk.decoder
         for layer in decoder.layers:
@@ -143,7 +142,7 @@ def add_memories(
 def add_memory(
     layer: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
-    """Run the memory of a layer on the hidden states in its arguments."""
+    """Add the memory's output to the hidden states in the arguments of a layer."""
     params = kwargs["packed_seq_params"]
     assert isinstance(params, DocumentSeqParams), f"{params=}"
     memory = layer.get_submodule(NAME)

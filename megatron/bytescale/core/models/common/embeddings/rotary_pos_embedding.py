@@ -13,10 +13,10 @@ from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
 
 def use_document_positions(model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: call the decoder of each model chunk with the angles of its documents.
+    """Hook in ``ModelConfig.pre_wrap_hooks``: give each chunk's decoder the angles of its document positions.
 
-    Megatron's own angles, by row, have one row (``DocumentSeqParams.max_seqlen_q``), so a context of 2M tokens needs no
-    table.
+    Megatron's own table of angles by row shrinks to one row (``DocumentSeqParams.max_seqlen_q``), so that a context of
+    2M tokens needs no large table.
     """
     for chunk in model_chunks:
         if hasattr(chunk, "rotary_pos_emb"):
@@ -28,7 +28,7 @@ def use_document_positions(model_chunks: list[torch.nn.Module]) -> list[torch.nn
 def use_document_angles(
     rotary: RotaryEmbedding, decoder: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
-    """Replace Megatron's angles in the arguments of a decoder, if they carry documents."""
+    """Replace Megatron's angles in a decoder's arguments if the arguments contain documents."""
     params = kwargs["packed_seq_params"]
     if not isinstance(params, DocumentSeqParams):
         return None
@@ -37,9 +37,9 @@ def use_document_angles(
 
 
 def document_angles(rotary: RotaryEmbedding, positions: torch.Tensor) -> torch.Tensor:
-    """Return the angles [t, 1, 1, dim] of positions [t], at the frequencies of Megatron's embedding.
+    """Return the angles [t, 1, 1, dim] of positions [t] for the frequencies of Megatron's embedding.
 
-    The frequencies of YaRN are its angles at position 1. Megatron's attention applies its factor of queries and keys.
+    YaRN's frequencies are its angles at position 1. Megatron's attention applies YaRN's scale of queries and keys.
     """
     if isinstance(rotary, YarnRotaryEmbedding):
         of_yarn = rotary(2)[0][1].to(positions.device)
