@@ -1,4 +1,4 @@
-"""Carry what attention and RoPE need to know about a micro-batch, as Megatron's own ``packed_seq_params``."""
+"""A micro-batch's layout for attention and RoPE, passed in the place of Megatron's ``packed_seq_params``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from bytescale_ext.attention.slices import MicroBatchPrefix
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 
 PackedUnit = tuple[int, PackedMicroBatch, MicroBatchPrefix | None]
-"""What a schedule gives a forward step: index, tokens, and in slices the keys and values of earlier slices."""
+"""Input of a forward step: index, tokens and, for a slice, the keys and values of earlier slices."""
 
 
 @dataclass
 class DocumentSeqParams(PackedSeqParams):
-    """The layout of one micro-batch of documents, or of a slice, which Megatron passes from the model to each layer.
+    """The layout of one micro-batch or slice of documents, which Megatron passes from the model to each layer.
 
-    ``qkv_format`` is "sbhd" with a batch of one: Megatron's "thd" branches cut every sequence over one static
-    context-parallel group, which hybrid data parallelism replaces. The lengths of 1 are the rows of Megatron's own
-    RoPE angles, which ``document_angles`` replaces.
+    ``qkv_format`` is "sbhd" with a batch of one, because Megatron's "thd" branches split every sequence over one static
+    context-parallel group, which hybrid data parallelism replaces. The maximum lengths are 1, so that Megatron computes
+    only one row of its own RoPE angles, which ``document_angles`` replaces.
 
     Attributes:
-        positions: [t] position of each token in its document.
-        layout: which rows attend to which.
-        window_layout: which rows attend to which in layers with a sliding window.
-        gram_rows: int64 [t, columns], rows of n-grams, in models with their memory; else, and in padding alone, None.
-        prefix: of a slice, keys and values of its micro-batch in the layers of this model chunk.
-        future: [t, count] the tokens after the label of each token, for draft heads or multi-token prediction.
-        future_weights: [t, count] weights of their losses, for multi-token prediction.
+        positions: position of each token in its document, [t].
+        layout: pairs of rows that attend to each other.
+        window_layout: pairs of rows that attend to each other in layers with a sliding window.
+        gram_rows: rows of n-grams, int64 [t, columns]; None without n-gram memory, and if all tokens are padding.
+        prefix: keys and values of a slice's micro-batch in the layers of this model chunk; None without slices.
+        future: tokens after the label of each token, [t, count], for draft heads or multi-token prediction.
+        future_weights: loss weights of these tokens, [t, count], for multi-token prediction.
     """
 
     qkv_format: str = "sbhd"

@@ -1,4 +1,4 @@
-"""The process groups of HDP: one communicator for rings of all sizes, and links between pipeline stages.
+"""Process groups of HDP: one communicator for rings of all sizes, and links between pipeline stages.
 
 The HDP ranks are Megatron's dp x cp domain.
 """
@@ -33,10 +33,10 @@ def hdp_group() -> dist.ProcessGroup:
 
 
 def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
-    """Make this rank's ring communicator and warm it up. Every process of the job must call it.
+    """Create this rank's ring communicator and warm it up. Every process of the job must call it.
 
-    It has its own process group: rings run while gradients are reduced on Megatron's data-parallel group, and on one
-    communicator a ring would queue behind a reduction that waits for this ring.
+    It has its own process group, because rings run while gradients are reduced on Megatron's data-parallel group. On
+    one shared communicator a ring would queue behind a reduction that waits for this same ring.
     """
     mine = tuple(dist.get_process_group_ranks(hdp_group()))
     comm = RingComm(own_groups([mine], timeout_minutes)[mine], hdp_rank(), hdp_size())
@@ -46,17 +46,17 @@ def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """The process groups of this pipeline stage with the previous and the next stage; None at the ends."""
+    """Process groups of this pipeline stage with the previous and the next stage; None at the pipeline's ends."""
 
     before: dist.ProcessGroup | None
     after: dist.ProcessGroup | None
 
 
 def create_stage_links(timeout_minutes: float) -> StageLinks:
-    """Make a process group for each pair of neighbouring stages. Every process of the job must call it.
+    """Create a process group for each pair of neighbouring stages. Every process of the job must call it.
 
-    NCCL runs the exchanges of one group one after another: on the pipeline's own group, an input that has not arrived
-    would delay messages to the other neighbour.
+    NCCL runs the exchanges of one group in order. On the pipeline's own group, a missing input would therefore delay
+    messages to the other neighbour.
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     mine = [pair for pair in pairwise(stages) if dist.get_rank() in pair]
@@ -67,13 +67,13 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
 
 @dataclass(frozen=True)
 class VirtualLinks:
-    """The process groups of a pipeline stage with virtual stages: one for each neighbour and direction of messages.
+    """Process groups of a stage with virtual stages: one for each neighbour and direction of messages.
 
-    Outputs go around all stages: the last one sends to the first, for the first one's next chunk.
+    Outputs go around all stages: the last stage sends to the first stage, for the first stage's next chunk.
 
     Attributes:
-        outputs_in, outputs_out: outputs from the previous stage and to the next one.
-        gradients_in, gradients_out: gradients from the next stage and to the previous one.
+        outputs_in, outputs_out: groups for outputs from the previous stage and to the next stage.
+        gradients_in, gradients_out: groups for gradients from the next stage and to the previous stage.
     """
 
     outputs_in: dist.ProcessGroup
@@ -83,31 +83,31 @@ class VirtualLinks:
 
 
 def create_virtual_links(device: torch.device, timeout_minutes: float) -> VirtualLinks:
-    """Make a process group for each direction of each pair of neighbouring stages. Every process must call it.
+    """Create a process group for each direction of each pair of neighbouring stages. Every process must call it.
 
-    NCCL runs the messages of one group one after another, so a receive that is posted ahead would delay what goes the
-    other way. Each link carries a message here, because NCCL connects at the first one and both ends wait for that.
+    NCCL runs the messages of one group in order, so a receive posted ahead would delay messages in the other direction.
+    Each link transfers a first message here, because NCCL connects on the first message and both ends wait for it.
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    mine, found = dist.get_rank(), []
+    mine, groups_of_links = dist.get_rank(), []
     for around in (stages, stages[::-1]):  # outputs, gradients
         links = [link for link in zip(around, [*around[1:], around[0]], strict=True) if mine in link]
         groups = own_groups(links, timeout_minutes)
-        for source, target in sorted(links):  # one order for all processes
+        for source, target in sorted(links):  # the same order on all processes
             act, other = (dist.isend, target) if mine == source else (dist.irecv, source)
             operation = dist.P2POp(act, torch.zeros(1, device=device), other, groups[source, target])
             for work in dist.batch_isend_irecv([operation]):
                 work.wait()
-        found += [next(groups[link] for link in links if link[end] == mine) for end in (1, 0)]
-    return VirtualLinks(*found)
+        groups_of_links += [next(groups[link] for link in links if link[end] == mine) for end in (1, 0)]
+    return VirtualLinks(*groups_of_links)
 
 
 def own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups of the rank tuples ``mine``. All processes create all groups, in one order.
+    """Return the process groups of the rank tuples ``mine``. All processes create all groups, in the same order.
 
-    A process waits only for the members of its own groups. With ``use_local_synchronization`` it would create these
-    alone, but torch then names a group after its ranks and the number of groups that the process is in, which differs
-    between stages: neighbours would wait under different names.
+    A process waits only for the members of its own groups. With ``use_local_synchronization`` each process would create
+    only its own groups. But torch then names a group after its ranks and the number of groups of the process, which
+    differs between stages, so neighbours would wait under different names.
     """
     everyones: list[Sequence[tuple[int, ...]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)

@@ -1,1 +1,1 @@
-"""Checkpoints of optimizer states that Megatron's optimizer cannot save by itself."""
+"""Optimizer states in pages of host memory, and their checkpoints where Megatron's optimizer cannot save them."""

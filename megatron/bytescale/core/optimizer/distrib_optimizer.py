@@ -1,9 +1,9 @@
-"""Saves and loads Megatron's distributed optimizer over torch's own Adam, without TransformerEngine and Apex.
+"""Saves and loads Megatron's distributed optimizer with torch's own Adam, without TransformerEngine and Apex.
 
-Megatron cannot load such an optimizer: it asks for the step before torch has made any state, looks for the step among
-the sharded tensors, copies into parameters that require gradients (``--ckpt-format torch``), and gives all parameters
-one step tensor, which each of them would increment. It cannot save one without parameters either, such as the optimizer
-of the experts on a pipeline stage that has no experts: it finds no step there.
+Megatron cannot load such an optimizer. It asks for the step before torch has created any state, and it looks for the
+step among the sharded tensors. It copies into parameters that require gradients (``--ckpt-format torch``). It gives all
+parameters the same step tensor, which each of them would increment. Megatron also cannot save an optimizer without
+parameters, because it has no step. The expert optimizer is empty on a pipeline stage without experts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
-    """Build Megatron's optimizer, with the state and the hooks that each part over torch's Adam needs.
+    """Build Megatron's optimizer, and add the state and hooks that each part with torch's Adam needs.
 
-    Its states lie in pages where the run says so.
+    Its states are stored in pages if the run's configuration says so.
     """
 
     def get_megatron_optimizer(
@@ -60,7 +60,7 @@ def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtim
             if states is None:
                 begin_state(part.optimizer)
             if isinstance(part.optimizer, GroupCountingAdam):
-                continue  # Megatron finds its steps in the groups
+                continue  # Megatron reads its steps from the parameter groups
             part.optimizer.register_load_state_dict_post_hook(separate_steps)
             if not part.optimizer.state and part is not parts[0]:
                 part.optimizer.register_state_dict_post_hook(partial(add_step, parts[0].optimizer))
@@ -70,14 +70,14 @@ def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtim
 
 
 def wrap_load_state_dict(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
-    """Refuse a checkpoint whose optimizer has another number of parts: one, plus one where experts are shared.
+    """Refuse a checkpoint whose optimizer has another number of parts: one, and a second if experts are shared.
 
     Raises:
         ValueError: the numbers differ.
     """
 
     def load_state_dict(optimizer: ChainedOptimizer, state: list[dict[str, object]]) -> None:
-        # Parts are numbered; a part's own entries have names, which a sharded checkpoint mixes with the numbers.
+        # Parts are numbered. A part's own entries have names, which a sharded checkpoint puts next to the numbers.
         num_saved = len(state) if isinstance(state, list) else sum(isinstance(key, int) for key in state) or 1
         num_parts = len(optimizer.chained_optimizers)
         if num_saved != num_parts:
@@ -92,9 +92,9 @@ def wrap_load_state_dict(original: Callable[..., None], runtime: Runtime) -> Cal
 
 
 def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
-    """Load a parameter and its state, but not its step, which the sharded tensors do not hold.
+    """Load a parameter and its state except for the step, which the sharded tensors do not contain.
 
-    Gradients are off, because in fp32 the sharded parameters are views of the model's.
+    Gradients are disabled because fp32 sharded parameters are views of the model's parameters.
     """
 
     def set_all_but_step(
@@ -104,18 +104,18 @@ def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runt
             original(optimizer, model_param, tensors)
             return
         with torch.no_grad():
-            original(optimizer, model_param, {"step": None, **tensors})  # Megatron skips what is not a tensor
+            original(optimizer, model_param, {"step": None, **tensors})  # Megatron skips values that are not tensors
 
     return set_all_but_step
 
 
 def is_over_torch_adam(part: MegatronOptimizer) -> bool:
-    """Return whether a part is a ``DistributedOptimizer`` that takes its steps with torch's Adam."""
+    """Return whether a part is a ``DistributedOptimizer`` that updates with torch's Adam."""
     return isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam)
 
 
 def begin_state(optimizer: torch.optim.Adam) -> None:
-    """Create the state that torch would create in the first step: zeros, after 0 steps."""
+    """Create the state that torch would create in the first step: zeros, with a step count of 0."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -126,7 +126,7 @@ def begin_state(optimizer: torch.optim.Adam) -> None:
 
 
 def add_step(other: torch.optim.Optimizer, empty: torch.optim.Optimizer, state: dict[str, object]) -> dict[str, object]:
-    """Return the state dict of an optimizer without parameters, with the step of another one."""
+    """Return ``state`` of an optimizer without parameters, completed with the step of ``other``."""
     return {**state, "state": {"step": next(iter(other.state.values()))}}
 
 

@@ -1,8 +1,8 @@
-"""All updates are in the parameters before Megatron saves them or evaluates with them.
+"""Finishes asynchronous updates before Megatron saves or evaluates the parameters.
 
-Between steps of training parameters lack the last gradients while updates run beside training. Megatron turns each
-chunk of the model to evaluation before it evaluates, and frees the chunk's buffers of gathered parameters before each
-save, both on all ranks. A chunk takes these calls as the sign to wait for its updates and to gather the parameters.
+While updates run concurrently with training, parameters lack the last gradients. Before an evaluation Megatron switches
+each chunk of the model to evaluation mode. Before each save it frees the chunk's buffers of gathered parameters. Both
+happen on all ranks. On either call a chunk waits for its updates and gathers the parameters.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 class LateUpdates:
-    """The updates of all parts of one rank's optimizer that run beside training."""
+    """The asynchronous updates of all parts of one rank's optimizer."""
 
     def __init__(self, parts: Sequence[LockFreeAdam]) -> None:
         self._parts = parts
 
     @property
     def missing(self) -> int:
-        """Steps whose gradients the parameters lack; equal on all ranks that have parameters."""
+        """Number of steps whose gradients the parameters lack; equal on all ranks that have parameters."""
         return max((part.missing for part in self._parts), default=0)
 
     @property
     def wait_seconds(self) -> float:
-        """How long steps have waited for updates so far."""
+        """Total time that steps have waited for updates, in seconds."""
         return sum(part.wait_seconds for part in self._parts)
 
     def flush(self) -> None:
-        """Take all updates. Raises OSError or PagesDamaged where a disk fails."""
+        """Apply all updates. Raises OSError or PagesDamaged if a disk fails."""
         for part in self._parts:
             part.flush()
 
 
 def flushing(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
-    """Return the class that a DDP module becomes whose ``late_updates`` are flushed before it is saved or evaluated.
+    """Return a DDP subclass that flushes ``late_updates`` before it is saved or evaluated.
 
-    Ranks that share the optimizer then gather the parameters of the module. Collective on them.
+    Ranks that share the optimizer then gather the module's parameters, which is a collective.
     """
 
     class Flushing(kind):  # type: ignore[misc,valid-type]
@@ -66,6 +66,6 @@ def flushing(kind: type[DistributedDataParallel]) -> type[DistributedDataParalle
 
 
 def flush_first(chunks: Sequence[DistributedDataParallel], late_updates: LateUpdates) -> None:
-    """Have these DDP modules flush before they are saved or evaluated."""
+    """Make these DDP modules flush before they are saved or evaluated."""
     for chunk in chunks:
         chunk.__class__, chunk.late_updates = flushing(type(chunk)), late_updates

@@ -1,7 +1,7 @@
-"""Megatron's optimizers with Adam's states in pages of host memory and of a disk.
+"""Megatron's optimizers with Adam states in pages of host memory and disk.
 
-Megatron reduces, norms and clips gradients as before. Then ``PagedAdam`` takes the step and copies each page of results
-to the model's parameters, so Megatron's own copy of them is left out.
+Megatron reduces and clips gradients and computes their norm as before. Then ``PagedAdam`` updates, and copies each
+updated page to the model's parameters. This replaces Megatron's own copy to the parameters.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ if TYPE_CHECKING:
 
 
 def paged(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
-    """Return the class that an optimizer of Megatron with float32 copies of parameters becomes.
+    """Return a subclass of one of Megatron's optimizers that keep float32 copies of parameters.
 
-    It has the only base ``kind``, so that an object can change to it. Its ``paged_adam`` has these copies in pages too.
+    ``kind`` is its only base, so that an object's class can change to it. Its ``paged_adam`` also keeps the float32
+    copies in pages.
     """
 
     class Paged(kind):  # type: ignore[misc]
         def prepare_grads(self) -> bool:
-            """Attach the gradients, which are on the device or, from stage 2 on, in host memory."""
+            """Attach the gradients, which are on the device, or in host memory from stage 2 on."""
             self.paged_adam.begin_step()
             return bool(super().prepare_grads())
 
         def _copy_main_params_to_model_params(self) -> None:
-            """Copy nothing: each page was copied once it was updated."""
+            """Do nothing, because each page is copied when it is updated."""
 
         def _copy_model_params_to_main_params(self, state_dict: object = None) -> None:
-            """Copy parameters that a checkpoint without optimizer has brought to the pages."""
+            """Copy parameters loaded from a checkpoint without an optimizer to the pages."""
             self.paged_adam.lend(self.optimizer, changed=True)
             super()._copy_model_params_to_main_params(state_dict=state_dict)
 
         def save_parameter_state(self, filename: str) -> None:
-            """Save the states; Megatron reads them before it asks torch's optimizer for its own."""
+            """Save the states; Megatron reads them before it asks torch's optimizer for its state."""
             self.paged_adam.lend(self.optimizer, changed=False)
             super().save_parameter_state(filename)
 
@@ -55,13 +56,13 @@ def paged(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
 
 
 PAGED: Final = {kind: paged(kind) for kind in (Float16OptimizerWithFloat16Params, DistributedOptimizer)}
-"""By Megatron's class. Without float32 copies, ``FP32Optimizer`` stays what it is."""
+"""Subclass for each of Megatron's classes. ``FP32Optimizer`` has no float32 copies and needs no subclass."""
 
 
 def page_parts(parts: Sequence[MegatronOptimizer], config: StateConfig, on_cuda: bool) -> None:
-    """Move the states of all parts of Megatron's optimizer that have parameters to pages.
+    """Move the states of all of the optimizer's parts that have parameters to pages.
 
-    Raises ValueError where the pages take more host memory, or space of a disk, than they may.
+    Raises ValueError if the pages exceed the limit of host memory or disk space.
     """
     by_part = {number: parameters for number, part in enumerate(parts) if (parameters := paged_parameters(part))}
     sizes = {number: sum(paged.parameter.numel() for paged in parameters) for number, parameters in by_part.items()}
@@ -80,32 +81,32 @@ def page_parts(parts: Sequence[MegatronOptimizer], config: StateConfig, on_cuda:
 
 
 def use_torch_adam(parts: Sequence[MegatronOptimizer]) -> None:
-    """Replace the Adam of TransformerEngine or Apex, with which parts are built where one is installed, by torch's."""
+    """Replace the Adam of TransformerEngine or Apex in all parts by torch's; Megatron prefers these if installed."""
     for part in parts:
         if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.Adam):
             part.optimizer = GroupCountingAdam.taking_over(part.optimizer, part.config.decoupled_weight_decay)
 
 
 def described(paged_adam: PagedAdam) -> str:
-    """Return a line about the pages on a disk."""
+    """Return a log line about the pages on disk."""
     assert paged_adam.tiers is not None
     file, on_disk = paged_adam.tiers.file, paged_adam.on_disk
     written = traffic(paged_adam.table, 0, on_disk).on_disk
-    how = "" if file.is_direct else ", through the system's cache: its file system has no direct I/O"
+    cache_note = "" if file.is_direct else ", through the system's cache: its file system has no direct I/O"
     return (
         f"{len(on_disk):,} of {len(paged_adam.table.pages):,} pages in {file.path}, a file of "
-        f"{paged_adam.file_bytes / 1e9:.3f} GB; {written / 1e9:.3f} GB read and written a step{how}"
+        f"{paged_adam.file_bytes / 1e9:.3f} GB; {written / 1e9:.3f} GB read and written a step{cache_note}"
     )
 
 
 def save_and_stop(exit_signal: int, failure: str) -> None:
-    """Say that a disk takes no more pages, and let the run save and end after this step, as a signal does."""
-    print(f"bytescale: {failure}. The run saves this step, which is whole, and ends", file=sys.stderr, flush=True)
+    """Print that a disk takes no more pages; then make the run save and stop after this step, as on a signal."""
+    print(f"bytescale: {failure}. This step is complete; the run saves it and stops", file=sys.stderr, flush=True)
     signal.raise_signal(exit_signal)
 
 
 def paged_parameters(part: MegatronOptimizer) -> list[PagedParameter]:
-    """Return the parameters of a part in its order, each with the model's parameter that it updates."""
+    """Return the parameters of a part in its order, each paired with the model parameter that it updates."""
     if part.is_stub_optimizer:
         return []
     of_model, copies = [], []

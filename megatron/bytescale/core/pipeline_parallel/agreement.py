@@ -1,4 +1,4 @@
-"""Checks before a step that all ranks have the same plan of it."""
+"""Checks that all ranks have the same plan before a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from megatron.bytescale.runtime import Runtime
 
 
 def agree_on_plan(runtime: Runtime, step: StepBatch, simple_step: Callable[[StepBatch], StepBatch]) -> StepBatch:
-    """Return the step that all ranks run: ``step``, or ``simple_step`` of it. Collective on all processes.
+    """Return the step that all ranks run: ``step``, or ``simple_step(step)``. Collective on all processes.
 
-    Plans are compared in the first step of a run and every ``--hdp-check-plans-every`` steps after; in every step
-    with ``--hdp-plan-seconds``, since ranks differ in what they manage in time. Otherwise nothing is sent.
+    Plans are compared in the first step of a run and every ``--hdp-check-plans-every`` steps after it. With
+    ``--hdp-plan-seconds`` they are compared in every step, since some ranks may not finish planning in time. In other
+    steps nothing is sent.
 
     Raises:
         PlanError: the plans differ, so some ranks have read other data or run other code.

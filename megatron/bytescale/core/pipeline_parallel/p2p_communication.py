@@ -1,4 +1,4 @@
-"""Messages between pipeline stages whose shapes follow from the schedule."""
+"""Messages between pipeline stages, with shapes known from the schedule."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NEIGHBOUR = "a neighbouring stage, global"
 
 @dataclass(frozen=True)
 class Expected:
-    """What a stage receives in one step.
+    """The tensors that a stage receives in one step.
 
     Attributes:
         from_previous, from_next: rows of each tensor from the previous and from the next stage, in order.
-        batch: samples side by side.
-        num_first: forwards before the first "one forward, one backward".
+        batch: number of samples side by side in a tensor.
+        num_first: number of forwards before the stage alternates forward and backward passes.
     """
 
     from_previous: tuple[int, ...]
@@ -51,12 +51,12 @@ def stage_communicator(
 
     Args:
         config: Megatron's configuration of the model.
-        schedule: what the stages run.
+        schedule: actions of all stages.
         num_rows: action -> rows of the tensor that it receives, on this tensor-parallel rank.
-        links: process groups of neighbouring stages, where stages receive ahead or have overlapped virtual stages;
-            else None.
-        batch: samples side by side.
-        clock: marks where the stage begins to wait.
+        links: process groups of neighbouring stages if stages receive ahead or have overlapped virtual stages; else
+            None.
+        batch: number of samples side by side in a tensor.
+        clock: records when the stage begins to wait.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -74,7 +74,7 @@ def stage_communicator(
 class ShapedP2PCommunicator(P2PCommunicator):
     """Megatron's communicator for one step, with the shape of every received tensor known in advance.
 
-    With ``variable_seq_lengths`` Megatron sends the shape of each tensor in a message of its own, which costs a
+    With ``variable_seq_lengths`` Megatron sends the shape of each tensor in a separate message, which costs a
     synchronisation on GPUs. Here both sides take the shapes from the schedule. Tensors are [rows, batch, hidden].
     """
 
@@ -83,7 +83,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
     ) -> None:
         config = copy.copy(config)
         config.variable_seq_lengths = True
-        config.batch_p2p_sync = False  # it is for old versions of PyTorch, and blocks the host at each message
+        config.batch_p2p_sync = False  # needed only by old PyTorch; it blocks the host per message
         super().__init__(pp_group, config)
         self._from_previous: Iterator[int] = iter(expected.from_previous)
         self._from_next: Iterator[int] = iter(expected.from_next)
@@ -92,7 +92,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
 
     @property
     def total_stages(self) -> int:
-        """Pretend to have ``num_first`` downstream stages: Megatron's warm-up has one forward for each of them."""
+        """Pretend to have ``num_first`` later stages, because Megatron warms up with one forward for each of them."""
         return int(self.current_stage) + 1 + self._expected.num_first
 
     def _communicate(self, **kwargs: Any) -> tuple[object, ...]:
@@ -125,12 +125,12 @@ class ShapedP2PCommunicator(P2PCommunicator):
         return [num_rows, self._expected.batch, self.config.hidden_size]
 
     def wait_for(self, tensor: object) -> None:
-        """Return when a received tensor of any shape may be read; here each exchange was waited for."""
+        """Return when a received tensor of any shape is ready to read; here every exchange has already waited."""
 
     def _start(
         self, group: dist.ProcessGroup | None, peer: int, sent: torch.Tensor | None, rows: int | None
     ) -> _Exchange:
-        """Post one batch: send ``sent``, and receive a tensor of ``rows`` rows; None leaves that half out."""
+        """Post one batch: send ``sent`` and receive a tensor of ``rows`` rows; either may be None for no message."""
         received = None
         if rows is not None:
             device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
@@ -142,18 +142,18 @@ class ShapedP2PCommunicator(P2PCommunicator):
         return _Exchange(received, WorksPending(works, tensors, [peer], _NEIGHBOUR))
 
     def check_all_received(self, training: bool) -> None:
-        """Assert at the end of a step that every expected tensor was received; an evaluation has no gradients."""
+        """Assert at the end of a step that every expected tensor has arrived; an evaluation has no gradients."""
         left = list(self._from_previous), list(self._from_next) if training else []
         assert left == ([], []), f"{left=}"
 
 
 class NeighbourP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator whose stage may work while messages travel, without virtual stages.
+    """A communicator that lets a stage work while messages are in flight, without virtual stages.
 
-    Then each exchange is with one neighbour.
+    Every exchange is with one neighbour.
 
     Attributes:
-        while_waiting: runs after each exchange is posted, before the stage waits for it.
+        while_waiting: function that runs after each exchange is posted, before the stage waits for it.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class NeighbourP2PCommunicator(ShapedP2PCommunicator):
         self._mark_wait()
         output, gradient = kwargs["tensor_send_next"], kwargs["tensor_send_prev"]
         if output is not None or kwargs["recv_next"]:
-            assert gradient is None and not kwargs["recv_prev"], "an exchange with both neighbours"
+            assert gradient is None and not kwargs["recv_prev"], "an exchange must have one neighbour"
             return None, self._finish(self._with_next(output, kwargs["recv_next"])), None
         return self._exchange_with_previous(gradient, kwargs["recv_prev"]), None, None
 
@@ -192,11 +192,11 @@ class NeighbourP2PCommunicator(ShapedP2PCommunicator):
 
 
 class ReceiveAheadP2PCommunicator(NeighbourP2PCommunicator):
-    """The communicator where the previous stage is two forwards ahead (``Slicing.receives_ahead``).
+    """The communicator for a previous stage that is two forwards ahead (``Slicing.receives_ahead``).
 
-    Megatron receives an input in the same exchange in which it sends a gradient back, and waits for both. The stage
-    would lose one of the two forwards. This communicator posts the receive of an input one exchange early, and waits
-    for it where Megatron asks for it.
+    Megatron receives an input in the same exchange that returns a gradient, and waits for both, so the stage would lose
+    one of the two forwards. This communicator posts the receive of an input one exchange early, and waits for it where
+    Megatron asks for the input.
     """
 
     _posted: _Exchange | None = None
@@ -206,25 +206,25 @@ class ReceiveAheadP2PCommunicator(NeighbourP2PCommunicator):
             return self._finish(self._with_previous(gradient, False))
         due = self._posted or self._with_previous(None, True)
         self._posted = self._with_previous(gradient, True)
-        if self._posted.received is None:  # there is no further input
+        if self._posted.received is None:  # no more inputs
             self._finish(self._posted)
             self._posted = None
         return self._finish(due)
 
     def check_all_received(self, training: bool) -> None:
-        """Assert at the end of a step that every expected tensor was received and waited for."""
+        """Assert at the end of a step that every expected tensor has arrived and has been waited for."""
         super().check_all_received(training)
         assert self._posted is None, f"{self._posted=}"
 
 
 class OverlappedP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator of slices with virtual stages, whose messages travel beside the passes.
+    """The communicator of slices with virtual stages; messages overlap with the passes.
 
-    Megatron's overlapped schedule posts a send right after its pass, and a receive at least one pass before its use. It
-    counts handles to know when to wait, and may wait for a later message than it needs. Here the pass that takes a
-    tensor waits for that tensor (``wait_for``), and a send waits only for the one before it on its link. So every
-    message is posted no later, and waited for no earlier, than in line, for which schedules are checked
-    (``plan.schedule.messages``).
+    Megatron's overlapped schedule posts a send right after its pass, and a receive at least one pass before its use.
+    Megatron counts handles to know when to wait, and may wait for a later message than necessary. Here the pass that
+    uses a tensor waits for that tensor (``wait_for``), and a send waits only for the previous send on its link. So
+    every message is posted no later and waited for no earlier than without overlap, and schedules are checked for the
+    case without overlap (``plan.schedule.messages``).
     """
 
     def __init__(
@@ -257,13 +257,13 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
         return before, after, {name: _WaitsLater() for name, tensor in posted.items() if tensor is not None}
 
     def _send(self, group: dist.ProcessGroup, peer: int, tensor: torch.Tensor | None) -> None:
-        """Send a tensor of any shape once the one before it on this link has gone; keep its memory until then."""
+        """Send a tensor of any shape after the previous send on this link; keep its memory until it is sent."""
         if tensor is None:
             return
         if group in self._sent:
             self._mark_wait()
             self._sent.pop(group).wait()
-        # Megatron frees the memory of its tensor (``deallocate_output_tensor``); another tensor object keeps it.
+        # Megatron frees its tensor's memory (``deallocate_output_tensor``); a second tensor object keeps it.
         self._sent[group] = self._start(group, peer, tensor.detach(), None)
 
     def _receive(self, group: dist.ProcessGroup, peer: int, rows: int | None) -> torch.Tensor | None:
@@ -275,13 +275,13 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
         return exchange.received
 
     def wait_for(self, tensor: object) -> None:
-        """Return when a received tensor of any shape may be read."""
+        """Return when a received tensor of any shape is ready to read."""
         if tensor is not None:
             self._mark_wait()
             self._received.pop(id(tensor)).wait()
 
     def check_all_received(self, training: bool) -> None:
-        """Assert at the end of a step that every expected tensor was received and used; wait for the last sends."""
+        """Assert at the end of a step that every expected tensor has arrived and been used; wait for the last sends."""
         super().check_all_received(training)
         for exchange in self._sent.values():
             exchange.wait()
@@ -290,7 +290,7 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
 
 
 class _WaitsLater:
-    """What Megatron takes for the handle of a message: the pass that needs the message waits for it."""
+    """The handle of a message for Megatron; waiting is left to the pass that needs the message."""
 
     def wait(self) -> None:
         """Do nothing."""

@@ -1,9 +1,9 @@
 """Run a planned step by Megatron's own schedules, with and without pipelines.
 
-HDP rank r is pipeline r. All its stages run the micro-batches of rank r, whole or in slices. On each stage the rings of
-a micro-batch run in that stage's dp-cp group. Pipelines may have different numbers of micro-batches. Ranks never wait
-for each other in a circle: a sequence has the same micro-batch index on every rank of its ring, and the order of
-indices does not depend on their number (see ``plan.schedule.actions``).
+HDP rank r is pipeline r, and all its stages run the micro-batches of rank r, whole or in slices. On each stage the
+rings of a micro-batch run in that stage's dp-cp group. Pipelines may have different numbers of micro-batches. Ranks
+never wait for each other in a cycle: a sequence has the same micro-batch index on every rank of its ring, and the order
+of indices does not depend on their number (see ``plan.schedule.actions``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megatron.bytescale.core.pipeline_parallel.seq1f1b import DataIterators, Sli
 from megatron.bytescale.runtime import Runtime
 
 Chunks = list[torch.nn.Module]
-"""The model of a process: one chunk, or one for each virtual stage."""
+"""The model of a process: one chunk, or one chunk for each virtual stage."""
 
 
 def wrap_get_forward_backward_func[**P](
     original: Callable[P, Callable[..., object]], runtime: Runtime
 ) -> Callable[P, Callable[..., object]]:
-    """Run planned steps of documents, or samples in slices, by the schedule that Megatron chooses."""
+    """Run planned steps of documents, or samples in slices, with the schedule that Megatron chooses."""
     run = run_step if runtime.run.find(SliceConfig) is None else run_samples
 
     def get_forward_backward_func(*args: P.args, **kwargs: P.kwargs) -> Callable[..., object]:
@@ -51,12 +51,12 @@ def wrap_get_forward_backward_func[**P](
 def run_step(
     runtime: Runtime, megatron: Callable[..., object], *, data_iterator: DataIterators, model: Chunks, **options: object
 ) -> object:
-    """Run the next step of the loader by one of Megatron's schedule functions.
+    """Run the next step of the loader with one of Megatron's schedule functions.
 
-    One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk; the
-    first one gives the step, and all chunks run it.
+    An item of the data iterator is a whole step. With virtual stages each model chunk has an iterator; the first
+    iterator gives the step, and all chunks run it.
     """
-    del options["num_microbatches"]  # Megatron's number, equal on all ranks
+    del options["num_microbatches"]  # Megatron's number is equal on all ranks; plans differ
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     training = not options.get("forward_only", False)
@@ -70,10 +70,10 @@ def run_step(
 def run_units(
     runtime: Runtime, megatron: Callable[..., object], chunks: Chunks, training: bool, options: dict[str, Any]
 ) -> object:
-    """Run the micro-batches of the step, or their slices."""
+    """Run the micro-batches of the step, whole or in slices."""
     units, num_slices = units_of_step(runtime, chunks), runtime.slicing.num_slices
     runtime.step.expert_loads = None
-    if num_slices == runtime.hdp.num_stages == 1:  # Megatron's own order, and no messages
+    if num_slices == runtime.hdp.num_stages == 1:  # Megatron's own order, without messages
         return megatron(data_iterator=[inputs_of(units)], num_microbatches=len(units), model=chunks, **options)
     config = get_model_config(chunks[0])
     schedule = schedule_of(runtime, chunks, len(units) // num_slices)
@@ -100,14 +100,14 @@ def run_units(
 def inputs_of(
     units: tuple[PackedMicroBatch, ...], step: SliceStep | None = None
 ) -> Iterator[tuple[int, PackedMicroBatch, MicroBatchPrefix | None]]:
-    """Yield the inputs of one model chunk: number of the micro-batch, the unit, and for a slice its earlier keys."""
+    """Yield the inputs of one model chunk: micro-batch index, unit, and for a slice the keys of earlier slices."""
     num_slices = 1 if step is None else step.schedule.num_slices
     for index, unit in enumerate(units):
         yield index // num_slices, unit, None if step is None else step.prefix(unit.layout)
 
 
 def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, ...]:
-    """Return what this rank runs: its micro-batches or their slices, and padding in place of those that are missing.
+    """Return the units that this rank runs: its micro-batches or their slices, and padding for missing units.
 
     Every rank runs at least one micro-batch, so that it joins every collective of the step. Ranks that share experts
     run equally many, and virtual stages run whole groups (see ``plan.schedule.actions``).
@@ -126,7 +126,7 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
 
 
 def schedule_of(runtime: Runtime, chunks: Chunks, num_micro_batches: int) -> SliceSchedule:
-    """Return what the stages of this rank's pipeline run: Megatron's own order without slices, else a checked one."""
+    """Return the schedule of this rank's pipeline: Megatron's own order without slices, else a checked schedule."""
     num_stages, slicing = runtime.hdp.num_stages, runtime.slicing
     if slicing.num_slices > 1 or slicing.zero_bubble:
         return checked_schedule(num_stages, num_micro_batches, slicing, len(chunks))
@@ -136,11 +136,11 @@ def schedule_of(runtime: Runtime, chunks: Chunks, num_micro_batches: int) -> Sli
 
 @contextlib.contextmanager
 def all_parameters_gathering(chunks: Chunks, training: bool) -> Iterator[None]:
-    """With ``--overlap-param-gather``: start the parameter gathers of all chunks here, and none later in the step.
+    """With ``--overlap-param-gather``, start the parameter gathers of all chunks now, not later in the step.
 
-    Megatron would start each gather from the layer or chunk before it. Then two ranks could wait for each other: one
-    waits in a ring and does not reach its next layer, the other waits for that layer's parameters and does not reach
-    the ring.
+    Megatron would start each gather from the previous layer or chunk. Then two ranks could wait for each other: one
+    rank waits in a ring and does not reach its next layer; the other waits for that layer's parameters and does not
+    reach the ring.
     """
     config = get_model_config(chunks[0])
     start, config.param_sync_func = config.param_sync_func, None
@@ -154,11 +154,11 @@ def all_parameters_gathering(chunks: Chunks, training: bool) -> Iterator[None]:
 
 
 def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
-    """Take the next step of the loader, agree with all ranks on its plan, and start its clock.
+    """Take the next step from the loader, agree with all ranks on its plan, and start its clock.
 
     Args:
-        iterator: Megatron's iterator over a loader.
-        training: not an evaluation, which has no figures.
+        iterator: iterator of Megatron's over a loader.
+        training: True in training; an evaluation has no figures.
     """
     step = agree_on_plan(runtime, next(iterator), lambda step: iterator.iterable.simple_step(step))
     runtime.step.batch = step
@@ -174,25 +174,25 @@ def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
 
 
 def end_step(runtime: Runtime, training: bool) -> None:
-    """Count the figures of a training step, and write its timeline if ``--hdp-timeline-step`` names it."""
+    """Add a training step to the figures, and write its timeline if ``--hdp-timeline-step`` asks for it."""
     if not training:
         return
     runtime.parts.clock.mark("end")
     runtime.count_step()
     step, config = runtime.step.batch, runtime.hdp
     assert step is not None
-    first_of_tensor_group = parallel_state.get_tensor_model_parallel_rank() == 0  # one file for each HDP rank
+    first_of_tensor_group = parallel_state.get_tensor_model_parallel_rank() == 0  # one file per HDP rank
     if runtime.parts.clock.traced and config.log_dir is not None and first_of_tensor_group:
         mine = step.plan.ranks[runtime.rank]
         spans = runtime.parts.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
         folder = config.log_dir / "timeline"
-        if config.num_stages > 1:  # each stage has a timeline
+        if config.num_stages > 1:  # one timeline per stage
             folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
         append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, spans))
 
 
 def wrap_finalize_model_grads(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
-    """Mark where the work of a step ends and the reduction of its gradients begins."""
+    """Mark where a step's computation ends and the reduction of its gradients begins."""
 
     def finalize_model_grads(*args: object, **kwargs: object) -> object:
         runtime.parts.clock.mark("reduce")

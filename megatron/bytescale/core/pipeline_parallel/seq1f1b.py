@@ -1,13 +1,13 @@
-"""Run micro-batches in slices by Megatron's own schedule functions (Seq1F1B).
+"""Runs micro-batches in slices with Megatron's own schedule functions (Seq1F1B).
 
-Megatron takes each slice for a micro-batch. Its functions then run the order of ``plan.schedule.actions`` with three
-changes, all of which are made from outside:
+Megatron treats each slice as a micro-batch. Its functions then run the order of ``plan.schedule.actions`` with three
+changes, which are injected from outside:
 
 - a stage runs more forwards before its first backward;
-- a backward pass takes the slice that the schedule names, not the oldest;
+- a backward pass runs the slice that the schedule names, not the oldest slice;
 - sender and receiver take the size of each slice from the schedule.
 
-Weight gradients that the schedule names by themselves run once the messages of the pass before are posted.
+Weight gradients that the schedule lists as separate actions run once the messages of the previous pass are posted.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Tensors = torch.Tensor | list[torch.Tensor | None] | None
-"""What a stage receives, computes or sends: Megatron passes a tensor, or a list with one entry per input."""
+"""Tensors that a stage receives, computes or sends: Megatron passes a tensor, or a list with one entry per input."""
 DataIterators = Iterator[object] | list[Iterator[object]]
-"""The data iterator of a process, or that of each model chunk."""
+"""The data iterator of a process, or a list with one iterator per model chunk."""
 
 
 @dataclass
 class SliceStep:
-    """One step of a stage in slices. Follows the stage's actions as Megatron's schedule calls for them.
+    """One step of a stage in slices. It follows the stage's actions as Megatron's schedule calls for them.
 
     Attributes:
-        schedule: what the stages run.
-        stage: this pipeline stage.
-        training: with backward passes; an evaluation runs the forward passes alone.
-        wait_for: waits until a received tensor may be read.
+        schedule: actions of all stages.
+        stage: index of this pipeline stage.
+        training: whether backward passes run; an evaluation has only forward passes.
+        wait_for: waits until a received tensor is ready to read.
         mark: marks a phase of the step.
-        link: to host memory, for swapped keys; None where none are swapped.
-        actions: the actions that have not run yet.
-        action: the running action.
-        runs: (input, output) of each slice between its forward and its backward pass, by its forward action.
-        prefixes: keys and values of each unfinished micro-batch, by (micro-batch, model chunk).
-        swaps: how each model chunk swaps keys.
-        expert_loads: what routers of experts note for the other slices of a micro-batch.
-        weight_gradients: those that the schedule names by themselves, until it does.
+        link: link to host memory for swapped keys; None if no keys are swapped.
+        actions: actions that have not run yet.
+        action: the current action.
+        runs: forward action -> (input, output) of its slice, until the backward pass.
+        prefixes: (micro-batch, model chunk) -> keys and values of an unfinished micro-batch.
+        swaps: model chunk -> its key swap.
+        expert_loads: loads that expert routers record for the other slices of a micro-batch.
+        weight_gradients: postponed weight gradients, until the schedule's separate actions compute them.
     """
 
     schedule: SliceSchedule
@@ -87,12 +87,14 @@ class SliceStep:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
     def __post_init__(self) -> None:
-        self.actions = deque(one for one in self.schedule.stages[self.stage] if self.training or one.kind == "F")
+        self.actions = deque(
+            action for action in self.schedule.stages[self.stage] if self.training or action.kind == "F"
+        )
         self.expert_loads = ExpertLoads(self.schedule.num_slices)
 
     def in_slices(self, megatron: Callable[..., object]) -> Callable[..., object]:
         """Return a copy of one of Megatron's schedule functions that runs this step."""
-        if megatron is schedules.forward_backward_no_pipelining:  # one stage: the same order, nothing to send
+        if megatron is schedules.forward_backward_no_pipelining:  # one stage: same order, no messages
             megatron = schedules.forward_backward_pipelining_without_interleaving
         return copy_with_names(
             megatron,
@@ -111,7 +113,7 @@ class SliceStep:
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensors, torch.Tensor]:
-        """Replace Megatron's ``forward_step``: keep input and output [t, b, h] for the slice's backward pass."""
+        """Replace Megatron's ``forward_step``: keep the input and output [t, b, h] for the slice's backward pass."""
         action = self._next("F")
         self.wait_for(inputs)
         result = schedules.forward_step(function, data, model, count, inputs, *args, **kwargs)
@@ -124,9 +126,9 @@ class SliceStep:
     def backward_step(
         self, _input: Tensors, _output: Tensors, output_grad: Tensors, config: TransformerConfig
     ) -> Tensors:
-        """Replace Megatron's ``backward_step``: run the slice that is due, not the one that Megatron passes.
+        """Replace Megatron's ``backward_step``: run the slice that the schedule names, not the slice Megatron passes.
 
-        Takes and returns gradients [t, b, h].
+        The gradients taken and returned are [t, b, h].
         """
         action = self._next("B")
         inputs, outputs = self.runs.pop(action._replace(kind="F"))
@@ -140,12 +142,14 @@ class SliceStep:
                 tensor.data = tensor.new_empty(0)
         if not action.slice_index:
             self._release(action)
-        if not self.stage and all(one.kind == "W" for one in self.actions):  # the first stage sends nothing now
+        if not self.stage and all(
+            action.kind == "W" for action in self.actions
+        ):  # the first stage has nothing left to send
             self.run_weights()
         return grads
 
     def run_weights(self) -> None:
-        """Compute the weight gradients that come next in the schedule."""
+        """Compute the weight gradients whose actions come next in the schedule."""
         while self.actions and self.actions[0].kind == "W":
             self.action = self.actions.popleft()
             self.mark("backward")
@@ -156,14 +160,14 @@ class SliceStep:
         """Replace ``get_pp_rank_microbatches``.
 
         Returns:
-            All forwards of the stage, whether all run before the first backward, how many do, and the others.
+            Number of forwards, whether all precede the first backward, number that do, and number of the others.
         """
         total = self.schedule.num_forwards
         num_first = self.schedule.num_first_forwards(self.stage) if self.training else total
         return total, num_first == total, num_first, total - num_first
 
     def prefix(self, layout: object) -> MicroBatchPrefix:
-        """Return the keys and values of the micro-batch whose slice runs; new ones for its first slice."""
+        """Return the keys and values of the current slice's micro-batch; they are empty for its first slice."""
         action = self.action
         assert action is not None and isinstance(layout, SliceLayout) and action.slice_index == layout.index, (
             f"{action=} {layout=}"
@@ -174,20 +178,20 @@ class SliceStep:
         return self.prefixes[key]
 
     def swap_of(self, chunk: int) -> KeySwap | None:
-        """Return how a model chunk swaps keys."""
+        """Return the key swap of a model chunk; None if keys are not swapped."""
         if self.link is None:
             return None
         return self.swaps.setdefault(chunk, KeySwap(partial(SwappedKeys, link=self.link), self.read_next_keys))
 
     def read_next_keys(self) -> None:
-        """Start reading the swapped keys of the slice that runs next, in its first layer."""
-        action = next((one for one in self.actions if one.kind != "W"), None)
+        """Start to read swapped keys for the first layer of the slice that runs next."""
+        action = next((action for action in self.actions if action.kind != "W"), None)
         prefix = None if action is None else self.prefixes.get((action.micro_batch, action.chunk))
         if action is not None and prefix is not None:
             prefix.read_ahead(backward=action.kind == "B")
 
     def check_finished(self) -> None:
-        """Assert at the end of a step that every action has run and nothing is held."""
+        """Assert at the end of a step that every action has run and no tensor is still held."""
         assert not self.actions and not self.runs and not self.prefixes, (
             f"{self.actions=} {self.runs.keys()=} {self.prefixes.keys()=}"
         )
@@ -198,7 +202,7 @@ class SliceStep:
         assert not self.expert_loads.unfinished, f"{self.expert_loads.unfinished.keys()=}"
 
     def _next(self, kind: Kind) -> Action:
-        self.run_weights()  # those that no message has waited for
+        self.run_weights()  # weight gradients that did not run while waiting for a message
         self.action = self.expert_loads.action = self.actions.popleft()
         assert self.action.kind == kind, f"{self.action=} {kind=}"
         return self.action
@@ -218,7 +222,7 @@ def run_samples(
     micro_batch_size: int,
     **options: object,
 ) -> object:
-    """Run every micro-batch of Megatron's samples in slices, by one of its schedule functions."""
+    """Run every micro-batch of Megatron's samples in slices, with one of its schedule functions."""
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
     config = runtime.run.get(SliceConfig)
@@ -258,13 +262,13 @@ def sample_slices(
     window_layouts: Sequence[SliceLayout] | None,
     data_iterator: Iterator[object],
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], DocumentSeqParams]]:
-    """Yield the inputs of one model chunk: for each slice, the tensors [b, s] of its whole micro-batch, and its layout.
+    """Yield the inputs of one model chunk, per slice: its layout and the tensors [b, s] of its whole micro-batch.
 
     Args:
-        step: the running step.
-        layouts: of each slice of a micro-batch.
-        window_layouts: the same in layers with a sliding window; None: no layer has one.
-        data_iterator: Megatron's, over samples.
+        step: the current step.
+        layouts: layout of each slice of a micro-batch.
+        window_layouts: layouts for layers with a sliding window; None without such layers.
+        data_iterator: iterator of Megatron's over samples.
     """
     read_batch = runtime.parts.read_batch
     assert read_batch is not None
@@ -289,13 +293,13 @@ def run_schedule(
     step: SliceStep | None,
     **options: object,
 ) -> object:
-    """Run a step by one of Megatron's schedule functions, and check that all of it has run.
+    """Run a step with one of Megatron's schedule functions, and check that all of it has run.
 
     Args:
-        megatron: the function.
-        schedule: what the stages run.
-        communicator: of this stage.
-        step: the state of slices; None where micro-batches run whole.
+        megatron: schedule function.
+        schedule: actions of all stages.
+        communicator: communicator of this stage.
+        step: state of slices; None if micro-batches run whole.
         options: arguments of the function; ``data_iterator`` gives each model chunk its inputs in order.
     """
     run = megatron if step is None else step.in_slices(megatron)
