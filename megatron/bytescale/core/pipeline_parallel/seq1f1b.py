@@ -142,9 +142,7 @@ class SliceStep:
                 tensor.data = tensor.new_empty(0)
         if not action.slice_index:
             self._release(action)
-        if not self.stage and all(
-            action.kind == "W" for action in self.actions
-        ):  # the first stage has nothing left to send
+        if not self.stage and all(action.kind == "W" for action in self.actions):  # no sends are left to overlap
             self.run_weights()
         return grads
 

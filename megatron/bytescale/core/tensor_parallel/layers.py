@@ -1,4 +1,4 @@
-"""Megatron's linear layers, where one of them cannot train as it is."""
+"""A variant of Megatron's linear layer for experts that cannot train with the original."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """Megatron's down-projection of an expert, [..., in] to [..., out], to whose output biases can be added in place.
+    """Megatron's down-projection of an expert, [..., in] to [..., out], which allows biases to be added in place.
 
-    Megatron's experts add theirs so. Where a rank has all experts and all of each, Megatron's layer sums up over that
-    one rank and returns a view, which autograd forbids to change in place. This layer leaves that sum out.
+    Megatron's experts add their biases in place. If a rank has all experts, each of them whole, Megatron's layer
+    reduces over that single rank and returns a view, which autograd does not allow to change in place. This layer skips
+    that reduction.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        assert self.is_expert, "others leave their biases to what follows"
+        assert self.is_expert, "only layers of experts add their own biases"
         self.explicit_expert_comm |= self.tp_group.size() == 1

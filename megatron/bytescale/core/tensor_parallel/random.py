@@ -1,4 +1,4 @@
-"""Random state on CPU: the two functions by which Megatron's tracker of random states reaches CUDA's generators."""
+"""Random states on CPU, for the two functions with which Megatron's tracker accesses CUDA's generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Function = Callable[..., object]
 
 
 def wrap_get_cuda_rng_state(original: Function, runtime: object) -> Function:
-    """Return the state of the CPU's generator instead."""
+    """Read the state of the CPU's generator instead."""
 
     def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()

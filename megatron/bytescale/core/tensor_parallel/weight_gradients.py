@@ -1,9 +1,12 @@
-"""Linear layers whose backward pass leaves the weight gradient for later (zero bubble, Qi et al. 2023, section 2).
+"""Linear layers whose weight gradients are computed after the backward pass (zero bubble, Qi et al. 2023, section 2).
 
-The layers are Megatron's, with another product. Its backward pass returns the gradient of the input and notes what the
-weight gradient needs. The schedule has it computed later. Under sequence parallelism a layer saves its own rows of the
-input alone, as in Megatron, so the gather that Megatron makes in the backward pass is made then. Inputs are [rows, b,
-in], on this rank under sequence parallelism; weights [out, in]; gradients of outputs [all rows, b, out].
+The layers are Megatron's, with another matrix product. The product's backward pass returns the input gradient and
+stores the inputs of the weight gradient, which the schedule computes later. Under sequence parallelism a layer saves
+only its own rows of the input, as in Megatron, so the gather that Megatron makes in the backward pass is also
+postponed.
+
+Shapes: inputs [rows, b, in], this rank's rows under sequence parallelism; weights [out, in]; output gradients [all
+rows, b, out].
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """How one call of a linear layer multiplies.
+    """The settings of one linear layer's product.
 
     Attributes:
-        weight: its parameter [out, in].
-        group: the tensor-parallel group where the ranks' input gradients are summed, or None.
-        shares_rows: each rank of the group has its share of the input's rows (sequence parallelism).
-        gradients: takes the weight gradient.
+        weight: parameter [out, in].
+        group: tensor-parallel group that sums the ranks' input gradients, or None.
+        shares_rows: whether each rank of the group has a share of the input's rows (sequence parallelism).
+        gradients: receiver of the weight gradient.
     """
 
     weight: torch.nn.Parameter
@@ -43,11 +46,11 @@ class Product:
     gradients: WeightGradients
 
     def all_rows(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the input's rows of all ranks: [all rows, b, in]."""
+        """Return the input's rows from all ranks, [all rows, b, in]."""
         return gather_from_sequence_parallel_region(inputs, group=self.group) if self.shares_rows else inputs
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of this rank's input: [rows, b, in]."""
+        """Return the gradient of this rank's input, [rows, b, in]."""
         partial = gradient @ self.weight
         if self.shares_rows:
             return reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
@@ -57,28 +60,29 @@ class Product:
 
 
 class WeightGradients:
-    """The weight gradients of a step that wait: per slice, each with the input and the gradient of the output."""
+    """The postponed weight gradients of a step: for each slice, pairs of an input and an output gradient."""
 
     def __init__(self) -> None:
         self._waiting: dict[Action, deque[tuple[Product, torch.Tensor, torch.Tensor]]] = {}
         self._running: Action | None = None
 
     def collect(self, action: Action) -> None:
-        """Note what the next backward pass leaves, for ``action`` to compute."""
+        """Collect the postponed products of the next backward pass for ``action``."""
         self._running = action
         self._waiting[action] = deque()
 
     def add(self, product: Product, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep input [rows, b, in] and gradient of the output [all rows, b, out] of one product."""
+        """Store the input [rows, b, in] and the output gradient [all rows, b, out] of one product."""
         assert self._running is not None, "a backward pass outside of a step"
         self._waiting[self._running].append((product, inputs, gradient))
 
     @torch.no_grad()
     def run(self, action: Action, is_last: bool) -> None:
-        """Compute what ``action`` stands for, the last layer first, and free what it held.
+        """Compute the weight gradients of ``action``, last layer first, and free their inputs.
 
-        Megatron's DDP starts to reduce a gradient once autograd has delivered it, in the last backward pass of a step.
-        So the last one of a weight is delivered by autograd, and the others are added to its sum directly.
+        Megatron's DDP starts to reduce a gradient when autograd delivers it, in the last backward pass of a step. So
+        autograd delivers only the last gradient of each weight, and earlier gradients are added directly to the
+        weight's sum.
         """
         waiting = self._waiting.pop(action)
         while waiting:
@@ -92,7 +96,7 @@ class WeightGradients:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no weight gradient is pending."""
         return not self._waiting
 
 
@@ -103,7 +107,7 @@ class _Ctx(torch.autograd.function.FunctionCtx):
 
 
 class SplitProduct(torch.autograd.Function):
-    """``x W^T + bias``. The backward pass returns the gradients of x and bias; that of W is computed later."""
+    """``x W^T + bias``. The backward pass returns the gradients of x and bias; the gradient of W follows later."""
 
     @staticmethod
     def forward(ctx: _Ctx, inputs: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:
@@ -115,7 +119,7 @@ class SplitProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Return the gradients of the inputs and the bias, from that of the output [all rows, b, out]."""
+        """Return the gradients of the inputs and the bias. ``gradient``: output gradient [all rows, b, out]."""
         (inputs,) = ctx.saved_tensors
         of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
         ctx.product.gradients.add(ctx.product, inputs.detach(), gradient)
@@ -123,7 +127,7 @@ class SplitProduct(torch.autograd.Function):
 
 
 class _Split:
-    """Mixed into one of Megatron's linear layers: the product of a training pass is a ``SplitProduct``."""
+    """Mixin for one of Megatron's linear layers that computes products of training passes by ``SplitProduct``."""
 
     def __init__(self, *args: object, runtime: Runtime, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -136,14 +140,14 @@ class _Split:
         shares_rows = options["sequence_parallel"]
         group = options["tp_group"] if shares_rows or options["allreduce_dgrad"] else None
         gradients = self.runtime.step.weight_gradients
-        assert gradients is not None, "no step by our schedule runs"
+        assert gradients is not None, "no step of a zero-bubble schedule is running"
         product = Product(weight, group, shares_rows, gradients)
         return SplitProduct.apply(input, options["bias"], product)
 
 
 class SplitColumnParallelLinear(_Split, ColumnParallelLinear):
-    """Megatron's ``ColumnParallelLinear`` with the weight gradient left for later."""
+    """Megatron's ``ColumnParallelLinear`` with a postponed weight gradient."""
 
 
 class SplitRowParallelLinear(_Split, RowParallelLinear):
-    """Megatron's ``RowParallelLinear`` with the weight gradient left for later."""
+    """Megatron's ``RowParallelLinear`` with a postponed weight gradient."""

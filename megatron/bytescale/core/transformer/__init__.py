@@ -1,1 +1,1 @@
-"""Attention over documents, norms and layers with activation policies."""
+"""Attention over documents, norms, and layers with activation policies."""

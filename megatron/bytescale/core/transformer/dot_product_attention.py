@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 
 class DocumentAttention(torch.nn.Module):
-    """Causal attention inside each document, over the ranks that share it and its earlier slices.
+    """Causal attention inside each document, across the ranks and earlier slices that share it.
 
-    ``runtime`` holds the ring communicator and the kernel, both made before the first forward. Each tensor-parallel
-    rank runs its own heads in its own ring. The module has no state: the layout and the keys and values of earlier
-    slices come with ``packed_seq_params``. Recomputation gets them by closure, as the schedule may have moved on by
-    then. Its only parameter is that of a learnable sink, which has the name and the place in checkpoints of Megatron's.
+    ``runtime`` holds the ring communicator and the kernel; both exist before the first forward. Each tensor-parallel
+    rank runs its own heads in its own ring. The module has no state: ``packed_seq_params`` provides the layout and the
+    keys and values of earlier slices. Recomputation receives them through its closure, because the schedule may have
+    advanced by then. The module's only parameter is a learnable sink, with the same name and place in checkpoints as
+    Megatron's.
     """
 
     softmax_offset: torch.Tensor | None
@@ -61,8 +62,8 @@ class DocumentAttention(torch.nn.Module):
             self.register_buffer("softmax_offset", sink, persistent=False)
 
     def params_of(self, num_tokens: int, batch: int) -> DocumentSeqParams:
-        """Return the layout of samples without documents: here there is none."""
-        raise AssertionError("documents come with packed_seq_params")
+        """Raise AssertionError, because only samples have a layout that is not in ``packed_seq_params``."""
+        raise AssertionError("packed_seq_params must hold the layout of documents")
 
     def forward(
         self,
@@ -76,7 +77,7 @@ class DocumentAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Map query [t, b, heads, dim] and key, value [t, b, kv_heads, dim] to [t, b, heads * dim].
 
-        Documents have a batch of one; samples side by side are laid end to end. Communicates on the ring group.
+        Documents have a batch of one; samples side by side are concatenated. Communicates on the ring group.
         """
         batch = query.shape[1]
         params = packed_seq_params or self.params_of(query.shape[0], batch)
@@ -92,14 +93,14 @@ class DocumentAttention(torch.nn.Module):
         params: DocumentSeqParams,
         expansion: Expansion | None = None,
     ) -> torch.Tensor:
-        """Return attention [t, heads, dim] of q, which has its shape, and k, v [t, kv_heads, dim].
+        """Return the attention output [t, heads, dim] of q (same shape) with k, v [t, kv_heads, dim].
 
-        With an expansion, ``k, v`` are halves of latents. Communicates on the ring group.
+        With an expansion, ``k`` and ``v`` are the two halves of latents. Communicates on the ring group.
         """
         layout = params.layout if self.window is None else params.window_layout
         assert layout is not None, f"{params=}"
         parts = self.runtime.parts
-        assert parts.kernel is not None, "it is chosen when the model is built"
+        assert parts.kernel is not None, "the build of the model chooses the kernel"
         backend = Backend(parts.comm, parts.kernel, self.scale, self.softmax_offset, expansion)
         if isinstance(layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
@@ -112,7 +113,7 @@ class DocumentAttention(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
-        """Return the entries of a sharded checkpoint: a learnable sink is cut by heads, as in Megatron's attention."""
+        """Return a sharded checkpoint's entries: a learnable sink is split by heads, as in Megatron's attention."""
         sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -125,31 +126,31 @@ class DocumentAttention(torch.nn.Module):
 
 
 def learnable_sink(config: TransformerConfig) -> torch.nn.Parameter:
-    """Return the sinks of this rank's heads, drawn as one process draws those of all heads: ``[heads]``."""
+    """Return the sinks of this rank's heads, [heads], with the initial values that a single process gives them."""
     sinks = zeros_of_heads(config)
     if config.perform_initialization:
         config.init_method(sinks)  # type: ignore[misc]
     parameter = torch.nn.Parameter(own_heads(sinks))
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)  # so that norms count all heads
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)  # gradient norms count all heads
     return parameter
 
 
 def zeros_of_heads(config: TransformerConfig) -> torch.Tensor:
-    """Return a zero for each head of the model: ``[heads]``."""
+    """Return a zero for each head of the model, [heads]."""
     device = torch.cuda.current_device()
     return torch.zeros(config.num_attention_heads, dtype=config.params_dtype, device=device)
 
 
 def own_heads(of_heads: torch.Tensor) -> torch.Tensor:
-    """Return this tensor-parallel rank's part of a value of each head: ``[heads]``, a copy."""
+    """Return a copy of this tensor-parallel rank's part, [heads], of a value for each head of the model."""
     num_ranks = parallel_state.get_tensor_model_parallel_world_size()
     return of_heads.chunk(num_ranks)[parallel_state.get_tensor_model_parallel_rank()].clone()
 
 
 class SampleAttention(DocumentAttention):
-    """Causal attention inside each of Megatron's samples, by a kernel that does not keep the scores.
+    """Causal attention inside each of Megatron's samples, with a kernel that does not store the scores.
 
-    Megatron's local attention keeps the scores of every pair of tokens for the backward pass.
+    Megatron's local attention stores the scores of all pairs of tokens for the backward pass.
     """
 
     def params_of(self, num_tokens: int, batch: int) -> DocumentSeqParams:
@@ -160,7 +161,7 @@ class SampleAttention(DocumentAttention):
 
 @lru_cache(maxsize=16)
 def sample_layout(num_tokens: int, batch: int, window: int | None = None) -> AttentionLayout:
-    """Return the layout of ``batch`` samples of ``num_tokens`` tokens, laid end to end."""
+    """Return the layout of ``batch`` samples of ``num_tokens`` tokens, one after another."""
     rows = num_tokens * batch
     samples = CuSeqlens.of_lengths([num_tokens] * batch)
     each = list(pairwise(samples.offsets))

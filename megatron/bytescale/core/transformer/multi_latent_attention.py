@@ -1,8 +1,8 @@
 """Multi-latent attention (DeepSeek-V2, section 2.1) over documents, in Megatron's own layer.
 
-Megatron's layer rotates parts of queries and keys itself, by row; here it gets the angles of positions in documents.
-Heads of values may be narrower than those of queries and keys, or wider. Where it is cheaper, rings and slices have the
-latents themselves, and attention expands them block by block (``bytescale_ext/attention/latent.py``).
+Megatron's layer rotates parts of queries and keys itself, by row. Here it gets the angles of document positions. Value
+heads may be narrower or wider than query and key heads. Where it is cheaper, rings and slices transfer the latents
+themselves, and attention expands them block by block (``bytescale_ext/attention/latent.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.bytescale.runtime import Runtime
 
 
 class DocumentLatentAttention(MLASelfAttention):
-    """Megatron's multi-latent attention with positions in documents; communicates in its ``core_attention`` alone."""
+    """Megatron's multi-latent attention with document positions; only its ``core_attention`` communicates in rings."""
 
     rotary_pos_emb: DocumentRotary
 
@@ -43,7 +43,7 @@ class DocumentLatentAttention(MLASelfAttention):
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = DocumentRotary(self.rotary_pos_emb)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
-            for parameter in self.q_layernorm.parameters():  # of the whole latent; by its name Megatron would sum it up
+            for parameter in self.q_layernorm.parameters():  # its gradient is whole; Megatron would sum it
                 parameter.average_gradients_across_tp_domain = True
         self.core_attention = DocumentLatentCore(
             self.config, self.layer_number, runtime=runtime, softmax_scale=self.softmax_scale
@@ -52,8 +52,8 @@ class DocumentLatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         """Return the classes of projections and norms; queries without a latent have no norm (DeepSeek-V2-Lite).
 
-        Megatron would ask for a norm of theirs, which only TransformerEngine has. Where latents travel, attention
-        applies the up-projection of keys and values.
+        Megatron would require a norm for such queries, which only TransformerEngine provides. If latents are
+        transferred, attention applies the up-projection of keys and values.
         """
         if self.config.q_lora_rank is not None or submodules.kv_layernorm is IdentityOp:
             resolved: dict[str, object] = super()._resolve_qk_norm_config(submodules)
@@ -66,10 +66,11 @@ class DocumentLatentAttention(MLASelfAttention):
         return resolved
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what Megatron's does, of hidden states [s / ranks, b, h]; the latents of keys are whole on each rank.
+        """Return Megatron's projections of hidden states [s / ranks, b, h], with whole key latents on each rank.
 
-        Megatron's local layers would split the gradient of a key's part with positions over the tensor-parallel ranks,
-        of which each has that of its own heads, without summing it up. Collective on that group.
+        The positional part of a key is shared by all heads, so each tensor-parallel rank has a gradient from its own
+        heads. Megatron's local layers would split these gradients over the ranks instead of summing them. Collective on
+        the tensor-parallel group.
         """
         queries, latents = super()._qkv_down_projection(hidden_states)
         config, group = self.config, self.pg_collection.tp
@@ -77,7 +78,7 @@ class DocumentLatentAttention(MLASelfAttention):
         if latents.shape[-1] == sum(sizes):
             return queries, latents
         latents = gather_from_tensor_model_parallel_region(latents, group=group)
-        if config.sequence_parallel:  # Megatron gathers the part with positions, and sums its gradient
+        if config.sequence_parallel:  # Megatron gathers the positional part and sums its gradient
             return queries, scatter_to_sequence_parallel_region(latents, group=group)
         latent, with_positions = latents.split(sizes, dim=-1)
         return queries, torch.cat((latent, copy_to_tensor_model_parallel_region(with_positions, group=group)), dim=-1)
@@ -90,17 +91,17 @@ class DocumentLatentAttention(MLASelfAttention):
         packed_seq_params: DocumentSeqParams | None = None,
         inference_context: None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys, values and the two vectors that they are made of, of hidden states [s / ranks, 1, h].
+        """Return queries, keys, values and the two latents that produce them, for hidden states [s / ranks, 1, h].
 
-        Where latents travel, the keys are latents with their parts with positions, [s, numbers], and the values are the
-        weight of the up-projection: see ``DocumentLatentCore``. Collective on the tensor-parallel group.
+        If latents are transferred, the keys are the latents with the positional parts, [s, numbers], and the values are
+        the weight of the up-projection (see ``DocumentLatentCore``). Collective on the tensor-parallel group.
         """
         if not isinstance(self.linear_kv_up_proj, LatentUpProjection):
             given = (hidden_states, key_value_states, position_ids, packed_seq_params, inference_context)
-            found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(*given)
-            return found
+            projected: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(*given)
+            return projected
         config, group = self.config, self.pg_collection.tp
-        vectors, latents = (one.squeeze(1) for one in self._qkv_down_projection(hidden_states))
+        vectors, latents = (output.squeeze(1) for output in self._qkv_down_projection(hidden_states))
         latent, with_positions = latents.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         if config.sequence_parallel:
             with_positions = gather_from_sequence_parallel_region(with_positions, group=group)
@@ -118,7 +119,7 @@ class DocumentLatentAttention(MLASelfAttention):
         return query, torch.cat((whole, rotate(with_positions[:, None])[:, 0]), dim=-1), weight, vectors, latent
 
     def _rotation(self, params: DocumentSeqParams | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what rotates parts of queries and keys [t, heads, dim] by their positions in documents."""
+        """Return a function that rotates parts of queries and keys [t, heads, dim] by their document positions."""
         positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, None, self.config, params)
         of_positions = self.rotary_pos_emb(positions)
         angles, factor = of_positions if isinstance(of_positions, tuple) else (of_positions, 1.0)
@@ -133,7 +134,7 @@ class DocumentLatentAttention(MLASelfAttention):
 
 
 class LatentSizes(Protocol):
-    """Megatron's sizes of multi-latent attention, in its arguments and in its configuration of layers."""
+    """Megatron's sizes of multi-latent attention, common to its arguments and its configuration of layers."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -155,12 +156,12 @@ def latent_shape(config: LatentSizes, is_plain: bool) -> LatentShape:
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """Megatron's up-projection of keys and values where attention applies it: a module, so that its hooks run."""
+    """Megatron's up-projection of keys and values, for attention to apply; it is a module, so its hooks run."""
 
     def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Return the latents of all tokens, [t, key_rank] of [t / ranks, key_rank], and the weight of its heads.
+        """Gather the latents of all tokens, [t, key_rank], from [t / ranks, key_rank]; also return this rank's weight.
 
-        Collective on the tensor-parallel group, which sums up the gradients of the latents, like Megatron's.
+        Collective on the tensor-parallel group, which sums the gradients of the latents, as in Megatron.
         """
         if self.sequence_parallel:
             whole = gather_from_sequence_parallel_region(latents, group=self.tp_group)
@@ -170,7 +171,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class DocumentRotary(torch.nn.Module):
-    """Megatron's rotary embedding, called in its place: what stands for the length of a sequence are positions."""
+    """Megatron's rotary embedding, with document positions in the place of a sequence length."""
 
     def __init__(self, rotary: RotaryEmbedding | YarnRotaryEmbedding) -> None:
         super().__init__()
@@ -179,12 +180,12 @@ class DocumentRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, context: object, block: object, hidden: object, config: object, params: DocumentSeqParams | None
     ) -> torch.Tensor:
-        """Return the positions [t] of a micro-batch's rows, or of its slice's."""
+        """Return the positions [t] of the rows of a micro-batch or slice."""
         assert isinstance(params, DocumentSeqParams) and params.positions is not None, f"{params=}"
         return params.positions
 
     def forward(self, positions: torch.Tensor, packed_seq: bool = False) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """Return the angles [t, 1, dim] of positions [t]; of YaRN, with its factor of queries and keys."""
+        """Return the angles [t, 1, dim] of positions [t]; for YaRN also its scale of queries and keys."""
         angles = document_angles(self.rotary, positions)[:, 0]
         if isinstance(self.rotary, YarnRotaryEmbedding):
             return angles, self.rotary(2)[1]
@@ -192,10 +193,10 @@ class DocumentRotary(torch.nn.Module):
 
 
 class DocumentLatentCore(DocumentAttention):
-    """``DocumentAttention`` of tensors without a batch, whose values have another head size than queries and keys.
+    """``DocumentAttention`` on tensors without a batch, with another head size for values than for queries and keys.
 
-    The narrower of the two are filled up with zeros, which change no score and no other value. In place of keys and
-    values it takes latents, and the weight of the projection that makes keys and values of them.
+    The narrower tensors are padded with zeros, which change neither scores nor values. Instead of keys and values it
+    also accepts latents and the weight of the projection that expands them.
     """
 
     def forward(  # type: ignore[override]
@@ -209,7 +210,8 @@ class DocumentLatentCore(DocumentAttention):
     ) -> torch.Tensor:
         """Map query, key [t, heads, dim] and value [t, heads, value_dim] to [t, 1, heads * value_dim].
 
-        Or query, latents [t, key_rank + position_dim] and the weight [heads * (content_dim + value_dim), key_rank].
+        With latents, ``key`` is [t, key_rank + position_dim] and ``value`` is the projection's weight [heads *
+        (content_dim + value_dim), key_rank].
         """
         if key.dim() == 2:
             position_dim = key.shape[-1] - value.shape[-1]

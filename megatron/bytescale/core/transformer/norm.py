@@ -1,4 +1,4 @@
-"""A norm for Megatron's local layer spec that runs under sequence parallelism."""
+"""A norm for Megatron's local layer spec that supports sequence parallelism."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from megatron.core.transformer import TransformerConfig
 
 
 class LocalNorm:
-    """torch's LayerNorm or RMSNorm, chosen by ``config.normalization``, with its parameters marked for Megatron.
+    """torch's LayerNorm or RMSNorm, as ``config.normalization`` says, with its parameters marked for Megatron.
 
-    Under sequence parallelism each rank norms its own tokens, so the gradients of the norm's weights must be
-    summed over the tensor-parallel group; Megatron does that for parameters with ``sequence_parallel`` set.
+    Under sequence parallelism each rank normalizes its own tokens, so the gradients of the norm's weights must be
+    summed over the tensor-parallel group. Megatron sums the gradients of parameters with ``sequence_parallel`` set.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> torch.nn.Module:  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What Megatron's layer specs have in common, whether they are of one layer or of a block."""
+"""Functions on Megatron's specs of a layer or of a block."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def layers_of(spec: ModuleSpec | TransformerBlockSubmodules) -> list[ModuleSpec]:
-    """Return the specs of the layers: one for all layers of a model, or one for each layer of a block."""
+    """Return the specs of the layers: a single spec for all layers, or one spec for each layer of a block."""
     return list(spec.layer_specs or []) if isinstance(spec, TransformerBlockSubmodules) else [spec]

@@ -1,7 +1,7 @@
-"""Megatron's transformer layer under an activation policy, which keeps, swaps or recomputes its saved tensors.
+"""Megatron's transformer layer under an activation policy that keeps, swaps or recomputes its saved tensors.
 
-The layer runs Megatron's own forward. The layer spec builds the modules at its *hook points* (those that multiply
-matrices, and attention) as subclasses with a ``HookPoint``, where a run of ``bytescale_ext.activation.run`` acts.
+The layer runs Megatron's own forward. The layer spec builds the modules at its *hook points* (attention and the modules
+that multiply matrices) as subclasses with a ``HookPoint``, where a run of ``bytescale_ext.activation.run`` intervenes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 ModuleBuilder = type | partial[torch.nn.Module]
-"""An entry of a layer spec: a class, or a class with some of its arguments."""
+"""Entry of a layer spec: a class, or a class with some of its arguments."""
 
 
 class HookPoint(torch.nn.Module):
-    """Mixed into a module's class: calls ``hook(forward, *args, **kwargs)``, once it is set, instead of the forward."""
+    """Mixin for a module's class: once ``hook`` is set, calls ``hook(forward, *args, **kwargs)`` as the forward."""
 
     hook: Callable[..., object] | None = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the module, through its hook."""
+        """Run the module, through its hook if set."""
         if self.hook is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return self.hook(super().forward, *args, **kwargs)  # type: ignore[misc]
@@ -52,17 +52,17 @@ def _class_with_hook_point(module: type) -> type:
 
 
 def with_hook_point(builder: ModuleBuilder) -> ModuleBuilder:
-    """Return the entry of a layer spec (a class, or a ``partial`` of one), building the module with a hook point."""
+    """Return a layer spec entry (class or ``partial``) that builds the same module with a hook point."""
     if isinstance(builder, partial):
         return partial(_class_with_hook_point(builder.func), *builder.args, **builder.keywords)  # type: ignore[arg-type]
     return _class_with_hook_point(builder)
 
 
 class PlannedTransformerLayer(TransformerLayer):
-    """Megatron's layer, whose saved tensors are kept, swapped or rebuilt by the plan of ``activations``.
+    """Megatron's layer; the plan of ``activations`` keeps, swaps or rebuilds its saved tensors.
 
-    Rebuilding runs Megatron's own forward again, without attention: it repeats the collectives of tensor parallelism
-    and none of a ring. All ranks of a tensor-parallel group must have equal plans.
+    Rebuilding runs Megatron's own forward again, without attention. It repeats the collectives of tensor parallelism
+    but not the communication of rings. All ranks of a tensor-parallel group must have equal plans.
     """
 
     def __init__(self, *args: object, activations: ActivationStore, **kwargs: object) -> None:
@@ -74,25 +74,25 @@ class PlannedTransformerLayer(TransformerLayer):
         self._set_hook(attention.linear_qkv, "product", "qkv")
         self._set_hook(attention.core_attention, "attention")
         self._set_hook(attention.linear_proj, "product", "proj")
-        if self.is_moe_layer:  # experts are left alone
+        if self.is_moe_layer:  # policies do not cover experts
             self._set_hook(self.mlp, "last")
         elif not isinstance(self.mlp, IdentityOp):
             self._set_hook(self.mlp.linear_fc1, "product", "fc1")
             self._set_hook(self.mlp.linear_fc2, "last")
 
     def run_as(self, number: int) -> None:
-        """Take this place in the order of layers, in which activations are swapped and read back."""
+        """Set this layer's index in the order of swaps and reads."""
         self._number = number
         self.activations.add_layer(number)
 
     def _set_hook(self, module: torch.nn.Module, method: str, name: str | None = None) -> None:
-        """Call ``method`` of the layer's current run, if any, instead of the module's forward."""
+        """Replace the module's forward with ``method`` of the layer's current run while there is a run."""
         assert isinstance(module, HookPoint), f"{type(module)=}"
 
         def hook(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
             if self._run is None:
                 return forward(*args, **kwargs)
-            if isinstance(module, DocumentAttention):  # it would save such copies of queries, keys and values itself
+            if isinstance(module, DocumentAttention):  # otherwise it saves its own copies of queries, keys, values
                 args = tuple(_sample_major(tensor) for tensor in args[:3]) + args[3:]
             first = (forward,) if name is None else (name, module, forward)
             return getattr(self._run, method)(*first, *args, **kwargs)
@@ -102,9 +102,9 @@ class PlannedTransformerLayer(TransformerLayer):
     def forward(
         self, hidden_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map hidden states [rows, b, h] to (output [rows, b, h], context), as Megatron's layer does."""
+        """Map hidden states [rows, b, h] to (output [rows, b, h], context), like Megatron's layer."""
         is_frozen = not hidden_states.requires_grad and not any(one.requires_grad for one in self.parameters())
-        if not self.training or not torch.is_grad_enabled() or is_frozen:  # nothing is saved
+        if not self.training or not torch.is_grad_enabled() or is_frozen:  # no tensors are saved
             return super().forward(hidden_states, *args, **kwargs)
         if not self.activations.is_planned(self._number):
             return self._forward_resident(hidden_states, *args, **kwargs)
@@ -122,7 +122,7 @@ class PlannedTransformerLayer(TransformerLayer):
         return result
 
     def _forward_resident(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a layer that keeps everything. Its backward pass starts reading the layer that runs backward next."""
+        """Run a layer that keeps all tensors. Its backward pass starts to read the layer that runs backward next."""
         read_next = self.activations.before_resident(self._number)
         result = super().forward(*args, **kwargs)
         if read_next is not None and result[0].requires_grad:
@@ -155,17 +155,17 @@ class PlannedTransformerLayer(TransformerLayer):
             except RebuiltAll:
                 return
             finally:
-                self.mlp_norm_manager = None  # Megatron drops it at the end of the layer, which this run does not reach
-        raise AssertionError("a layer was run again and did not reach its last hook point")
+                self.mlp_norm_manager = None  # Megatron resets it at the layer's end, not reached here
+        raise AssertionError("a rebuilt layer did not reach its last hook point")
 
 
 def _sample_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [rows, samples, ...] with each of its samples in one piece of memory."""
+    """Return a tensor [rows, samples, ...] with the memory of each sample contiguous."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> torch.Tensor | None:
-    """Return the angles [t, 1, 1, dim] of the rows from ``first`` on, of each tensor-parallel rank's ``num_rows``."""
+    """Return the angles [t, 1, 1, dim] of rows from ``first`` on, for each tensor-parallel rank's ``num_rows``."""
     if positions is None or not first:
         return positions
     return positions.unflatten(0, (-1, num_rows))[:, first:].flatten(0, 1)
@@ -174,10 +174,10 @@ def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> tor
 def planned_layer_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, activations: ActivationStore
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a finished layer spec, or spec of a block, that builds each layer as a ``PlannedTransformerLayer``.
+    """Return a finished layer or block spec that builds each layer as a ``PlannedTransformerLayer``.
 
     Raises:
-        ValueError: a layer of another class.
+        ValueError: the spec contains a layer of another class.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [planned_layer_spec(layer, activations) for layer in spec.layer_specs]
@@ -193,7 +193,7 @@ def planned_layer_spec(
 
 
 def _with_hook_points(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """Return the submodules of a layer, with hook points at its products and its attention."""
+    """Return the submodules of a layer with hook points at attention and matrix products."""
     attention: Attention = layer.self_attention
     inside = attention.submodules
     inside = replace(

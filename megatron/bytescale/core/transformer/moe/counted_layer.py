@@ -1,4 +1,4 @@
-"""Layers of experts that count the tokens of each expert."""
+"""Layers of experts that count the tokens per expert."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 @dataclass
 class TokenCounts:
-    """Tokens of each expert in the running step, of this process.
+    """Number of tokens per expert in the current step, on this process.
 
     Attributes:
-        by_layer: number of the layer -> [experts] of each of its forward passes.
-        at_step_end: what is done with the loads of all ranks.
+        by_layer: layer number -> counts [experts] of each forward pass of the layer.
+        at_step_end: functions that receive the loads of all ranks at the end of a step.
     """
 
     by_layer: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -33,11 +33,11 @@ class TokenCounts:
 
     @property
     def num_passes(self) -> int:
-        """Forward passes of each layer so far, equally many in all."""
+        """Number of forward passes of each layer so far; the same for all layers."""
         return max(map(len, self.by_layer.values()), default=0)
 
     def take(self) -> tuple[list[int], torch.Tensor | None]:
-        """Return the layers and their counts [layers, experts], None without layers, and begin again."""
+        """Return the layer numbers and their counts [layers, experts] (None without layers), and reset the counts."""
         layers = sorted(self.by_layer)
         counts = torch.stack([torch.stack(self.by_layer[layer]).sum(0) for layer in layers]) if layers else None
         self.by_layer.clear()
@@ -45,9 +45,9 @@ class TokenCounts:
 
 
 class CountedMoELayer(MoELayer):
-    """Megatron's layer of experts, which notes what its router has chosen for training if it is given ``counts``.
+    """Megatron's layer of experts; given ``counts``, it records its router's choices in training.
 
-    A forward pass that will be recomputed runs without gradients and is not counted; the recomputation is.
+    A forward pass that will be recomputed runs without gradients and is not counted; its recomputation is counted.
     """
 
     def __init__(self, *args: object, counts: TokenCounts | None = None, **kwargs: object) -> None:
@@ -57,7 +57,7 @@ class CountedMoELayer(MoELayer):
     def route(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route hidden states [rows, b, hidden]: return probabilities and choices, [tokens, experts] both."""
+        """Route hidden states [rows, b, hidden]; return probabilities and choices, both [tokens, experts]."""
         probs, chosen = super().route(hidden_states, padding_mask)
         if self.counts is not None and self.training and torch.is_grad_enabled():
             assert self.layer_number is not None
@@ -68,7 +68,7 @@ class CountedMoELayer(MoELayer):
 def with_counts(
     spec: ModuleSpec | TransformerBlockSubmodules, counts: TokenCounts
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Change a new spec of a block or a layer: its layers of experts count tokens."""
+    """Make the layers of experts count tokens, in a new spec of a block or a layer."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) is MoELayer:

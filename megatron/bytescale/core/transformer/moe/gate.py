@@ -1,4 +1,4 @@
-"""Routers whose tokens have many experts at first and few later, and layers that take any number of them."""
+"""Routers that use many experts per token at first and few later, and layers that accept any number of experts."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gate:
-    """The gate of all layers of a process in the running step.
+    """The gate of all of a process's layers in the current step.
 
     Attributes:
-        plan: how it anneals.
-        step: that runs.
-        temperature: of it; None: the router is Megatron's.
-        tokens: int64 [rows, b], a number for each token of the running pass, the same however tokens are laid out over
-            ranks; only with noise.
-        active: experts of all tokens of this rank in the running step, padding left out, a scalar.
-        num_tokens: these tokens, once for each layer, a scalar.
+        plan: schedule of the annealing.
+        step: index of the current step.
+        temperature: temperature of the current step; None: use Megatron's router.
+        tokens: token numbers of the current pass, int64 [rows, b], independent of how ranks share tokens; used for
+            noise.
+        active: number of chosen experts, summed over this rank's tokens in the current step without padding, a scalar.
+        num_tokens: number of these tokens, counted once per layer, a scalar.
     """
 
     plan: DenseToSparse
@@ -52,9 +52,9 @@ class Gate:
     def gates(
         self, logits: torch.Tensor, temperature: float, noise: torch.Tensor | float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores, 0 for dropped experts, and which are not dropped, both [tokens, experts] as ``logits``.
+        """Return scores, which are 0 for dropped experts, and the choice of experts, both [tokens, experts].
 
-        ``noise``: [tokens, experts], added to the logits; or 0.
+        ``logits`` has the same shape, and so has ``noise``, which is added to the logits; or ``noise`` is 0.
         """
         scores = torch.softmax((logits.float() + noise) / temperature, -1)
         chosen = scores > self.plan.threshold
@@ -64,9 +64,9 @@ class Gate:
         return (scores * chosen).type_as(logits), chosen
 
     def noise(self, layer: int, shape: torch.Size) -> torch.Tensor | float:
-        """Return Gumbel noise [tokens, experts] for logits of a layer of ``shape`` [rows, b, experts]; 0 without noise.
+        """Return Gumbel noise [tokens, experts] for a layer's logits of ``shape`` [rows, b, experts]; 0 without noise.
 
-        Under sequence parallelism the rows are the tensor-parallel rank's part of those of the pass.
+        Under sequence parallelism the rows are this tensor-parallel rank's part of the pass.
         """
         if self.plan.noise_seed is None:
             return 0.0
@@ -77,29 +77,29 @@ class Gate:
         return gumbel_noise(mine.reshape(-1), shape[-1], (self.plan.noise_seed, self.step, layer))
 
     def note(self, chosen: torch.Tensor, padding: torch.Tensor | None = None) -> None:
-        """Count the experts of tokens. ``chosen``: [tokens, experts]; ``padding``: [tokens], True in padding."""
+        """Count the chosen experts. ``chosen``: [tokens, experts]; ``padding``: [tokens], True for padding."""
         if padding is not None:
             chosen = chosen & ~padding[:, None]
         self.active = self.active + chosen.sum()
         self.num_tokens = self.num_tokens + (len(chosen) if padding is None else (~padding).sum())
 
     def take_active(self) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-        """Return experts of all tokens and the number of tokens since the last call, both scalars."""
+        """Return the chosen experts of all tokens and the number of tokens since the last call, both scalars."""
         taken = self.active, self.num_tokens
         self.active = self.num_tokens = 0
         return taken
 
 
 def annealed(base: type[TopKRouter], gate: Gate) -> type[TopKRouter]:
-    """Return a router that follows a gate, and is ``base`` once the gate has annealed."""
+    """Return a router class that follows a gate, and acts as ``base`` once the gate has annealed."""
 
     class DenseToSparseRouter(base):  # type: ignore[valid-type,misc]
-        """Megatron's losses, and the gate's experts. Noise is for training alone."""
+        """Applies Megatron's losses, with experts chosen by the gate. Noise is only for training."""
 
         def routing(
             self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Route tokens: logits [rows, b, experts] -> scores and choices, [tokens, experts] both."""
+            """Route tokens: logits [rows, b, experts] -> scores and choices, both [tokens, experts]."""
             routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
             if gate.temperature is None:
                 return routed
@@ -107,17 +107,17 @@ def annealed(base: type[TopKRouter], gate: Gate) -> type[TopKRouter]:
             scores, chosen = gate.gates(logits.view(-1, logits.shape[-1]), gate.temperature, noise)
             if self.training and torch.is_grad_enabled():
                 gate.note(chosen, None if padding_mask is None else padding_mask.reshape(-1))
-            return scores + 0.0 * routed[0], chosen  # auxiliary losses hang on Megatron's scores
+            return scores + 0.0 * routed[0], chosen  # Megatron's scores carry the auxiliary losses
 
     return DenseToSparseRouter
 
 
 @functools.cache
 def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
-    """Return a layer whose dispatcher takes any number of experts of a token while the gate anneals."""
+    """Return a layer class whose dispatcher accepts any number of experts per token until the gate has annealed."""
 
     class GatedMoELayer(base):  # type: ignore[valid-type,misc]
-        """A layer of experts, or of experts in slots, with two dispatchers."""
+        """A layer of experts, possibly in slots, with two dispatchers."""
 
         def __init__(
             self, *args: object, gate: Gate, pg_collection: ProcessGroupCollection | None = None, **kwargs: object
@@ -126,7 +126,7 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
             self.gate = gate
             fixed: MoETokenDispatcher = self.token_dispatcher  # type: ignore[has-type]
             config = copy.copy(fixed.config)
-            config.moe_expert_capacity_factor = float(config.num_moe_experts)  # so that it counts what it sends
+            config.moe_expert_capacity_factor = float(config.num_moe_experts)  # makes the dispatcher count tokens
             groups = pg_collection or get_default_pg_collection()
             dispatcher: Callable[..., MoETokenDispatcher] = type(fixed)
             local = fixed.num_local_experts, fixed.local_expert_indices
@@ -136,7 +136,7 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
             self.dispatchers = {True: counting, False: fixed}
 
         def forward(self, *args: object, **kwargs: object) -> object:
-            """Run the layer with the dispatcher of the running step."""
+            """Run the layer with the dispatcher for the current step."""
             self.token_dispatcher = self.dispatchers[self.gate.temperature is not None]
             return super().forward(*args, **kwargs)
 
@@ -144,7 +144,7 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
 
 
 def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> ModuleSpec | TransformerBlockSubmodules:
-    """Change a new spec of a block or a layer: the routers of its layers of experts follow a gate."""
+    """Make the routers of layers of experts follow a gate, in a new spec of a block or a layer."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         kind = getattr(mlp, "func", None)

@@ -1,8 +1,7 @@
-"""Gumbel noise that belongs to tokens: a hash of seed, step, layer, token and expert, with no state.
+"""Gumbel noise per token: a hash of seed, step, layer, token and expert, without state.
 
-So a token has the same noise on whatever rank and in whatever slice it is computed, when it is recomputed, and in a run
-that is resumed. The hash is the finalizer of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number
-generators", section 3).
+So a token has the same noise on any rank, in any slice, when it is recomputed, and after a run is resumed. The hash is
+the finalizer of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators", section 3).
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ _FACTORS: Final = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 
 
 def gumbel_noise(tokens: torch.Tensor, num_experts: int, salt: Sequence[int]) -> torch.Tensor:
-    """Return float32 [tokens, experts] from the standard Gumbel distribution.
+    """Return noise from the standard Gumbel distribution, float32 [tokens, experts].
 
     Args:
-        tokens: int64 [tokens], a number for each token.
-        num_experts: of the layer.
-        salt: what else the noise depends on.
+        tokens: number of each token, int64 [tokens].
+        num_experts: number of experts of the layer.
+        salt: further numbers that the noise depends on.
     """
     state = tokens
     for number in salt:
         state = _mixed(state + _GOLDEN) ^ number
     experts = torch.arange(1, num_experts + 1, device=tokens.device) * _GOLDEN
     hashed = _mixed(_mixed(state)[:, None] + experts)
-    uniform = (_shifted(hashed, 11).double() + 0.5) * 2.0**-53  # above 0 and below 1
+    uniform = (_shifted(hashed, 11).double() + 0.5) * 2.0**-53  # in the open interval (0, 1)
     return (-torch.log(-torch.log(uniform))).float()
 
 
 def _mixed(state: torch.Tensor) -> torch.Tensor:
-    """Return int64 numbers [...] whose bits all depend on all bits of ``state``; products wrap."""
+    """Mix int64 numbers [...] so that every bit depends on all bits of ``state``; products wrap around."""
     for shift, factor in _FACTORS:
         state = (state ^ _shifted(state, shift)) * factor
     return state ^ _shifted(state, 31)
 
 
 def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return [...] shifted right, filled up with zeros."""
+    """Return [...] shifted right, with zeros shifted in."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def numbers_of_documents(packed: PackedMicroBatch) -> torch.Tensor:
-    """Return int64 [rows, 1]: of each row the sequence of the step and the position in it; -1 in padding."""
+    """Return a number per row, int64 [rows, 1], from the row's sequence in the step and its position; -1 in padding."""
     shards = packed.micro_batch.shards
     counts = torch.tensor([shard.num_tokens for shard in shards], dtype=torch.int64)
     sequences = torch.tensor([shard.seq for shard in shards], dtype=torch.int64).repeat_interleave(counts)
@@ -58,11 +57,11 @@ def numbers_of_documents(packed: PackedMicroBatch) -> torch.Tensor:
 
 
 def numbers_of_samples(first: int, batch: int, positions: range) -> torch.Tensor:
-    """Return int64 [rows, b] for samples ``first`` and after it in the step, at these positions."""
+    """Return token numbers int64 [rows, b] of samples ``first`` to ``first + b - 1`` of the step at ``positions``."""
     samples = first + torch.arange(batch)
     return _number(samples[None], torch.tensor(positions, dtype=torch.int64)[:, None])
 
 
 def _number(samples: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return one number, in the shape of both, of a sample of the step and a position."""
+    """Combine samples of the step and positions into one number each, in their shape."""
     return samples * (1 << 32) + positions

@@ -1,15 +1,15 @@
-"""Loads of experts over the slices of a micro-batch, and the auxiliary loss of the whole micro-batch.
+"""Loads of experts across the slices of a micro-batch, and the auxiliary loss of the whole micro-batch.
 
-For T tokens, E experts and k experts for each token, the loss is (Fedus et al. 2022, "Switch Transformers", equations
-4 to 6; ``switch_load_balancing_loss_func`` of Megatron)::
+For T tokens, E experts and k experts per token, the loss is (Fedus et al. 2022, "Switch Transformers", equations 4 to
+6; ``switch_load_balancing_loss_func`` of Megatron)::
 
     L = E / (k T^2) sum_i n_i sum_x p_i(x)        n_i: tokens that choose expert i, a constant; p_i(x): scores
 
 It is linear in the scores, so the gradient of p_i(x) is E n_i / (k T^2), the same for all tokens of the micro-batch.
-n_i and T are sums over its slices. A schedule of slices runs all forward passes of a micro-batch before its first
-backward pass, on each stage and chunk, so the sums are complete when the first gradient is computed. So a slice only
-notes its loads in its forward pass, and computes the gradient in its backward pass. A sum of losses of single slices
-would be another loss.
+n_i and T are sums over the micro-batch's slices. A schedule of slices runs all forward passes of a micro-batch before
+its first backward pass, on each stage and chunk, so the sums are complete when the first gradient is computed. So a
+slice only records its loads in its forward pass and computes the gradient in its backward pass. A sum of per-slice
+losses would be another loss.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bytescale_ext.plan.schedule.actions import Action
 
 
 class SliceLoad(NamedTuple):
-    """What one router notes of one slice.
+    """One router's loads from one slice.
 
     Attributes:
-        tokens: [columns] tokens that choose each expert, of all ranks that share the micro-batch; the columns are
-            experts, or (sample, expert).
-        scores: [columns] this rank's sum of scores.
-        num_tokens: tokens, of all ranks that share the micro-batch; of one sample where columns name samples.
-        num_local_tokens: those of this rank.
+        tokens: number of tokens per column, from all ranks that share the micro-batch, [columns]; a column is an
+            expert, or a pair (sample, expert).
+        scores: sum of this rank's scores per column, [columns].
+        num_tokens: number of tokens on all ranks that share the micro-batch; if columns are pairs, in one sample.
+        num_local_tokens: number of tokens on this rank.
     """
 
     tokens: torch.Tensor
@@ -42,30 +42,30 @@ class SliceLoad(NamedTuple):
 
 @dataclass
 class LayerLoads:
-    """The loads of one router, over the slices of one micro-batch that have run so far.
+    """The loads of one router, from all slices of one micro-batch that have run so far.
 
     Attributes:
-        slices: by slice. Recomputation writes equal values again.
-        is_recorded: the loss of the micro-batch is in the log.
+        slices: slice index -> loads. A recomputation writes equal values again.
+        is_recorded: whether the log contains the micro-batch's loss.
     """
 
     slices: dict[int, SliceLoad] = field(default_factory=dict)
     is_recorded: bool = False
 
     def total(self) -> SliceLoad:
-        """Return the loads of all slices together."""
+        """Return the sum of the loads of all slices."""
         tokens, scores, num_tokens, num_local_tokens = zip(*self.slices.values(), strict=True)
         return SliceLoad(sum(tokens[1:], tokens[0]), sum(scores[1:], scores[0]), sum(num_tokens), sum(num_local_tokens))
 
 
 @dataclass
 class ExpertLoads:
-    """The loads of all routers of a process in one step of slices.
+    """The loads of all of a process's routers in one step of slices.
 
     Attributes:
-        num_slices: of each micro-batch.
-        action: the pass that runs; its recomputation too.
-        unfinished: by (micro-batch, model chunk), then by router and kind of loss.
+        num_slices: number of slices per micro-batch.
+        action: current pass, including its recomputation.
+        unfinished: (micro-batch, model chunk) -> (router, kind of loss) -> loads.
     """
 
     num_slices: int
@@ -73,7 +73,7 @@ class ExpertLoads:
     unfinished: dict[tuple[int, int], dict[tuple[object, str], LayerLoads]] = field(default_factory=dict)
 
     def note(self, router: object, kind: str, load: SliceLoad) -> LayerLoads:
-        """Store the loads of the running slice; return those of all slices of its micro-batch that have run so far."""
+        """Store the current slice's loads; return the loads of its micro-batch so far."""
         action = self.action
         assert action is not None
         of_micro_batch = self.unfinished.setdefault((action.micro_batch, action.chunk), {})
@@ -82,21 +82,21 @@ class ExpertLoads:
         return loads
 
     def is_last(self) -> bool:
-        """Return whether the slice that runs is the last of its micro-batch."""
+        """Return whether the current slice is the last slice of its micro-batch."""
         return self.action is not None and self.action.slice_index == self.num_slices - 1
 
     def release(self, action: Action) -> None:
-        """Forget a micro-batch whose backward passes have run."""
+        """Delete the loads of a micro-batch after its backward passes."""
         self.unfinished.pop((action.micro_batch, action.chunk), None)
 
 
 def balance_loss(load: SliceLoad, num_experts: int, topk: int) -> torch.Tensor:
-    """Return L, this rank's part of it where ranks share a micro-batch: a scalar."""
+    """Return the loss L, a scalar; if ranks share a micro-batch, this rank's part of it."""
     return (balance_gradient(load, num_experts, topk) * load.scores).sum()
 
 
 def balance_gradient(load: SliceLoad, num_experts: int, topk: int) -> torch.Tensor:
-    """Return the gradient of L for the scores of any token of the micro-batch: [columns]; 0 without tokens."""
+    """Return the gradient of L with respect to any token's scores, [columns]; 0 without tokens."""
     num_tokens = torch.as_tensor(load.num_tokens, dtype=load.scores.dtype, device=load.scores.device).clamp(min=1)
     return load.tokens.to(load.scores.dtype) * (num_experts / (topk * num_tokens * num_tokens))
 
@@ -107,16 +107,16 @@ class _Ctx(torch.autograd.function.FunctionCtx):
 
 
 class GradientOfScores(torch.autograd.Function):
-    """A scalar that stands for the loss: 0 forward; backward it gives each token's scores the same gradient."""
+    """A scalar placeholder for the loss: 0 in the forward pass; backward gives all tokens' scores the same gradient."""
 
     @staticmethod
     def forward(ctx: _Ctx, scores: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return 0. ``scores``: [tokens, columns]; ``make`` returns the gradient [columns] in the backward pass."""
+        """Return 0. ``scores``: [tokens, columns]. ``make``: returns the gradient [columns] in the backward pass."""
         ctx.shape, ctx.make = scores.shape, make
         return scores.new_zeros(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Ctx, scale: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient [tokens, columns] of the scores, times ``scale``, a scalar."""
+        """Return the gradient [tokens, columns] of the scores, multiplied by ``scale``, a scalar."""
         return (ctx.make() * scale).expand(ctx.shape), None

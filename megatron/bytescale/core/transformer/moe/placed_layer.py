@@ -1,4 +1,4 @@
-"""Layers of experts that follow a placement: tokens go to slots, and slots hold homes and replicas."""
+"""Layers of experts that follow a placement: tokens go to slots, which hold home experts and replicas."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Placements:
-    """The plans that the layers of this process follow; they change between steps.
+    """The placement plans of this process's layers; they change between steps.
 
     Attributes:
-        first: before loads are known.
-        by_layer: plan by the number of the layer, where it has changed.
-        weights_group: the communicator for weights of replicas; None: that of the tokens.
+        first: plan before any loads are known.
+        by_layer: layer number -> plan, for layers with a changed plan.
+        weights_group: communicator for weights of replicas; None: use the communicator for tokens.
     """
 
     first: PlacementPlan
@@ -45,11 +45,11 @@ class Placements:
 
 
 class PlacedMoELayer(CountedMoELayer):
-    """Megatron's layer of experts, to whose dispatcher each slot of the plan is an expert.
+    """Megatron's layer of experts; its dispatcher sees each slot of the plan as an expert.
 
     Attributes:
-        experts: homes and replicas.
-        fetch_next: starts the transfer of replicas for the layer after this one.
+        experts: experts and replicas on this rank.
+        fetch_next: starts the transfer of replicas for the next layer.
     """
 
     experts: SlotExperts
@@ -77,7 +77,7 @@ class PlacedMoELayer(CountedMoELayer):
     def route(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route hidden states [rows, b, hidden]: return probabilities and choices, [tokens, slots] both."""
+        """Route hidden states [rows, b, hidden]; return probabilities and choices, both [tokens, slots]."""
         self.fetch()
         if self.fetch_next is not None:
             self.fetch_next()
@@ -86,7 +86,7 @@ class PlacedMoELayer(CountedMoELayer):
         return self.table.in_slots(probs, chosen, self.source_group)
 
     def fetch(self) -> None:
-        """Follow the plan, and start the transfer of replicas unless it has. Collective on the expert group."""
+        """Apply the plan and start the transfer of replicas if it has not started. Collective on the expert group."""
         assert self.layer_number is not None
         plan = self.placements.of(self.layer_number)
         if self.table is None or self.table.plan is not plan:
@@ -100,7 +100,7 @@ class PlacedMoELayer(CountedMoELayer):
 def with_slots(
     spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Change a new spec whose layers of experts count tokens: they follow placements."""
+    """Make layers of experts that count tokens follow placements, in a new spec."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) is CountedMoELayer:

@@ -1,17 +1,17 @@
 """The router of a mixture of experts over documents, with auxiliary losses that ignore padding.
 
-Under hybrid data parallelism micro-batches differ in size and number, and some hold padding. So each loss is a sum
-over tokens, which the step divides by the number of its labels, like the language-model loss::
+Under hybrid data parallelism micro-batches differ in size and number, and some contain padding. So each loss is a sum
+over tokens, which the step divides by its number of labels, like the language-model loss::
 
     aux_loss   sum over micro-batches m of  T_m E sum_i f_i P_i     f, P over the T_m tokens that one rank (with its
                                                                     tensor-parallel group) routes in m
     z_loss     sum over tokens of  logsumexp(logits)^2              independent of the plan
 
 Both losses, and the loads that update the expert bias, ignore padding. Megatron computes the same with
-``--calculate-per-token-loss``, except for padding: there a micro-batch of padding divides by zero (here it adds
-nothing), padding on some of the tensor-parallel ranks changes the weight of tokens (not here), and the mask of the
-expert bias does not have the shape of the routing map. The logged figures are means over the tokens of the step, not
-over micro-batches as in Megatron. With slices m is still the whole micro-batch (``loads.py``).
+``--calculate-per-token-loss``, except for padding. There a micro-batch of padding divides by zero (here it adds
+nothing), padding on some of the tensor-parallel ranks changes the weight of tokens (here it does not), and the mask of
+the expert bias does not match the shape of the routing map. The logged values are means over the tokens of the step,
+while Megatron logs means over micro-batches. With slices, m is still the whole micro-batch (``loads.py``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter
 
 
 class DocumentRouter(SliceRouter):
-    """Megatron's router, with ``padding_mask`` [rows] (True: padding).
+    """Megatron's router with ``padding_mask`` [rows] (True: padding).
 
-    Communicates only on the tensor-parallel group, whose ranks hold the same micro-batch: other ranks have other
+    Communicates only on the tensor-parallel group, whose ranks hold the same micro-batch. Other ranks run different
     numbers of micro-batches.
     """
 
@@ -74,7 +74,7 @@ class DocumentRouter(SliceRouter):
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attach the z loss to logits [rows, experts], and return them."""
+        """Attach the z loss to logits [rows, experts], and return the logits."""
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
@@ -88,18 +88,18 @@ class DocumentRouter(SliceRouter):
         super()._apply_expert_bias(routing_map, padding_mask=mask)
 
     def _record_mean(self, total: SliceLoad, mean_loss: torch.Tensor) -> None:
-        """Record the auxiliary loss of a micro-batch, given its loads."""
+        """Record the auxiliary loss of a micro-batch with the loads ``total``."""
         self._record("load_balancing_loss", mean_loss * total.num_tokens)
 
     def _record(self, name: str, loss: torch.Tensor) -> None:
         """Record this rank's sum over tokens, scaled so that Megatron's report prints the mean over the step.
 
-        The report sums over the tensor-parallel group, and averages over HDP ranks and over
-        ``get_num_microbatches()``, which is not the number of micro-batches here.
+        The report sums over the tensor-parallel group. It averages over HDP ranks and over ``get_num_microbatches()``,
+        which is not the number of micro-batches here.
         """
         batch = self.runtime.step.batch
-        assert batch is not None, "no planned step runs"
-        layers = self.config.num_layers  # those of multi-token prediction come after the others
+        assert batch is not None, "no planned step is running"
+        layers = self.config.num_layers  # multi-token prediction layers have higher numbers
         num_parts = self.runtime.run.cluster.num_ranks * get_num_microbatches()
         get_moe_metrics_tracker().record(
             name,
@@ -111,10 +111,10 @@ class DocumentRouter(SliceRouter):
 
 
 def padding_mask(packed: PackedMicroBatch, model: torch.nn.Module) -> torch.Tensor | None:
-    """Return the ``padding_mask`` of Megatron's model: bool [1, rows], True in padding; None without experts.
+    """Return Megatron's ``padding_mask``, bool [1, rows], True in padding; None without experts.
 
-    Under sequence parallelism the first pipeline stage splits the mask over the tensor-parallel ranks, and later
-    stages use it as given, so there it is this rank's part.
+    Under sequence parallelism the first pipeline stage splits the mask over the tensor-parallel ranks. Later stages use
+    the mask unchanged, so there it is already this rank's part.
     """
     chunk = unwrap_model(model)
     if chunk.config.num_moe_experts is None:

@@ -1,4 +1,4 @@
-"""Routers whose auxiliary losses are those of whole micro-batches where these run in slices (``loads.py``)."""
+"""Routers for micro-batches in slices, with the auxiliary losses of whole micro-batches (``loads.py``)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Balanced(NamedTuple):
     """One auxiliary loss of a slice.
 
     Attributes:
-        kind: Megatron's name of the loss, as its flags have it.
-        scores: [tokens, columns] of this rank.
-        load: what the slice adds to the loads of its micro-batch.
+        kind: name of the loss in Megatron's flags.
+        scores: scores of this rank's tokens, [tokens, columns].
+        load: contribution of the slice to its micro-batch's loads.
     """
 
     kind: str
@@ -52,18 +52,18 @@ class SliceRouter(TopKRouter):
 
     @property
     def loads(self) -> ExpertLoads:
-        """What routers note for other slices; a step of slices must run."""
+        """The loads that routers record for other slices; valid while a step of slices runs."""
         loads = self.runtime.step.expert_loads
-        assert loads is not None, "no step of slices runs"
+        assert loads is not None, "no step of slices is running"
         return loads
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route tokens as Megatron does: logits [rows, b, experts] -> probabilities and map, [tokens, experts] both.
+        """Route tokens as Megatron does: logits [rows, b, experts] -> probabilities and map, both [tokens, experts].
 
-        Megatron leaves auxiliary losses out of a forward pass without gradients. Where the layer is to be recomputed,
-        the first backward pass needs the loads of all slices, so they are noted here.
+        Megatron skips auxiliary losses in a forward pass without gradients. If the layer will be recomputed, the first
+        backward pass still needs the loads of all slices, so this method records them.
         """
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         is_recomputed_later = self.training and not torch.is_grad_enabled()
@@ -94,10 +94,10 @@ class SliceRouter(TopKRouter):
         """Attach the auxiliary loss of the whole micro-batch to the probabilities of a slice, and return them.
 
         Args:
-            probs: [tokens, experts] of the slice.
-            loss: of the slice.
+            probs: probabilities of the slice, [tokens, experts].
+            loss: auxiliary loss of the slice.
             weight: loads of the micro-batch -> factor of the loss.
-            record: logs the loss, given the loads of the micro-batch.
+            record: logs the loss; it receives the loads of the micro-batch and the loss.
         """
         loads: LayerLoads = self.loads.note(self, loss.kind, loss.load)
         if self.loads.is_last() and not loads.is_recorded:
@@ -116,9 +116,10 @@ class SliceRouter(TopKRouter):
 class SampleRouter(SliceRouter):
     """The router of Megatron's samples in slices, with the losses that Megatron gives whole micro-batches.
 
-    Without ``--calculate-per-token-loss`` Megatron divides auxiliary losses by the micro-batches of a step. It takes
-    each slice for one, so losses are multiplied by the number of slices. With it Megatron divides by the labels of the
-    step, and multiplies each loss by the tokens of its micro-batch (``attach_and_log_load_balancing_loss``).
+    Without ``--calculate-per-token-loss`` Megatron divides auxiliary losses by the number of micro-batches of a step.
+    It counts each slice as a micro-batch, so losses are multiplied by the number of slices. With the flag Megatron
+    divides by the labels of the step, and multiplies each loss by the tokens of its micro-batch
+    (``attach_and_log_load_balancing_loss``).
     """
 
     def _apply_aux_loss(
@@ -139,7 +140,7 @@ class SampleRouter(SliceRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """Attach the mean loss of the samples of a micro-batch: each sample has a column for each expert."""
+        """Attach the mean loss of the samples of a micro-batch; each sample has one column per expert."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
             return probs
@@ -150,7 +151,7 @@ class SampleRouter(SliceRouter):
     def _attach_mean(
         self, probs: torch.Tensor, loss: Balanced, coefficient: float, name: str, batch: int = 1
     ) -> torch.Tensor:
-        """Attach a loss that is a mean over ``batch`` samples; columns of one sample are its experts."""
+        """Attach a loss that is a mean over ``batch`` samples; a sample has one column per expert."""
 
         def weight(total: SliceLoad) -> torch.Tensor | float:
             return coefficient / batch * self._divided_by_megatron(total.num_local_tokens * batch)
@@ -163,22 +164,22 @@ class SampleRouter(SliceRouter):
         return self.attach(probs, loss, weight, record)
 
     def _divided_by_megatron(self, num_tokens: torch.Tensor | float) -> torch.Tensor | float:
-        """Return what Megatron divides gradients by beyond the micro-batches of a step.
+        """Return the divisor that Megatron applies to gradients in addition to a step's number of micro-batches.
 
-        ``num_tokens``: of a micro-batch, on this rank.
+        ``num_tokens``: tokens of a micro-batch on this rank.
         """
         if self.calculate_per_token_loss:
             return num_tokens * int(self.tp_cp_group.size())
         return self.loads.num_slices
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attach the slice's share of the micro-batch's z loss to logits [tokens, experts], and return them."""
+        """Attach the slice's share of the micro-batch's z loss to logits [tokens, experts], and return the logits."""
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
         assert padding_mask is None, "samples have no padding"
         lengths, action = self.runtime.run.get(SliceConfig).lengths, self.loads.action
-        assert action is not None, "no slice runs"
+        assert action is not None, "no slice is running"
         share = lengths[action.slice_index] / sum(lengths)
         loss = z_loss_func(logits, 1.0) * share
         weight = coefficient / self.tp_cp_group.size() * self._divided_by_megatron(logits.shape[0] / share)

@@ -1,8 +1,8 @@
-"""Experts in slots: those whose home this rank is, and replicas with weights that come from home.
+"""Experts in slots: home experts of this rank, and replicas, which receive their weights from their homes.
 
-Weights travel once in a step, while other layers compute, and stay until it ends. Gradients go back in the backward
-pass of each micro-batch. So a replica has no parameters, and the gradient of a home parameter is whole before any of
-its hooks runs: gradient buffers, sharded optimizers and checkpoints know nothing of replicas.
+Weights are transferred once per step, while other layers compute, and stay until the step ends. Gradients return in the
+backward pass of each micro-batch. So a replica has no parameters, and the gradient of a home parameter is complete
+before any of its hooks runs. Gradient buffers, sharded optimizers and checkpoints need no knowledge of replicas.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.func import functional_call
 from bytescale_ext.plan.experts.placement import EMPTY, PlacementPlan
 
 Weights = Sequence[torch.Tensor]
-"""The parameters of one expert, or their gradients, in the order of its module."""
+"""Parameters of one expert, or their gradients, in the order of its module."""
 
 
 @dataclass
 class Fetch:
-    """Weights of the replicas on this rank, on their way or there.
+    """The weights of this rank's replicas, in transfer or complete.
 
     Attributes:
-        work: the transfer; None once it has ended.
-        sent: kept until then.
-        arrived: [numbers] of all replicas in the order of their arrival.
-        places: the replica of each part of ``arrived``.
-        like: the weights of one expert, for their shapes.
+        work: transfer in progress; None once it has ended.
+        sent: send buffer, kept until the transfer ends.
+        arrived: weights of all replicas in order of arrival, flat, [numbers].
+        places: index of the replica in each part of ``arrived``.
+        like: weights of one expert, for their shapes.
     """
 
     work: torch.distributed.Work | None
@@ -42,7 +42,7 @@ class Fetch:
     like: Weights
 
     def weights(self) -> list[list[torch.Tensor]]:
-        """Wait until they are there, and return the weights of each replica, [any shape] as in its expert."""
+        """Wait for the transfer, and return the weights of each replica, in the shapes of its expert's."""
         if self.work is not None:
             self.work.wait()
             self.work = self.sent = None
@@ -51,15 +51,15 @@ class Fetch:
 
 
 class Exchange:
-    """Who sends the weights of which expert to whom, for one plan and one rank.
+    """The transfers of weights between homes and replicas, for one plan and one rank.
 
     Attributes:
-        group: the ranks that share the experts.
-        weights_group: the same ranks, with a communicator for weights alone, so that tokens do not wait for them.
-        sent: by target rank, the home slots whose weights go there.
-        received: by source rank, the replicas whose weights come from there.
-        num_homes: experts whose home this rank is.
-        num_replicas: on this rank.
+        group: ranks that share the experts.
+        weights_group: group of the same ranks only for weights, so that tokens do not wait for weights.
+        sent: home slots to send, by target rank.
+        received: replicas to receive, by source rank.
+        num_homes: number of home experts on this rank.
+        num_replicas: number of replicas on this rank.
     """
 
     def __init__(
@@ -75,28 +75,28 @@ class Exchange:
         self.num_replicas = len(replicas[rank])
         self.sent = [[one % self.num_homes for one in there if one // self.num_homes == rank] for there in replicas]
         self.received = [
-            [place for place, one in enumerate(replicas[rank]) if one // self.num_homes == source]
+            [place for place, expert in enumerate(replicas[rank]) if expert // self.num_homes == source]
             for source in range(plan.num_ranks)
         ]
 
     def to_replicas(self, homes: Sequence[Weights]) -> Fetch:
-        """Send the weights of each home, of any shapes, to its replicas, and do not wait. Collective.
+        """Start to send the weights of each home, of any shapes, to its replicas. Collective.
 
         All ranks start the exchanges of their layers in the same order.
         """
         with torch.no_grad():
-            detached = [[one.detach() for one in home] for home in homes]
+            detached = [[weight.detach() for weight in home] for home in homes]
             arrived, sent, work = self._start(detached, detached[0], self.sent, self.received, self.weights_group)
         return Fetch(work, sent, arrived, [place for of_rank in self.received for place in of_rank], detached[0])
 
     def to_homes(self, replicas: Sequence[Weights], like: Weights) -> list[list[torch.Tensor]]:
-        """Return the sum of the gradients of all replicas of each home, from those of each replica. Collective.
+        """Exchange the replicas' gradients and return their sum for each home on this rank. Collective.
 
-        ``like``: the weights of one expert, for their shapes.
+        ``like``: weights of one expert, for their shapes.
         """
         arrived, _, work = self._start(replicas, like, self.received, self.sent, self.group)
         work.wait()
-        size = sum(one.numel() for one in like)
+        size = sum(weight.numel() for weight in like)
         sums = like[0].new_zeros(self.num_homes, size)
         places = [place for of_rank in self.sent for place in of_rank]
         for place, part in zip(places, arrived.view(-1, size), strict=True):
@@ -111,9 +111,9 @@ class Exchange:
         received: list[list[int]],
         group: torch.distributed.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.distributed.Work]:
-        """Start an all-to-all; return what will have arrived [numbers], what is sent, and the work."""
-        size = sum(one.numel() for one in like)
-        flat = [one.reshape(-1) for places in sent for place in places for one in given[place]]
+        """Start an all-to-all; return the receive buffer [numbers], the send buffer, and the work."""
+        size = sum(weight.numel() for weight in like)
+        flat = [weight.reshape(-1) for places in sent for place in places for weight in given[place]]
         arrived = like[0].new_empty(size * sum(map(len, received)))
         leaves = torch.cat(flat) if flat else like[0].new_empty(0)
         come, go = ([size * len(places) for places in of] for of in (received, sent))
@@ -129,17 +129,17 @@ class _Ctx(torch.autograd.function.FunctionCtx):
 
 
 class ShareWeights(torch.autograd.Function):
-    """Tokens and the weights of homes -> the same tokens and the weights of replicas.
+    """Maps tokens and the weights of homes to the same tokens and the weights of replicas.
 
-    Tokens pass through so that every rank takes part in the exchange of gradients, and at the same place of its
-    backward pass, whether it has replicas or not.
+    Tokens pass through so that every rank, with or without replicas, takes part in the exchange of gradients at the
+    same point of its backward pass.
     """
 
     @staticmethod
     def forward(
         ctx: _Ctx, exchange: Exchange, replicas: list[list[torch.Tensor]], tokens: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return tokens [tokens, hidden] and the weights of each replica, one after the other, as new tensors."""
+        """Return tokens [tokens, hidden] and the weights of each replica, in sequence, as new tensors."""
         ctx.exchange, ctx.num_weights = exchange, len(weights) // exchange.num_homes
         ctx.save_for_backward(*weights[: ctx.num_weights])
         return tokens.view_as(tokens), *(one.detach() for of_expert in replicas for one in of_expert)
@@ -147,51 +147,51 @@ class ShareWeights(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Ctx, tokens: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of tokens [tokens, hidden] and homes."""
+        """Return the gradients of tokens [tokens, hidden] and home weights."""
         homes = ctx.exchange.to_homes(_of_experts(gradients, ctx.num_weights), ctx.saved_tensors)
         return None, None, tokens, *(one for of_expert in homes for one in of_expert)
 
 
 def _in_shapes(row: torch.Tensor, like: Weights) -> list[torch.Tensor]:
-    """Return the numbers [n] of an expert in the shapes of its weights."""
+    """Split an expert's flat numbers [n] into tensors with the shapes of its weights."""
     parts = row.split([one.numel() for one in like])
     return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
 
 
 def _of_experts(flat: Weights, count: int) -> list[Weights]:
-    """Return the weights of each expert, ``count`` of them, from those of all."""
+    """Split the weights of ``count`` experts into the weights of each expert."""
     return [flat[first : first + count] for first in range(0, len(flat), count)]
 
 
 class GroupedLinear(torch.nn.Module):
-    """One matrix for each slot, all in one grouped product; stands where an expert has a linear layer without bias."""
+    """One matrix per slot, multiplied in one grouped product; replaces an expert's linear layer without bias."""
 
     def __init__(self, weights: torch.Tensor, ends: torch.Tensor) -> None:
-        """Take weights [slots, out, in], and where the tokens of each slot end, int32 [slots]."""
+        """Store weights [slots, out, in] and the end of each slot's tokens, int32 [slots]."""
         super().__init__()
         self.weights, self.ends = weights, ends
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return [tokens, out] of tokens [tokens, in], ordered by slots, and no bias."""
+        """Return the output [tokens, out] of tokens [tokens, in] in slot order, and None as bias."""
         output = torch.nn.functional.grouped_mm(tokens, self.weights.transpose(1, 2), offs=self.ends)
         if output.requires_grad:
-            output.register_hook(torch.Tensor.contiguous)  # the product's backward pass takes no other layout
+            output.register_hook(torch.Tensor.contiguous)  # the backward pass needs contiguous gradients
         return output, None
 
 
 def grouped_pass(
     expert: MLP, experts: Sequence[Weights], sizes: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor
 ) -> torch.Tensor:
-    """Return what experts make of tokens, [tokens, hidden], with one product for each of their two linear layers.
+    """Return the experts' output for tokens, [tokens, hidden], with one product for each of their two linear layers.
 
-    Megatron's own pass of an expert runs between them, so each of its activations works.
+    Megatron's own forward pass of an expert runs around the products, so all its activation functions work.
 
     Args:
-        expert: Megatron's module of one, without biases.
-        experts: both weights of each slot: [out, in] each.
-        sizes: tokens of each slot: [slots].
-        tokens: [tokens, hidden], ordered by slots.
-        probs: [tokens].
+        expert: Megatron's module of one expert, without biases.
+        experts: both weights of each slot, [out, in] each.
+        sizes: number of tokens of each slot, [slots].
+        tokens: hidden states [tokens, hidden] in slot order.
+        probs: probability of each token, [tokens].
     """
     ends = sizes[: len(experts)].cumsum(0).to(tokens.device, torch.int32)
     first, second = (GroupedLinear(torch.stack(weights), ends) for weights in zip(*experts, strict=True))
@@ -202,13 +202,13 @@ def grouped_pass(
 
 
 class SlotExperts(SequentialMLP):
-    """Megatron's experts one by one or in grouped products, with replicas behind them.
+    """Megatron's experts, one by one or in grouped products, followed by replicas.
 
     Attributes:
-        is_grouped: slots are computed together (``--moe-grouped-gemm``).
-        exchange: of the plan that runs, or None without replicas; the layer sets it.
+        is_grouped: whether slots are computed together (``--moe-grouped-gemm``).
+        exchange: transfers of the current plan, set by the layer; None without replicas.
         fetched: weights of replicas, from the start of their transfer to the end of the step.
-        before_reading: is called before weights of homes are sent, and waits until the optimizer's update is in them.
+        before_reading: called before home weights are sent; it waits for the optimizer's update of them.
     """
 
     is_grouped: bool = False
@@ -218,11 +218,11 @@ class SlotExperts(SequentialMLP):
 
     @property
     def homes(self) -> list[list[torch.Tensor]]:
-        """The weights of each home, of any shapes."""
+        """The weights of each home expert, of any shapes."""
         return [list(expert.parameters()) for expert in self.local_experts]
 
     def fetch(self) -> None:
-        """Start the transfer of the weights of replicas, once in a step. Collective on the ranks that share experts."""
+        """Start the transfer of replica weights, once per step. Collective on the ranks that share experts."""
         if self.exchange is None or self.fetched is not None:
             return
         if self.before_reading is not None:
@@ -235,9 +235,9 @@ class SlotExperts(SequentialMLP):
         """Compute the tokens [tokens, hidden] of all slots on this rank; return [tokens, hidden].
 
         Args:
-            permuted_local_hidden_states: [tokens, hidden], ordered by slots.
-            tokens_per_expert: [slots] of this rank.
-            permuted_probs: [tokens].
+            permuted_local_hidden_states: hidden states [tokens, hidden] in slot order.
+            tokens_per_expert: number of tokens of each slot on this rank, [slots].
+            permuted_probs: probability of each token, [tokens].
         """
         tokens = permuted_local_hidden_states
         modules: list[MLP] = list(self.local_experts)
@@ -245,7 +245,7 @@ class SlotExperts(SequentialMLP):
         if self.exchange is not None:
             self.fetch()
             assert self.fetched is not None
-            weights = (one for home in self.homes for one in home)
+            weights = (weight for home in self.homes for weight in home)
             names = [name for name, _ in modules[0].named_parameters()]
             tokens, *flat = ShareWeights.apply(self.exchange, self.fetched.weights(), tokens, *weights)
             replicas = _of_experts(flat, len(names))

@@ -1,9 +1,9 @@
-"""Send tokens to slots: a map of tokens to experts becomes one of tokens to the slots of all ranks.
+"""Sends tokens to slots: maps the choice of experts to a choice of slots on all ranks.
 
-Slots are numbered rank by rank. To Megatron's dispatcher each of them is an expert. An expert in several slots shares
-its tokens out by the quotas of the plan, counted over all ranks in this very micro-batch: a slot has room for its
-quota, tokens on its own rank come first, and the others fill the rooms that are left, rank by rank. So all ranks know
-from the counts alone where each token goes (``plan.experts.placement.tokens_of_ranks``).
+Slots are numbered rank by rank. Megatron's dispatcher sees each slot as an expert. An expert with several slots divides
+its tokens by the quotas of the plan, counted over all ranks in the current micro-batch. A slot takes tokens up to its
+quota: first tokens of its own rank, then tokens of the other ranks, rank by rank. So all ranks can compute every
+token's slot from the counts alone (``plan.experts.placement.tokens_of_ranks``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bytescale_ext.plan.experts.placement import EMPTY, PARTS, PlacementPlan
 
 @dataclass(frozen=True)
 class SlotTable:
-    """A placement as arrays on the device, for one layer.
+    """A layer's placement as arrays on the device.
 
     Attributes:
-        plan: which it shows.
-        experts: [slots] of all ranks; 0 in empty slots, to which nothing is sent.
-        homes: [experts] the slot that is an expert's home.
-        shared: [shared] experts in more than one slot.
-        slots: [shared, ranks] their slot on each rank, -1 where there is none.
-        ends: [ranks, shared] their parts up to and including each rank.
+        plan: placement plan of these arrays.
+        experts: expert in each slot of all ranks, [slots]; 0 in empty slots, to which no tokens are sent.
+        homes: home slot of each expert, [experts].
+        shared: experts with more than one slot, [shared].
+        slots: slot of each shared expert on each rank, [shared, ranks]; -1 if it has none there.
+        ends: cumulative quota of each shared expert up to and including each rank, [ranks, shared].
     """
 
     plan: PlacementPlan
@@ -57,9 +57,9 @@ class SlotTable:
     def in_slots(
         self, probs: torch.Tensor, chosen: torch.Tensor, group: torch.distributed.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return probabilities and choices [tokens, slots] from those [tokens, experts]. Collective if slots share.
+        """Return probabilities and choices [tokens, slots] from [tokens, experts]. Collective if experts share slots.
 
-        ``group``: all ranks with tokens for these slots, those of one slot's rank side by side.
+        ``group``: all ranks with tokens for these slots; ranks that share a slot's rank are adjacent.
         """
         slots = self.homes.expand(chosen.shape)
         if len(self.shared):
@@ -71,22 +71,22 @@ class SlotTable:
         return torch.where(in_slot, probs[:, self.experts], 0.0), in_slot
 
     def destinations(self, chosen: torch.Tensor, counts: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the slot [tokens, shared] of each token for each shared expert; what was not chosen does not count.
+        """Return each token's slot for each shared expert, [tokens, shared]; undefined if the expert is not chosen.
 
         Args:
-            chosen: bool [tokens, shared], of this source.
-            counts: [sources, shared] tokens of all sources, equally many of which are on each rank.
-            source: the number of this one.
+            chosen: choices of this source, bool [tokens, shared].
+            counts: tokens of all sources, [sources, shared]; each rank has the same number of sources.
+            source: index of this source.
         """
         num_ranks = self.plan.num_ranks
         rooms = torch.diff(self.ends * counts.sum(0) // PARTS, dim=0, prepend=torch.zeros_like(self.ends[:1]))
         by_rank = counts.view(num_ranks, -1, counts.shape[1])
-        earlier = by_rank.cumsum(1) - by_rank  # tokens of sources before on the same rank
+        earlier = by_rank.cumsum(1) - by_rank  # tokens of earlier sources on the same rank
         local = torch.minimum((rooms[:, None] - earlier).clamp(min=0), by_rank)
         left = (rooms - local.sum(1)).cumsum(0)
         over = (by_rank - local).view(counts.shape)
         first = (over.cumsum(0) - over)[source]
-        number = chosen.cumsum(0) - 1 - local.view(counts.shape)[source]  # of this source's tokens that leave
+        number = chosen.cumsum(0) - 1 - local.view(counts.shape)[source]  # index among the tokens that leave
         away = torch.searchsorted(left.T.contiguous(), (first + number).T.contiguous(), right=True).T
         rank = torch.where(number < 0, source * num_ranks // len(counts), away.clamp(max=num_ranks - 1))
         return self.slots.T.gather(0, rank)
