@@ -189,7 +189,7 @@ class IntervalMetrics:
         stragglers: ranks that take longer than the others for equal work.
         device_peak_megabytes: peak device memory of one process, model states included, in ``--hdp-memory-step``.
         active_experts: mean number of experts per token while a dense-to-sparse gate anneals.
-        stale_steps: mean number of steps whose gradients the parameters lacked, with ``--state-update lock-free``.
+        stale_steps: mean number of steps whose gradients the parameters lacked, with ``--state-update-steps``.
         most_stale_steps: largest number of such steps in the interval.
     """
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.values import check_values
 
 
@@ -109,6 +110,7 @@ def parse(
 
     if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, ours too
         raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
+    refuse_renamed(argv)
     with refusals_of_megatron(), command_line(argv):
         args = parse_args(add_arguments)
     if settle is not None:

@@ -51,7 +51,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --state-policy paged --state-host-gb 20 ": (
         "tests/e2e/states/test_paged.py"
     ),
-    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --state-policy paged --state-update ": (
+    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --state-policy paged --state-update-steps ": (
         "tests/e2e/states/test_lock_free.py"
     ),
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --num-experts 64 ": "tests/e2e/experts/test_placement.py",

@@ -16,7 +16,7 @@ from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_ra
 pytestmark = pytest.mark.ranks
 
 STEPS, SAVED = 6, 3
-LATE = "--state-update lock-free".split()
+LATE = ["--state-update-steps", 1]
 HOST_GB = 1.8e-4  # of which 70,000 bytes of a rank are for gradients and results
 
 

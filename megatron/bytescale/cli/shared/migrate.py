@@ -21,6 +21,7 @@ from bytescale_ext.plan.setup.forecast import Forecast
 from megatron.bytescale import features
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import whole_parser
+from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.setup import setup_of
 from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, arguments_of
 
@@ -160,6 +161,7 @@ def _processes(head: list[str]) -> int | None:
 
 def _parsed(line: _Line) -> argparse.Namespace:
     """Return the arguments of the flags, and note those that Megatron 0.19.2 does not have."""
+    refuse_renamed(line.flags)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             args, rest = whole_parser().parse_known_args(line.flags)

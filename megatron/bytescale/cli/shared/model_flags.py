@@ -12,6 +12,7 @@ from typing import Final
 from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.setup.setup import Setup
+from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli.profile import quiet
 
 FLAG: Final = "--model-flags"
@@ -123,8 +124,9 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
 
     with quiet(), _stood_in():
         try:
+            refuse_renamed(words)
             args, unknown = whole_parser().parse_known_args(words)
-        except argparse.ArgumentError as error:
+        except (argparse.ArgumentError, ValueError) as error:
             raise ValueError(f"{FLAG}: {error}") from None
         if unknown:
             raise ValueError(f"{FLAG}: Megatron 0.19.2 knows no {unknown[0]}")

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 POLICIES: Final = ("resident", "paged", "auto")
 STAGES: Final = (1, 2, 3)
-UPDATES: Final = ("exact", "lock-free")
 HOST_GRADIENTS: Final = 2
 """The first stage in which gradients leave the device."""
 
@@ -73,7 +72,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"With --state-stage 3, how many layers have their parameters on the device at a time: the one that "
         f"computes, and the next ones, which are copied meanwhile ({WINDOW_LAYERS}).",
     )
-    _add_update_arguments(group)
+    group.add_argument(
+        "--state-update-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="With paged states, how many steps one update by Adam overlaps with. 0 (default): none; each step waits "
+        "for its update. N: lock-free updates on a thread; the next N steps compute with the parameters of the last "
+        "update, and the next update takes the mean of their gradients, so parameters lack the gradients of at most "
+        "the last 2N-1 steps. New parameters arrive at a counted step, so all ranks agree and runs can be repeated. "
+        "Saves and evaluations wait for all updates. N above 0 changes the results of training, and takes 6 more bytes "
+        "of host memory per bf16 parameter (10 if N > 1).",
+    )
+    _add_page_arguments(group)
+
+
+def _add_page_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--state-host-gb",
         type=float,
@@ -104,26 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_update_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--state-update",
-        choices=UPDATES,
-        default="exact",
-        help="With paged states, when Adam runs. exact: in the step, which waits for it. lock-free: on a thread beside "
-        "the next steps, which compute with the parameters that are there; when these change is decided by counting "
-        "steps, so all ranks agree and runs can be repeated. Before a save or an evaluation all updates are waited "
-        "for. Changes the results of training; gradients and results take 6 more bytes of host memory a parameter in "
-        "bf16, 10 beside more than one step. Default: exact.",
-    )
-    group.add_argument(
-        "--state-update-steps",
-        type=int,
-        metavar="N",
-        help="With --state-update lock-free, beside how many steps an update runs (1). The next one takes the mean of "
-        "their gradients, so parameters lack the gradients of at most the last 2N-1 steps.",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class StateFlags(HostMemory):
     """Flags of model states, and the flags that they depend on; None: not given.
@@ -138,8 +132,7 @@ class StateFlags(HostMemory):
     state_page_mb: float
     state_nvme: Path | None
     state_nvme_gb: float | None
-    state_update: str
-    state_update_steps: int | None
+    state_update_steps: int
     device_memory_gb: float | None
     num_experts: int | None
     ngram_layers: tuple[int, ...] | None
@@ -178,7 +171,7 @@ def _check_auto(flags: StateFlags) -> None:
         "--num-experts": flags.num_experts,
         "--ngram-layers": flags.ngram_layers,
         "--embedding-storage host": flags.embedding_storage == "host",
-        "--state-update lock-free": flags.state_update != "exact",
+        "--state-update-steps": flags.state_update_steps,
         "--seq1f1b-slices auto": flags.seq1f1b_slices == AUTO,
         "--activation-policy offload by the plan of --hybrid-data-parallel": flags.hybrid_data_parallel
         and flags.activation_policy == "offload"
@@ -218,12 +211,14 @@ def state_options(flags: StateFlags) -> StateOptions:
             raise ValueError(f"{flag} {budget:g} is not an amount of memory")
     if flags.state_nvme_gb is not None and flags.state_nvme is None:
         raise ValueError("--state-nvme-gb needs --state-nvme")
+    if flags.state_update_steps < 0:
+        raise ValueError(f"--state-update-steps {flags.state_update_steps} must be at least 0")
     if flags.state_nvme is not None and page_bytes % BLOCK_BYTES:
         raise ValueError(f"--state-page-mb {flags.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
     return StateOptions(
         option=_option(flags),
         page_bytes=page_bytes,
-        update_steps=_update_steps(flags),
+        update_steps=flags.state_update_steps,
         host_gb=flags.state_host_gb,
         nvme=flags.state_nvme,
         nvme_gb=flags.state_nvme_gb,
@@ -242,18 +237,6 @@ def _option(flags: StateFlags) -> StateOption | Literal["auto"]:
     if window < 1:
         raise ValueError(f"--state-window-layers {window} must be at least 1")
     return StateOption(stage, int(window))
-
-
-def _update_steps(flags: StateFlags) -> int:
-    """Return the steps that overlap with an update, 0 for exact updates. Raises ValueError for fewer than 1."""
-    if flags.state_update == "exact":
-        if flags.state_update_steps is not None:
-            raise ValueError("--state-update-steps needs --state-update lock-free")
-        return 0
-    steps = 1 if flags.state_update_steps is None else int(flags.state_update_steps)
-    if steps < 1:
-        raise ValueError(f"--state-update-steps {steps} must be at least 1")
-    return steps
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron.bytescale.features.tables import flags as host_tables
 from tests.bytescale.features.activations.test_flags import SHAPE, parsed
 
 PAGED = ("--state-policy", "paged")
-LATE = (*PAGED, "--state-update", "lock-free")
+LATE = (*PAGED, "--state-update-steps", "1")
 HOSTED: dict[str, Any] = {
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
@@ -89,10 +89,10 @@ def test_what_a_process_holds_follows_the_layout() -> None:
 def test_late_updates_take_host_memory_too() -> None:
     assert config_of(*PAGED).update_steps == 0
     assert config_of(*LATE).update_steps == 1
-    assert config_of(*LATE, "--state-update-steps", "3").update_steps == 3
+    assert config_of(*PAGED, "--state-update-steps", "3").update_steps == 3
     exact = least_gb()
     for steps, each in (("1", 6), ("2", 10)):
-        late = least_gb("--state-update", "lock-free", "--state-update-steps", steps)
+        late = least_gb("--state-update-steps", steps)
         assert late / exact == pytest.approx(1 + each / 12, rel=0.01)
 
 
@@ -104,9 +104,8 @@ def test_late_updates_take_host_memory_too() -> None:
         ((*PAGED, "--state-page-mb", "0"), "--state-page-mb 0 must be at least 0.00390625"),
         ((*PAGED, "--state-nvme-gb", "1"), "--state-nvme-gb needs --state-nvme"),
         ((*PAGED, "--state-nvme", "no/such"), "--state-nvme no/such is not a folder"),
-        (("--state-update", "lock-free"), "--state-update needs --state-policy paged"),
-        ((*PAGED, "--state-update-steps", "2"), "--state-update-steps needs --state-update lock-free"),
-        ((*LATE, "--state-update-steps", "0"), "--state-update-steps 0 must be at least 1"),
+        (("--state-update-steps", "1"), "--state-update-steps needs --state-policy paged"),
+        ((*PAGED, "--state-update-steps", "-1"), "--state-update-steps -1 must be at least 0"),
         ((*PAGED, "--state-nvme", ".", "--state-page-mb", "0.01"), "--state-page-mb 0.01 must be a multiple of 1/256"),
     ],
 )

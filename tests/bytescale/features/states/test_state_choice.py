@@ -143,7 +143,7 @@ def test_stages_that_other_flags_refuse_are_not_chosen() -> None:
         (("--host-memory-gb", "1"), {}, "--state-policy auto needs --device-memory-gb"),
         ((), {"state_stage": 1}, "--state-policy auto chooses what --state-stage sets"),
         ((), {"state_nvme": Path()}, "--state-policy auto needs --state-nvme-gb with --state-nvme"),
-        ((), {"state_update": "lock-free"}, "--state-policy auto does not count what --state-update lock-free takes"),
+        ((), {"state_update_steps": 1}, "--state-policy auto does not count what --state-update-steps takes"),
         ((), {"num_experts": 4}, "--state-policy auto does not count what --num-experts takes"),
         ((), {"seq1f1b_slices": "auto"}, "--state-policy auto does not count what --seq1f1b-slices auto takes"),
     ],

@@ -1,0 +1,43 @@
+"""Flags that have another spelling now: the old one is refused, and the message names the new one.
+
+CHANGELOG.md has the same table. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+TRAINING: Final = "training"
+"""Where the flags of trainings are read: on launch lines, and in ``--model-flags`` of the commands."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A flag that has another spelling now.
+
+    Attributes:
+        old: the old spelling.
+        new: the replacement, as the message and the changelog name it: a flag, with a word about its value if needed.
+        where: ``TRAINING``, or the commands that had the option, such as ``plan, data sculpt``.
+    """
+
+    old: str
+    new: str
+    where: str = TRAINING
+
+
+RENAMED: Final = (Renamed("--state-update", "--state-update-steps N, 0 for exact updates"),)
+
+
+def refuse_renamed(words: Iterable[str], where: str = TRAINING) -> None:
+    """Raise ValueError, naming the replacement, for an old spelling among the words of a command line.
+
+    ``where``: ``TRAINING`` or one command.
+    """
+    replacements = {row.old: row.new for row in RENAMED if where in row.where.split(", ")}
+    for word in words:
+        flag = word.split("=")[0]
+        if flag in replacements:
+            raise ValueError(f"{flag} is now {replacements[flag]}")
