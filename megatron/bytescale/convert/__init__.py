@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face models made into Megatron's, and back."""
+"""Conversion of checkpoints between Hugging Face and Megatron."""

@@ -1,4 +1,4 @@
-"""The Hugging Face configuration of the model that Megatron's arguments describe."""
+"""Derives a model's Hugging Face configuration from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NEEDED: Final[dict[str, object]] = {
     "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "moe_shared_expert_gate": False,
     "moe_latent_size": None,
 }  # fmt: skip
-"""Arguments of every model that can be converted, and their values."""
+"""Required arguments of convertible models and their values."""
 FREE: Final = {
     "deepseek_v2": ("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor"),
     "gpt_oss": ("window_attn_skip_freq", "activation_func_clamp_value"),
 }
-"""Those of which a family has any value."""
+"""Arguments that may have any value in a family."""
 OWN: Final[dict[str, dict[str, object]]] = {
     "deepseek_v2": {
         "position_embedding_type": "rope", "qk_layernorm": True, "group_query_attention": False,
@@ -38,12 +38,12 @@ OWN: Final[dict[str, dict[str, object]]] = {
         "glu_linear_offset": 1.0, "qk_layernorm": False, "moe_router_pre_softmax": False,
     },
 }  # fmt: skip
-"""Those that only a family has so."""
+"""Required arguments of a single family, which override ``NEEDED``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel(RotaryArguments):
-    """Megatron's arguments of a model, of the same names; those of older checkpoints lack the ones with a default."""
+    """Megatron's model arguments, under the same names; arguments with a default are missing in older checkpoints."""
 
     num_layers: int
     hidden_size: int
@@ -96,17 +96,19 @@ class TrainedModel(RotaryArguments):
 
 
 def kind_of(model: TrainedModel) -> str:
-    """Return the ``model_type`` of a model. Raises ValueError if there is none."""
+    """Return the ``model_type`` of a model. Raises ValueError if no family matches."""
     kind = "gpt_oss" if model.quick_geglu else "llama"
     kind = "deepseek_v2" if model.multi_latent_attention else kind
     if model.position_embedding_type not in ("rope", "yarn"):
-        found = model.position_embedding_type
-        raise ValueError(f"a model with position_embedding_type {found!r} cannot be converted: only 'rope' and 'yarn'")
+        positions = model.position_embedding_type
+        raise ValueError(
+            f"a model with position_embedding_type {positions!r} cannot be converted: only 'rope' and 'yarn'"
+        )
     needed = {name: value for name, value in NEEDED.items() if name not in FREE.get(kind, ())}
     for name, value in {**needed, **OWN.get(kind, {})}.items():
-        found = getattr(model, name)
-        if found != value and (found or value):
-            raise ValueError(f"a model with {name} {found!r} cannot be converted: only {value!r}")
+        actual = getattr(model, name)
+        if actual != value and (actual or value):
+            raise ValueError(f"a model with {name} {actual!r} cannot be converted: only {value!r}")
     if kind == "llama":
         return _plain_kind(model)
     if not model.num_experts:
@@ -117,10 +119,10 @@ def kind_of(model: TrainedModel) -> str:
 
 
 def _plain_kind(model: TrainedModel) -> str:
-    """Return the kind of a model with SwiGLU whose heads have keys and values."""
+    """Return the ``model_type`` of a SwiGLU model with standard attention."""
     if model.add_qkv_bias and (model.num_experts or model.qk_layernorm):
         raise ValueError(
-            "biases of queries, keys and values can be converted in dense models without their norms alone"
+            "query, key and value biases can be converted only in dense models without query and key norms"
         )
     if model.num_experts:
         return "qwen3_moe" if model.qk_layernorm else "mixtral"
@@ -130,7 +132,7 @@ def _plain_kind(model: TrainedModel) -> str:
 
 
 def configuration(model: TrainedModel) -> dict[str, object]:
-    """Return the Hugging Face configuration of a model. Raises ValueError as ``kind_of``."""
+    """Return the Hugging Face configuration of a model. Raises ValueError like ``kind_of``."""
     kind = kind_of(model)
     family = FAMILIES[kind]
     config: dict[str, object] = {
@@ -168,12 +170,12 @@ def configuration(model: TrainedModel) -> dict[str, object]:
 
 
 def _of_deepseek(model: TrainedModel) -> dict[str, object]:
-    """Return what only DeepSeek-V2 has. Raises ValueError for experts that it has not."""
+    """Return the settings that only DeepSeek-V2 has. Raises ValueError for experts that DeepSeek-V2 cannot have."""
     freq = model.moe_layer_freq
     has_experts = [int((layer + 1) % freq == 0) for layer in range(model.num_layers)] if isinstance(freq, int) else freq
     num_dense = model.num_layers - sum(has_experts)
     if has_experts != sorted(has_experts):
-        raise ValueError(f"moe_layer_freq {freq}: only first layers without experts can be converted")
+        raise ValueError(f"moe_layer_freq {freq}: layers without experts can be converted only at the start")
     assert model.moe_ffn_hidden_size is not None, f"{model=}"
     num_shared, rest = divmod(model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size)
     if rest or not num_shared:
@@ -196,7 +198,7 @@ def _of_deepseek(model: TrainedModel) -> dict[str, object]:
 
 
 def _of_gpt_oss(model: TrainedModel) -> dict[str, object]:
-    """Return what only gpt-oss has."""
+    """Return the settings that only gpt-oss has."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     sees_less = [

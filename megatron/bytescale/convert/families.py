@@ -1,4 +1,4 @@
-"""Model families, and the Megatron flags of a Hugging Face configuration."""
+"""Model families, and Megatron's flags for a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.bytescale.convert.rotary import HuggingFaceConfig, position_flags
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose configurations have one ``model_type``.
+    """The family of models with the same ``model_type``.
 
     Attributes:
-        biases: "": there are none; "qkv": queries, keys and values have them; "all": all products do.
-        qk_norm: queries and keys have norms.
-        is_latent: attention is multi-latent; its latents have norms.
-        num_experts: the configuration's name for the number of experts; "": the family is dense.
-        expert_width: its name for the width of an expert.
-        names: of tensors where they are not Llama's, and what else decides them; see ``CheckpointLayout``.
-        needed: values of the configuration that Megatron's model has; others cannot be converted.
+        biases: products with biases: "" for none, "qkv" for queries, keys and values, "all" for all products.
+        qk_norm: whether queries and keys have norms.
+        is_latent: whether attention is multi-latent; latents have norms.
+        num_experts: configuration key of the number of experts; "" for a dense family.
+        expert_width: configuration key of an expert's width.
+        names: tensor names that differ from Llama's, and settings that affect names; see ``CheckpointLayout``.
+        needed: configuration values that Megatron's model requires; models with other values cannot be converted.
     """
 
     biases: str = ""
@@ -52,7 +52,7 @@ FAMILIES: Final = {
         num_experts="n_routed_experts",
         expert_width="moe_intermediate_size",
         names={"has_shared": True},
-        # norms of latents have transformers' default epsilon, those of Megatron the model's
+        # latent norms use epsilon 1e-6 in transformers, and the model's epsilon in Megatron
         needed={"topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1,
                 "rms_norm_eps": 1e-6},
     ),
@@ -67,7 +67,7 @@ FAMILIES: Final = {
 NEEDED: Final = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-"""Values of every configuration, unless its family says otherwise."""
+"""Required values of every configuration, unless its family overrides them."""
 GEMMA3: Final = (
     "cannot be converted: Megatron 0.19.2 has no norms after attention and MLP, no scaled embeddings, no GeGLU, and "
     "one rotary base for all layers"
@@ -75,7 +75,7 @@ GEMMA3: Final = (
 
 
 def family_of(config: HuggingFaceConfig) -> Family:
-    """Return the family of a configuration. Raises ValueError for one that is not in the table."""
+    """Return the family of a configuration. Raises ValueError if the table has none."""
     kind = config.get("model_type")
     if kind in ("gemma3", "gemma3_text"):
         raise ValueError(f"model_type {kind!r} {GEMMA3}")
@@ -85,7 +85,7 @@ def family_of(config: HuggingFaceConfig) -> Family:
 
 
 def layout_of(config: HuggingFaceConfig) -> CheckpointLayout:
-    """Return what decides the names of the tensors of a configuration's model. Raises ValueError as ``family_of``."""
+    """Return the layout that determines tensor names for a configuration. Raises ValueError like ``family_of``."""
     family = family_of(config)
     latent = "queries" if config.get("q_lora_rank") else "keys"
     return CheckpointLayout(
@@ -104,14 +104,14 @@ def layout_of(config: HuggingFaceConfig) -> CheckpointLayout:
 
 
 def head_dim_of(config: HuggingFaceConfig) -> int:
-    """Return the size of a head."""
+    """Return the size of an attention head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def model_flags(config: HuggingFaceConfig) -> list[str]:
-    """Return Megatron's flags of the model of a configuration.
+    """Return Megatron's flags for the model of a configuration.
 
-    Raises ValueError for a model that Megatron would compute otherwise.
+    Raises ValueError for a model that Megatron would compute differently.
     """
     family = family_of(config)
     _check(config, family)
@@ -137,13 +137,13 @@ def model_flags(config: HuggingFaceConfig) -> list[str]:
     words += _latent_flags(config) if family.is_latent else _head_flags(config, family)
     words += position_flags(config["rope_parameters"], family.is_latent)
     words += _expert_flags(config, family) if family.num_experts else []
-    if family.num_experts or family.is_latent:  # whose norms have other names in checkpoints of TransformerEngine's
+    if family.num_experts or family.is_latent:  # TransformerEngine names these norms differently
         words += ["--transformer-impl", "local"]
     return [str(word) for pair in flags.items() for word in pair] + words
 
 
 def _head_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
-    """Return the flags of attention whose heads have keys and values."""
+    """Return the flags of standard attention."""
     words = ["--group-query-attention", "--num-query-groups", str(config["num_key_value_heads"])]
     words += ["--kv-channels", str(head_dim_of(config))]
     words += ["--qk-layernorm"] if family.qk_norm else []
@@ -156,7 +156,7 @@ def _head_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
     if all(sees_less):
         return words
     every_other = [layer % 2 == 0 for layer in range(len(sees_less))]
-    pattern = "2" if sees_less == every_other else str([int(one) for one in sees_less]).replace(" ", "")
+    pattern = "2" if sees_less == every_other else str([int(has_window) for has_window in sees_less]).replace(" ", "")
     return [*words, "--window-attn-skip-freq", pattern]
 
 
@@ -172,7 +172,7 @@ def _latent_flags(config: HuggingFaceConfig) -> list[str]:
 
 
 def _expert_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
-    """Return the flags of a mixture of experts. Raises ValueError for one without experts in any layer."""
+    """Return the flags of a mixture of experts. Raises ValueError if no layer has experts."""
     flags = {
         "--num-experts": config[family.num_experts],
         "--moe-ffn-hidden-size": config[family.expert_width],
@@ -194,7 +194,7 @@ def _expert_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
 
 
 def window_of(config: HuggingFaceConfig) -> int | None:
-    """Return how many tokens each token sees, itself included, in layers with a window; None: no layer has one."""
+    """Return the window of layers with a sliding window, in tokens including the token itself; None without windows."""
     has_one = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
     if not config.get("use_sliding_window", True) or not has_one:
         return None
@@ -203,11 +203,11 @@ def window_of(config: HuggingFaceConfig) -> int | None:
 
 
 def _check(config: HuggingFaceConfig, family: Family) -> None:
-    """Raise ValueError for settings that Megatron's model would not compute, and for quantized tensors."""
+    """Raise ValueError for quantized tensors and for settings that Megatron's model would ignore."""
     for name, value in {**NEEDED, **family.needed}.items():
-        found = config.get(name, value)
-        if found != value and found is not None:
-            raise ValueError(f"{name} is {found!r}: only {value!r} can be converted")
+        actual = config.get(name, value)
+        if actual != value and actual is not None:
+            raise ValueError(f"{name} is {actual!r}: only {value!r} can be converted")
     types = set(config.get("layer_types") or ["full_attention"])
     if len(types) > 1 and config["model_type"] != "gpt_oss":
         raise ValueError("layers with and without a sliding window cannot be converted")

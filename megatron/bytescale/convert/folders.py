@@ -1,6 +1,6 @@
-"""Checkpoints of Hugging Face models made into Megatron's, and Megatron's into those.
+"""Converts checkpoint folders from Hugging Face to Megatron and back.
 
-One process on CPU holds all parameters. Megatron's checkpoint is sharded (torch_dist): it loads with any tensor,
+One CPU process holds all parameters. Megatron's checkpoint is sharded (torch_dist), so it loads with any tensor,
 pipeline and expert parallelism, with or without this package.
 """
 
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 
     from megatron.bytescale.convert.rotary import HuggingFaceConfig
 
-RELEASE = "release"  # what Megatron calls a checkpoint of no iteration: training begins with its weights
+RELEASE = "release"  # Megatron's name for a checkpoint without an iteration, to start a training from
 SHARD = "5GB"
-EXTRAS = ("draft_heads", "ngram_layers")  # parts of a model that no Hugging Face model has
+EXTRAS = ("draft_heads", "ngram_layers")  # parts that Hugging Face models cannot have
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """The tokenizer of a training, by Megatron's arguments of the same names."""
+    """The tokenizer of a training, under the names of Megatron's arguments."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
 
 
 def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[list[str], int]:
-    """Write a Megatron checkpoint of a Hugging Face model; return its training flags and its number of parameters.
+    """Convert a Hugging Face model to a Megatron checkpoint; return its training flags and number of parameters.
 
     Args:
-        source: a folder with ``config.json`` and safetensors.
-        output: a new folder of checkpoints, which ``--load`` takes.
-        dtype: "bf16" or "fp32"; None: as the model is stored.
+        source: folder with ``config.json`` and safetensors.
+        output: new folder of checkpoints for ``--load``.
+        dtype: "bf16" or "fp32"; None: the dtype of the stored model.
 
     Raises:
-        ValueError: a model that cannot be converted, tensors are missing or have other shapes, ``output`` exists, or a
-            package is not installed.
+        ValueError: the model cannot be converted, tensors are missing or have wrong shapes, ``output`` exists, or a
+        package is not installed.
     """
     with new_folder(output) as part, ExitStack() as opened:
         config = _config_in(source)
@@ -72,14 +72,14 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[li
 
 
 def to_folder(load: Path, output: Path) -> tuple[str, int]:
-    """Write a Hugging Face model of the last Megatron checkpoint in a folder; return its kind and its parameters.
+    """Convert the last Megatron checkpoint in a folder to a Hugging Face model; return its kind and parameter count.
 
     Args:
         load: folder of checkpoints (``--save`` of a training).
-        output: a new folder: ``config.json``, safetensors of up to 5 GB and, where it is known, the tokenizer.
+        output: new folder for ``config.json``, safetensors of up to 5 GB and, if known, the tokenizer.
 
     Raises:
-        ValueError: there is no checkpoint that can be read, or its model is none of the families, or ``output`` exists.
+        ValueError: no checkpoint is readable, its model belongs to no family, or ``output`` exists.
     """
     with new_folder(output) as part:
         checkpoint = checkpoint_at("--load", load)
@@ -99,7 +99,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
 
 
 def _library(name: str) -> ModuleType:
-    """Return a package. Raises ValueError where it is not installed."""
+    """Import a package. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -107,7 +107,7 @@ def _library(name: str) -> ModuleType:
 
 
 def _hugging_face_config(config: HuggingFaceConfig) -> PretrainedConfig:
-    """Return transformers' configuration of these values."""
+    """Return transformers' configuration object for these values."""
     library = _library("transformers")
     values = {name: value for name, value in config.items() if name != "model_type"}
     made = library.CONFIG_MAPPING[config["model_type"]](**values)
@@ -116,7 +116,7 @@ def _hugging_face_config(config: HuggingFaceConfig) -> PretrainedConfig:
 
 
 def _config_in(source: Path) -> HuggingFaceConfig:
-    """Return a folder's configuration with all defaults. Raises ValueError for a bad one."""
+    """Return a folder's configuration, completed with defaults. Raises ValueError for a bad configuration."""
     path = source / "config.json"
     try:
         kind = json.loads(path.read_text("utf-8")).get("model_type")
@@ -124,14 +124,14 @@ def _config_in(source: Path) -> HuggingFaceConfig:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
         config = _library("transformers").AutoConfig.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a bad file
+    except Exception as error:  # transformers raises many error types for a bad file
         raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
     renamed = {name: getattr(config, name) for name in config.attribute_map}
     return {**config.to_dict(), **renamed, "model_type": kind, "dtype": str(config.dtype).removeprefix("torch.")}
 
 
 def _dtype_flags(dtype: str) -> list[str]:
-    """Return the flag of a type. Raises ValueError for one that Megatron's checkpoint would not keep."""
+    """Return the flag for a dtype. Raises ValueError for a dtype that Megatron's checkpoint would not keep."""
     if dtype in ("bf16", "bfloat16"):
         return ["--bf16"]
     if dtype in ("fp32", "float32", "None"):
@@ -140,14 +140,14 @@ def _dtype_flags(dtype: str) -> list[str]:
 
 
 def _tokenizer_flags(source: Path) -> list[str]:
-    """Return the flags of the folder's own tokenizer, or of none."""
+    """Return the flags of the folder's tokenizer, or of a null tokenizer if there is none."""
     if any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
     return []
 
 
 def _settled(words: list[str]) -> argparse.Namespace:
-    """Return Megatron's checked arguments of a model's flags."""
+    """Parse a model's flags into Megatron's checked arguments."""
     from megatron.training.arguments import parse_args, validate_args
 
     length = words[words.index("--max-position-embeddings") + 1]
@@ -161,9 +161,9 @@ def _settled(words: list[str]) -> argparse.Namespace:
 
 
 def _reader(source: Path, opened: ExitStack) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a tensor of a folder by its name, while ``opened`` is open.
+    """Return a function that reads a folder's tensors by name while ``opened`` is open.
 
-    Raises ValueError for a folder without safetensors; the function does, for a tensor that is not there.
+    Raises ValueError for a folder without safetensors; the returned function raises it for a missing tensor.
     """
     open_file = _library("safetensors").safe_open
     files = sorted(source.glob("*.safetensors"))
@@ -186,10 +186,10 @@ def _reader(source: Path, opened: ExitStack) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def _fill(model: torch.nn.Module, found: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Give a model its parameters one by one, each by name once. Raises ValueError where a shape differs."""
+def _fill(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors into a model's parameters by name, each exactly once. Raises ValueError for a wrong shape."""
     wanted = dict(model.named_parameters())
-    for name, tensor in found:
+    for name, tensor in tensors:
         parameter = wanted.pop(name)
         if parameter.shape != tensor.shape:
             shapes = f"{list(tensor.shape)}, not {list(parameter.shape)}"
@@ -199,7 +199,7 @@ def _fill(model: torch.nn.Module, found: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 def _save(model: MegatronModule, args: argparse.Namespace, output: Path) -> None:
-    """Write Megatron's checkpoint; the file that names it comes last."""
+    """Write Megatron's checkpoint, and last the file that names it."""
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
@@ -214,7 +214,7 @@ def _save(model: MegatronModule, args: argparse.Namespace, output: Path) -> None
 
 
 def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors of any shape as safetensors of up to 5 GB, with an index where there are several."""
+    """Write tensors of any shape as safetensors of up to 5 GB, plus an index if there are several files."""
     plan = _library("huggingface_hub").split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD)
     for name, inside in plan.filename_to_tensors.items():
         parts = {one: tensors[one].clone(memory_format=torch.contiguous_format) for one in inside}
@@ -225,7 +225,7 @@ def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, output: Path) -> None:
-    """Copy the tokenizer to the model's folder, if it is a folder of Hugging Face."""
+    """Copy the tokenizer to the model's folder if it is a Hugging Face folder."""
     model = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
         _library("transformers").AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(output)

@@ -1,4 +1,4 @@
-"""Rotary positions: Megatron's flags of a Hugging Face configuration's, and back."""
+"""Converts rotary positions between Hugging Face configurations and Megatron's flags."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 HuggingFaceConfig = Mapping[str, Any]
-"""Values of a ``config.json`` of Hugging Face, by name."""
+"""Values of a Hugging Face ``config.json``, by name."""
 
 LLAMA3_ROPE: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's ``--use-rope-scaling`` takes for granted."""
+"""Fixed parameters of Megatron's ``--use-rope-scaling``."""
 LATENT_YARN: Final = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-"""What Megatron's latent attention takes for granted of YaRN: it has no flags for these."""
+"""Fixed YaRN parameters of Megatron's latent attention, which has no flags for them."""
 
 
 def position_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
-    """Return the flags of ``rope_parameters``, of latent attention or of any other.
+    """Return Megatron's flags for ``rope_parameters``, with latent or standard attention.
 
-    Raises ValueError for positions that Megatron has not.
+    Raises ValueError for positions that Megatron does not support.
     """
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -37,7 +37,7 @@ def position_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
 
 
 def _yarn_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
-    """Return YaRN's flags. Raises ValueError for values that only Hugging Face's models compute with."""
+    """Return YaRN's flags. Raises ValueError for values that only Hugging Face's models support."""
     given = {name: rope.get(name) or value for name, value in LATENT_YARN.items()}
     truncates = rope.get("truncate", True)
     scales = [rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0]
@@ -59,21 +59,21 @@ def _yarn_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryArguments:
-    """Megatron's arguments of rotary positions; arguments without latent attention lack those of its own.
+    """Megatron's arguments of rotary positions. Models with standard attention lack the arguments of latent attention.
 
     Attributes:
         position_embedding_type: kind of positions.
         rotary_base: base of the frequencies.
-        use_rope_scaling: frequencies are scaled as in Llama 3.
-        rope_scaling_factor: factor of that scaling.
-        rotary_seq_len_interpolation_factor: factor by which positions are divided.
-        multi_latent_attention: attention is latent.
+        use_rope_scaling: whether frequencies are scaled as in Llama 3.
+        rope_scaling_factor: factor of this scaling.
+        rotary_seq_len_interpolation_factor: divisor of positions.
+        multi_latent_attention: whether attention is latent.
         rope_type: kind of positions in latent attention.
         rotary_scaling_factor: factor of YaRN.
-        mscale, mscale_all_dim: YaRN's factors of queries and keys.
-        yarn_beta_fast, yarn_beta_slow: rotations between which YaRN interpolates.
+        mscale, mscale_all_dim: YaRN's scales of queries and keys.
+        yarn_beta_fast, yarn_beta_slow: numbers of rotations between which YaRN interpolates.
         yarn_original_max_position_embeddings: longest position of the model before YaRN.
-        yarn_correction_range_round_to_int: these limits are rounded.
+        yarn_correction_range_round_to_int: whether the limits of the interpolation are rounded.
     """
 
     position_embedding_type: str
@@ -92,7 +92,7 @@ class RotaryArguments:
     yarn_correction_range_round_to_int: bool | None = None
 
     def yarn(self) -> dict[str, object]:
-        """Return ``rope_parameters`` of YaRN. Raises ValueError for factors that transformers does not compute with."""
+        """Return ``rope_parameters`` of YaRN. Raises ValueError for scales that transformers does not support."""
         own = {
             "beta_fast": self.yarn_beta_fast,
             "beta_slow": self.yarn_beta_slow,
@@ -107,7 +107,7 @@ class RotaryArguments:
         if not self.multi_latent_attention and self.yarn_correction_range_round_to_int is False:
             found["truncate"] = False
         scales = self.mscale, self.mscale_all_dim
-        if scales == (1.0, 0.0):  # Megatron's defaults, and what transformers computes without them
+        if scales == (1.0, 0.0):  # Megatron's defaults equal transformers' behaviour without scales
             return found
         if not all(scales):
             raise ValueError(f"YaRN with mscale {scales[0]} and mscale_all_dim {scales[1]} cannot be converted")
@@ -115,7 +115,7 @@ class RotaryArguments:
 
 
 def rope_parameters(rotary: RotaryArguments) -> dict[str, object]:
-    """Return ``rope_parameters`` of Megatron's arguments. Raises ValueError for YaRN that transformers has not."""
+    """Return ``rope_parameters`` for Megatron's arguments. Raises ValueError for YaRN that transformers lacks."""
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": float(rotary.rotary_base)}
     if rotary.position_embedding_type == "yarn" or (rotary.multi_latent_attention and rotary.rope_type == "yarn"):
         return rope | rotary.yarn()

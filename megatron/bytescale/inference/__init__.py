@@ -1,1 +1,1 @@
-"""Decoding with a trained model and its draft heads, on one device or cut over several."""
+"""Decoding with a trained model and its draft heads, on one device or split over several."""

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, and the attention of Megatron's layers over them."""
+"""Keys and values of earlier tokens, and the attention of Megatron's layers over them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.bytescale.core.transformer.dot_product_attention import DocumentAt
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of one sequence in all layers.
+    """The keys and values of one sequence in all layers.
 
     Attributes:
-        capacity: tokens that fit.
-        length: tokens that are certain; rows after them are of the last forward pass.
-        layers: of each layer's attention, [2, capacity, kv_heads, dim]: keys, values.
+        capacity: maximum number of tokens.
+        length: number of accepted tokens; later rows are from the last forward pass.
+        layers: attention module of a layer -> its keys and values, [2, capacity, kv_heads, dim].
     """
 
     capacity: int
@@ -27,7 +27,7 @@ class KeyValueCache:
     layers: dict[object, torch.Tensor] = field(default_factory=dict)
 
     def append(self, owner: object, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [t, kv_heads, dim] of a layer's new tokens; return those of all [length + t, ...]."""
+        """Append keys and values [t, kv_heads, dim] of a layer's new tokens; return all of them, [length + t, ...]."""
         if owner not in self.layers:
             self.layers[owner] = k.new_empty(2, self.capacity, *k.shape[1:])
         both, stop = self.layers[owner], self.length + k.shape[0]
@@ -36,7 +36,7 @@ class KeyValueCache:
         return both[0, :stop], both[1, :stop]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Make these rows of the last forward pass certain, in this order; forget the others."""
+        """Accept these rows of the last forward pass, in this order, and drop the others."""
         if list(rows) != list(range(len(rows))):
             index = torch.tensor(rows) + self.length
             for both in self.layers.values():
@@ -49,9 +49,9 @@ class NewTokens:
     """The rows of one sequence in a forward pass.
 
     Attributes:
-        cache: of the sequence.
-        count: how many rows.
-        visible: which new tokens each new token sees, bool [t, t]; None: itself and those before it.
+        cache: cache of the sequence.
+        count: number of rows.
+        visible: new tokens that each new token attends to, bool [t, t]; None: itself and earlier tokens.
     """
 
     cache: KeyValueCache
@@ -61,13 +61,13 @@ class NewTokens:
 
 @dataclass
 class DecodeParams(DocumentSeqParams):
-    """What attention needs in a forward pass; ``parts``: the sequences, whose rows lie one after another."""
+    """The input of attention in a forward pass. ``parts``: the sequences, with their rows one after another."""
 
     parts: Sequence[NewTokens] = ()
 
 
 class CachedAttention(DocumentAttention):
-    """Attention of the new tokens of each sequence over its cache and each other."""
+    """Attention of each sequence's new tokens over its cache and over each other."""
 
     def forward(
         self,
@@ -85,7 +85,7 @@ class CachedAttention(DocumentAttention):
         counts = [part.count for part in params.parts]
         of_parts = zip(params.parts, *(tensor[:, 0].split(counts) for tensor in (query, key, value)), strict=True)
         found, kernel = [], self.runtime.parts.kernel
-        assert kernel is not None, "it is chosen when the model is built"
+        assert kernel is not None, "the build of the model chooses the kernel"
         for part, q, k, v in of_parts:
             keys, values = part.cache.append(self, k, v)
             found.append(cached_attention(q, keys, values, part.visible, kernel, self.scale))

@@ -1,7 +1,7 @@
-"""Decode texts: prefill in slices, guess a tree, check it in one forward pass, keep what the model accepts.
+"""Decodes texts: prefill in slices, draft a tree of guesses, check it in one forward pass, keep accepted guesses.
 
-Several texts are decoded together. Their rows lie one after another in each forward pass, without padding; each has
-caches of its own, and accepts as many guesses as it does. A text that ends makes room for the next.
+Several texts are decoded together. Their rows follow one another in each forward pass, without padding. Each text has
+its own caches and accepts guesses independently of the others. When a text ends, the next text takes its place.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Generation:
-    """What was generated.
+    """The generated tokens of one text, and statistics.
 
     Attributes:
-        tokens: without the prompt.
-        target_forwards: forward passes of the model after the prompt.
-        accepted: guesses that each of them accepted.
-        seconds: from the prompt to the end.
+        tokens: generated tokens, without the prompt.
+        target_forwards: number of forward passes of the model after the prompt.
+        accepted: number of accepted guesses in each of these passes.
+        seconds: time from the prompt to the end, in seconds.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Generation:
     seconds: float = 0.0
 
     def figures(self) -> dict[str, float | list[int]]:
-        """Return the figures of a line of JSON."""
+        """Return the statistics for a line of JSON."""
         return {
             "tokens": self.tokens,
             "target_forwards": self.target_forwards,
@@ -51,8 +51,8 @@ class Generation:
 
 
 def described(texts: Sequence[Generation], seconds: float) -> str:
-    """Return the figures of texts in words; ``seconds``: of all together."""
-    num_tokens, passes = (sum(one) for one in zip(*((len(t.tokens), t.target_forwards) for t in texts), strict=True))
+    """Return the statistics of texts in words. ``seconds``: wall time of all texts together."""
+    num_tokens, passes = (sum(counts) for counts in zip(*((len(t.tokens), t.target_forwards) for t in texts), strict=True))
     each = sum(sum(text.accepted) for text in texts) / max(1, passes)
     return (
         f"{num_tokens} tokens in {passes} forward passes after the prompt, {each:.3f} guesses accepted each, "
@@ -62,14 +62,14 @@ def described(texts: Sequence[Generation], seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """How texts are to be continued.
+    """The settings for continuing texts.
 
     Attributes:
-        max_tokens: the most new tokens of each, at least one.
-        choose: chooses the model's tokens.
-        shape: of the trees of guesses; None: token by token.
-        end: token after which a text ends; None: none.
-        batch: texts that are decoded together.
+        max_tokens: maximum number of new tokens per text, at least one.
+        choose: sampler of the model's tokens.
+        shape: shape of the trees of guesses; None: decode token by token.
+        end: token that ends a text; None: no such token.
+        batch: number of texts that are decoded together.
     """
 
     max_tokens: int
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass
 class _Running:
-    """A text that is being decoded; ``index``: of its prompt."""
+    """A text in decoding. ``index``: index of its prompt."""
 
     index: int
     text: Text
@@ -94,9 +94,9 @@ class Decoder:
     """A model ready to decode.
 
     Attributes:
-        model: Megatron's GPTModel, with draft heads or without.
-        heads: its heads; None: it decodes token by token.
-        context: the most tokens of prompt and output together.
+        model: Megatron's GPTModel, with or without draft heads.
+        heads: draft heads of the model; None: decode token by token.
+        context: maximum number of tokens of prompt and output together.
     """
 
     model: GPTModel
@@ -106,7 +106,7 @@ class Decoder:
     def generate(
         self, prompt: Sequence[int], request: Request, emit: Callable[[list[int]], None] = lambda tokens: None
     ) -> Generation:
-        """Generate tokens after one prompt, as ``stream`` does; ``emit`` is given new tokens once they are certain."""
+        """Continue one prompt, like ``stream``; ``emit`` receives new tokens as soon as they are accepted."""
         found = Generation()
         for _, new, done in self.stream([prompt], request):
             emit(new)
@@ -114,7 +114,7 @@ class Decoder:
         return found
 
     def generate_all(self, prompts: Sequence[Sequence[int]], request: Request) -> list[Generation]:
-        """Generate tokens after prompts, as ``stream`` does; return the texts in the order of the prompts."""
+        """Continue several prompts, like ``stream``; return the texts in the order of the prompts."""
         found = {index: done for index, _, done in self.stream(prompts, request) if done is not None}
         return [found[index] for index in range(len(prompts))]
 
@@ -122,16 +122,16 @@ class Decoder:
     def stream(
         self, prompts: Sequence[Sequence[int]], request: Request
     ) -> Iterator[tuple[int, list[int], Generation | None]]:
-        """Generate tokens after prompts, several together.
+        """Continue prompts, several together.
 
         Collective on the tensor-parallel group: all its ranks take the same steps.
 
         Args:
-            prompts: at least one token each.
-            request: how many tokens, and how.
+            prompts: token ids of each prompt, at least one token each.
+            request: settings for continuing the prompts.
 
         Yields:
-            (number of the prompt, new tokens as soon as they are certain, the whole text once it has ended).
+            (index of the prompt, new tokens as soon as they are accepted, the finished text or None).
 
         Raises:
             ValueError: a prompt is empty, or prompt and output exceed the context.
@@ -144,18 +144,18 @@ class Decoder:
         while waiting or running:
             arrived = [self._begin(*waiting.popleft(), request) for _ in range(_room(waiting, running, request))]
             if arrived:
-                steps = passes.prefill([one.text for one in arrived])
+                steps = passes.prefill([active.text for active in arrived])
             else:
                 arrived, running = running, []
                 trees = self._trees(passes, arrived, request)
-                steps = passes.check([one.text for one in arrived], trees)
-                for one, new in zip(arrived, steps, strict=True):
-                    one.done.target_forwards += 1
-                    one.done.accepted.append(len(new) - 1)
-            for one, new in zip(arrived, steps, strict=True):
-                taken, is_ended = _take(one, new, request)
-                yield one.index, taken, one.done if is_ended else None
-                running += [] if is_ended else [one]
+                steps = passes.check([active.text for active in arrived], trees)
+                for active, new in zip(arrived, steps, strict=True):
+                    active.done.target_forwards += 1
+                    active.done.accepted.append(len(new) - 1)
+            for active, new in zip(arrived, steps, strict=True):
+                taken, is_ended = _take(active, new, request)
+                yield active.index, taken, active.done if is_ended else None
+                running += [] if is_ended else [active]
 
     def _check(self, prompt: Sequence[int], request: Request) -> None:
         if not prompt:
@@ -171,24 +171,24 @@ class Decoder:
         return _Running(index, Text.of(prompt, rows), Generation(), time.perf_counter())
 
     def _trees(self, passes: Passes, running: Sequence[_Running], request: Request) -> list[TokenTree]:
-        """Return what is to be checked of each text: a tree below its last token, or that token alone."""
-        depths = [request.max_tokens - len(one.done.tokens) - 1 for one in running]
+        """Return each text's tree to check: guesses below its last token, or only that token."""
+        depths = [request.max_tokens - len(active.done.tokens) - 1 for active in running]
         if self.heads is None or request.shape is None or not any(depths):
-            return [TokenTree((one.text.last,), (-1,)) for one in running]
+            return [TokenTree((active.text.last,), (-1,)) for active in running]
         depths = [min(depth, self.heads.settings.num_heads) for depth in depths]
-        return passes.draft([one.text for one in running], depths, request.shape)
+        return passes.draft([active.text for active in running], depths, request.shape)
 
 
 def _room(waiting: Sequence[object], running: Sequence[object], request: Request) -> int:
-    """Return how many texts can begin."""
+    """Return the number of texts that can start now."""
     return min(len(waiting), request.batch - len(running))
 
 
-def _take(one: _Running, new: list[int], request: Request) -> tuple[list[int], bool]:
-    """Add new tokens up to the end of the text; return those taken, and whether the end is there."""
-    done = one.done
+def _take(active: _Running, new: list[int], request: Request) -> tuple[list[int], bool]:
+    """Append new tokens up to the end of the text; return the appended tokens, and whether the text has ended."""
+    done = active.done
     if request.end in new:
         new = new[: new.index(request.end) + 1]
     done.tokens += new
-    done.seconds = time.perf_counter() - one.begun
+    done.seconds = time.perf_counter() - active.begun
     return new, len(done.tokens) >= request.max_tokens or done.tokens[-1] == request.end

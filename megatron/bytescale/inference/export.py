@@ -1,4 +1,4 @@
-"""Draft heads of a sharded checkpoint of Megatron's, of any layout, written to a folder of their own."""
+"""Exports draft heads from a sharded Megatron checkpoint with any layout to a separate folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PREFIX = "draft_heads."
 
 
 def export_heads(source: Path, folder: Path) -> tuple[DraftConfig, int]:
-    """Write the heads of the last checkpoint in ``source`` to a new folder; return what they are, and their parameters.
+    """Export the heads of the last checkpoint in ``source``; return their settings and number of parameters.
 
     Raises:
-        ValueError: there is no checkpoint with heads, the folder exists, or safetensors is not installed.
+        ValueError: no checkpoint has heads, the folder exists, or safetensors is not installed.
     """
     safetensors_torch()
     checkpoint = checkpoint_at("--load", source)
@@ -37,7 +37,7 @@ def export_heads(source: Path, folder: Path) -> tuple[DraftConfig, int]:
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """Megatron's arguments of layers, of the same names, that heads keep besides their shapes."""
+    """Megatron's layer arguments, under the same names, that a heads folder stores in addition to shapes."""
 
     params_dtype: torch.dtype
     swiglu: bool
@@ -50,7 +50,7 @@ class LayerArguments:
 
 
 def layer_settings(layers: LayerArguments) -> dict[str, object]:
-    """Return what the layers compute with beside the shapes: norms, activation and rotary positions."""
+    """Return the settings of the layers' computation, without shapes: norms, activation and rotary positions."""
     activation = "silu" if layers.swiglu else "relu2" if layers.squared_relu else "gelu"
     return {
         "dtype": str(layers.params_dtype).removeprefix("torch."),
@@ -64,7 +64,7 @@ def layer_settings(layers: LayerArguments) -> dict[str, object]:
 
 
 def heads_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the heads of a checkpoint, whole and of any shape, by Megatron's names in the heads."""
+    """Return the whole tensors of a checkpoint's heads, of any shape, under Megatron's names within the heads."""
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

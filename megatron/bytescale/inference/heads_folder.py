@@ -1,7 +1,8 @@
-"""A folder of draft heads on their own: ``model.safetensors`` and ``config.json``, for `bytescale generate` and others.
+"""A folder of draft heads: ``model.safetensors`` and ``config.json``, for `bytescale generate` and other programs.
 
-Tensors have the names and the layout that most inference servers know: queries, keys and values apart, gate and up
-apart. The configuration has the shapes of the model that the heads belong to, their hash, and the computation in words.
+Tensors have the names and the layout that most inference servers know: separate queries, keys and values, and separate
+gate and up projections. The configuration contains the shapes of the heads' model, a hash of them, and a description of
+the computation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LAYER = {
     "self_attention.q_layernorm": "self_attn.q_norm", "self_attention.k_layernorm": "self_attn.k_norm",
     "mlp.linear_fc2": "mlp.down_proj", "input_layernorm": "input_layernorm",
 }  # fmt: skip
-"""Names of a layer's modules, Megatron's and those of the folder; products with several parts are ``SPLIT``."""
+"""Module names of a layer in Megatron -> in the folder; ``SPLIT`` has the products of several parts."""
 SPLIT = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
@@ -35,7 +36,7 @@ SPLIT = {
 FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }  # fmt: skip
-"""Norms as TransformerEngine's products have them, and Megatron's checkpoints of any layers."""
+"""Prefixes of norms that TransformerEngine's products include, in the checkpoints of any layers."""
 MERGE = (
     "h' = h + concat over attention heads of cos(q, k) * v, where q = query(rms_norm(h)), k = key(e), v = value(e) and "
     "cos is the cosine of the parts of one head"
@@ -43,23 +44,23 @@ MERGE = (
 COMPUTATION = {
     "clover": (
         "E is the weight of the model's output layer; h_t are its hidden states before its last norm.",
-        "The state of token t starts as start(h_t, E[x_(t+1)]), where x_(t+1) is the token that the model has chosen.",
+        "The state of token t starts as start(h_t, E[x_(t+1)]), where x_(t+1) is the model's chosen next token.",
         f"start and step: {MERGE}.",
-        "The state passes the layers, which are causal, have their own keys and positions 0, 1, ..., and then norm.",
-        "Head 0 gives head_norm(first(state)). Head i > 0 sets state = step(state, e) with e = E[token of head i - 1], "
-        "and gives head_norm(later(concat(state, e))).",
-        "The logits of head i, for the token at t + 2 + i, are E times what it gives.",
+        "The state passes through the layers (causal, with their own keys and positions 0, 1, ...), and then norm.",
+        "Head 0 outputs head_norm(first(state)). Head i > 0 sets state = step(state, e), e = E[token of head i - 1], "
+        "and outputs head_norm(later(concat(state, e))).",
+        "The logits of head i, for the token at t + 2 + i, are E times its output.",
     ),
     "medusa": (
         "E is the weight of the model's output layer; h_t are its hidden states before its last norm.",
-        "The state of token t is h_t, which passes the layers (causal, with their own keys), if any, and then norm.",
-        "Head i gives state + silu(blocks.i(state)); its logits, for the token at t + 2 + i, are E times that.",
+        "The state of token t is h_t. It passes through any layers (causal, with their own keys), and then norm.",
+        "Head i outputs state + silu(blocks.i(state)). Its logits, for the token at t + 2 + i, are E times its output.",
     ),
 }
 
 
 def trunk_hash(trunk: Mapping[str, object]) -> str:
-    """Return the hash of a model's shapes and vocabulary."""
+    """Return a hash of a model's shapes and vocabulary size."""
     return hashlib.sha256(json.dumps(dict(trunk), sort_keys=True).encode()).hexdigest()
 
 
@@ -70,14 +71,14 @@ def write_folder(
     model: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write heads to a new folder; nothing has its final name before all is written.
+    """Write heads to a new folder, which gets its final name only when complete.
 
     Args:
-        folder: must not exist.
-        settings: of the heads.
-        trunk: shapes and vocabulary of their model.
-        model: other settings of the model that the computation of layers needs.
-        tensors: of the heads by Megatron's names, of any shape.
+        folder: path that must not exist.
+        settings: settings of the heads.
+        trunk: shapes and vocabulary size of the heads' model.
+        model: other settings of the model that the layers' computation needs.
+        tensors: tensors of the heads under Megatron's names, of any shape.
 
     Raises:
         ValueError: safetensors is not installed, or the folder exists.
@@ -99,12 +100,12 @@ def write_folder(
 
 
 def is_folder_of_heads(folder: Path) -> bool:
-    """Return whether a folder is one of these, whole or not, and not one of Megatron's checkpoints."""
+    """Return whether a folder contains heads (complete or not) and not Megatron's checkpoints."""
     return (folder / CONFIG).is_file() or (folder / TENSORS).is_file()
 
 
 def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
-    """Return the heads of a folder, and the shapes of their model. Raises ValueError for a bad configuration."""
+    """Return a folder's head settings and the shapes of its model. Raises ValueError for a bad configuration."""
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         if config["format"] != FORMAT:
@@ -113,13 +114,13 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
         if config["trunk_hash"] != trunk_hash(trunk):
             raise ValueError("its trunk_hash does not match its trunk")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        what = getattr(error, "strerror", None) or (f"{error} is missing" if isinstance(error, KeyError) else error)
-        raise ValueError(f"--draft {folder / CONFIG}: {what}") from None
+        reason = getattr(error, "strerror", None) or (f"{error} is missing" if isinstance(error, KeyError) else error)
+        raise ValueError(f"--draft {folder / CONFIG}: {reason}") from None
     return settings, trunk
 
 
 def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder by Megatron's names, of any shape. Raises ValueError where they cannot be read."""
+    """Read a folder's tensors, of any shape, under Megatron's names. Raises ValueError if they cannot be read."""
     library, unreadable = safetensors_torch()
     try:
         plain = library.load_file(folder / TENSORS)
@@ -132,14 +133,14 @@ def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.T
 
 
 def norms_apart(name: str) -> str:
-    """Return a tensor's name in Megatron, where norms are modules of their own."""
+    """Return a tensor's name in a Megatron model whose norms are separate modules."""
     for fused, apart in FUSED.items():
         name = name.replace(fused, apart)
     return name
 
 
 def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return tensors of any shape by the names of the folder; products of several parts are split."""
+    """Rename tensors of any shape to the folder's names, splitting products of several parts."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, module, kind = _parts(name)
@@ -152,7 +153,7 @@ def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -
 
 
 def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return tensors of any shape by Megatron's names, as ``to_plain`` was given them."""
+    """Rename tensors of any shape to Megatron's names; this is the inverse of ``to_plain``."""
     whole = {theirs: ours for ours, theirs in LAYER.items()}
     module_of = {part: module for module, parts in SPLIT.items() for part in parts}
     found: dict[str, torch.Tensor] = {}
@@ -170,21 +171,21 @@ def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) 
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Return (layer prefix, module, kind) of a tensor's name; the prefix is spelled as in the folder."""
+    """Return (layer prefix, module, kind) of a tensor name; the prefix has the folder's spelling."""
     found = re.fullmatch(r"(?:layers?\.?(\d+)\.)?(.*)\.(\w+)", name)
     assert found is not None, f"{name=}"
     return "" if found[1] is None else f"layers.{found[1]}.", found[2], found[3]
 
 
 def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, object]) -> list[torch.Tensor | None]:
-    """Return the parts [n, ...] of a product's weight or bias; None: a gate that the model has not."""
+    """Split a product's weight or bias into parts [n, ...]; None for the gate of a model without gates."""
     if module == "mlp.linear_fc1":
         return list(tensor.chunk(2)) if trunk["swiglu"] else [None, tensor]
     return list(split_qkv(tensor, *_groups_and_width(trunk)))
 
 
 def _join(parts: list[torch.Tensor], module: str, trunk: Mapping[str, object]) -> torch.Tensor:
-    """Return what ``_split`` was given, [n, ...], from its parts."""
+    """Join parts [n, ...] to a product's weight or bias; this is the inverse of ``_split``."""
     if module == "mlp.linear_fc1":
         return torch.cat(parts)
     return join_qkv(parts, *_groups_and_width(trunk))
@@ -197,9 +198,9 @@ def _groups_and_width(trunk: Mapping[str, object]) -> tuple[int, int]:
 
 
 def safetensors_torch() -> tuple[ModuleType, type[Exception]]:
-    """Return safetensors' functions for torch, and its error. Raises ValueError where it is not installed."""
+    """Return safetensors' torch functions and its error type. Raises ValueError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
-        raise ValueError("draft heads of their own need safetensors: pip install 'bytescale-megatron[heads]'") from None
+        raise ValueError("folders of draft heads need safetensors: pip install 'bytescale-megatron[heads]'") from None
     return safetensors.torch, safetensors.SafetensorError

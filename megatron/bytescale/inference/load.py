@@ -1,7 +1,7 @@
-"""A model for decoding from a sharded checkpoint of Megatron's, of any layout, on one device or cut over several.
+"""Loads a decoder from a sharded Megatron checkpoint with any layout, on one device or split over several.
 
-Heads come with it, or from a checkpoint or a folder of their own. The ranks that torchrun starts are one
-tensor-parallel group.
+Heads are in the same checkpoint, in another checkpoint, or in a separate folder. The ranks that torchrun starts form
+one tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ONE_PROCESS = {
     "overlap_p2p_comm": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
     "gradient_accumulation_fusion": False, "pipeline_model_parallel_layout": None,
 }  # fmt: skip
-"""Arguments of the training run that decoding does not share."""
+"""Training arguments that decoding overrides."""
 CANNOT = {
     "num_experts": "mixtures of experts", "window_size": "sliding windows",
     "multi_latent_attention": "latent attention", "mtp_num_layers": "layers for several tokens (MTP)",
@@ -51,7 +51,7 @@ CANNOT = {
 
 
 def checkpoint_at(flag: str, folder: Path) -> Path:
-    """Return the last checkpoint in a folder. Raises ValueError where there is none that can be read."""
+    """Return the last checkpoint in a folder. Raises ValueError if there is none or it is not readable."""
     found = to_load(folder)
     if found is None:
         raise ValueError(f"{flag} {folder}: there is no checkpoint")
@@ -61,7 +61,7 @@ def checkpoint_at(flag: str, folder: Path) -> Path:
 
 
 def arguments_of(checkpoint: Path) -> argparse.Namespace:
-    """Return the training arguments that a checkpoint holds. Raises ValueError where they are missing."""
+    """Return the training arguments in a checkpoint. Raises ValueError if they are missing."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     args: argparse.Namespace | None = load_common_state_dict(checkpoint).get("args")
@@ -71,7 +71,7 @@ def arguments_of(checkpoint: Path) -> argparse.Namespace:
 
 
 def heads_of(args: argparse.Namespace, checkpoint: Path) -> DraftConfig | None:
-    """Return which heads a checkpoint has, None where it has none. Raises ValueError where they are missing."""
+    """Return a checkpoint's head settings, or None without heads. Raises ValueError if head tensors are missing."""
     if getattr(args, "draft_heads", None) is None:
         return None
     config = options_of(args, HeadOptions).config()
@@ -82,7 +82,7 @@ def heads_of(args: argparse.Namespace, checkpoint: Path) -> DraftConfig | None:
 
 @dataclass(frozen=True)
 class TrunkArguments:
-    """Megatron's arguments that must agree between a model and heads trained on it, of the same names."""
+    """Megatron's arguments, under the same names, on which a model and heads trained on it must agree."""
 
     num_attention_heads: int
     group_query_attention: bool
@@ -99,7 +99,7 @@ class TrunkArguments:
     swiglu: bool | None = None
 
     def shape(self) -> dict[str, object]:
-        """Return shapes and vocabulary by name."""
+        """Return shapes and vocabulary size by name."""
         shares_keys = self.group_query_attention and self.num_query_groups is not None
         return {
             "num_layers": self.num_layers,
@@ -118,7 +118,7 @@ class TrunkArguments:
 
 
 def check_trunk(draft: Path | None, theirs: Mapping[str, object], mine: Mapping[str, object]) -> None:
-    """Raise ValueError unless heads belong to a model of the same shapes and vocabulary."""
+    """Raise ValueError unless heads belong to a model with the same shapes and vocabulary size."""
     if trunk_hash(theirs) != trunk_hash(mine):
         name = next(one for one in (*mine, *theirs) if mine.get(one) != theirs.get(one))
         raise ValueError(
@@ -128,13 +128,13 @@ def check_trunk(draft: Path | None, theirs: Mapping[str, object], mine: Mapping[
 
 @dataclass(frozen=True)
 class Heads:
-    """Where heads are, and what they are; ``settings`` None: there are none.
+    """The location and settings of draft heads; ``settings`` None: there are no heads.
 
     Attributes:
-        folder: a checkpoint of Megatron's, or a folder of heads.
-        settings: of the heads.
-        trunk: shapes and vocabulary of their model.
-        on_their_own: the folder holds them alone.
+        folder: checkpoint of Megatron's, or folder of heads.
+        settings: settings of the heads.
+        trunk: shapes and vocabulary size of the heads' model.
+        on_their_own: whether ``folder`` contains only heads.
     """
 
     folder: Path
@@ -144,7 +144,7 @@ class Heads:
 
 
 def open_heads(draft: Path) -> Heads:
-    """Return the heads of ``--draft``. Raises ValueError where there are none that can be read."""
+    """Return the heads of ``--draft``. Raises ValueError if it has no readable heads."""
     if is_folder_of_heads(draft):
         return Heads(draft, *read_config(draft), on_their_own=True)
     checkpoint = checkpoint_at("--draft", draft)
@@ -156,20 +156,20 @@ def open_heads(draft: Path) -> Heads:
 
 
 def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder, Any]:
-    """Return the decoder of a checkpoint, and the training arguments in it.
+    """Return the decoder of a checkpoint, and the training arguments in the checkpoint.
 
-    Collective on the processes that torchrun has started, if any: the model is cut over them.
+    Collective on the processes that torchrun has started, if any: the model is split over them.
 
     Args:
-        load: folder of checkpoints with the model, and perhaps heads.
-        draft: folder of heads, or of checkpoints with them; None: those of ``load``, where it has any.
-        on_cpu: decode on CPU although there is a GPU.
+        load: folder of checkpoints with the model and optionally heads.
+        draft: folder of heads, or of checkpoints with heads; None: use the heads in ``load``, if any.
+        on_cpu: whether to decode on CPU even if there is a GPU.
 
     Raises:
-        ValueError: a checkpoint cannot be read, is of a model that cannot decode here, or has heads of another model.
+        ValueError: a checkpoint is not readable, its model cannot decode here, or the heads belong to another model.
     """
     checkpoint = checkpoint_at("--load", load)
-    stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
+    stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before the first import of Megatron
     args = arguments_of(checkpoint)
     for name, what in CANNOT.items():
         if getattr(args, name, None):
@@ -186,19 +186,19 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
 
 
 def process_count() -> int:
-    """Return the processes that torchrun has started; 1 without it."""
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_cut(shape: Mapping[str, object], ranks: int) -> None:
-    """Raise ValueError for a model that cannot be cut over so many tensor-parallel ranks."""
+    """Raise ValueError for a model that cannot be split over ``ranks`` tensor-parallel ranks."""
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "padded_vocab_size"):
         if int(str(shape[name])) % ranks:
             raise ValueError(f"{ranks} processes cannot share this model: its {name} is {shape[name]}")
 
 
 def join_processes(on_cpu: bool) -> None:
-    """Join the processes that torchrun has started, or be the only one."""
+    """Join the processes that torchrun has started, or create a group of one process."""
     backend = "gloo" if on_cpu else "nccl"
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -210,7 +210,7 @@ def join_processes(on_cpu: bool) -> None:
 
 
 def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:
-    """Return Megatron's model of training arguments, with heads, without weights. Call it once in a process."""
+    """Build Megatron's model from training arguments, with heads but without weights. Call it once per process."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -236,13 +236,13 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
     vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu, **of_process)
     model_parallel_cuda_manual_seed(1)
     config = gpt_config_from_args(args)
-    config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
+    config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's function omits it
     head_dim = config.transformer.kv_channels
     kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
     runtime = Runtime.alone(model_shape(args), args.params_dtype, device, kernel)
     layers = document_layer_spec(runtime)
     config.transformer_layer_spec = layers
-    if not args.multi_latent_attention:  # which cannot decode here: it makes its attention itself
+    if not args.multi_latent_attention:  # latent attention builds its own core and cannot decode
         attention = partial(CachedAttention, runtime=runtime)
         config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(
             layers(config, vp_stage), attention
@@ -256,7 +256,7 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
 
 
 def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
-    """Read the weights of a model, and those of its heads. Raises ValueError for tensors that a checkpoint lacks."""
+    """Read the weights of a model and of its heads. Raises ValueError if tensors are missing."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -281,7 +281,7 @@ def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
 
 
 def copy_heads(module: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors of any shape, by Megatron's names, to heads, of which this rank may hold a part.
+    """Copy whole head tensors of any shape, under Megatron's names, to heads; a rank may hold only a part of them.
 
     Raises:
         ValueError: a tensor is missing or has another shape.

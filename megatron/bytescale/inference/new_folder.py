@@ -1,4 +1,4 @@
-"""Folders that a command writes: whole or not there."""
+"""Folders that a command writes either completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to write to, which gets its final name at the end, and is removed after an error.
+    """Yield an empty temporary folder, which gets its final name at the end and is removed after an error.
 
-    What a killed process has left of it is replaced. Raises ValueError where ``folder`` exists.
+    It replaces the remains of a killed process. Raises ValueError if ``folder`` exists.
     """
     if folder.exists():
         raise ValueError(f"--output {folder}: it exists already")

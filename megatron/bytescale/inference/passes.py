@@ -1,4 +1,4 @@
-"""Forward passes of a model and its draft heads over several texts, whose rows lie one after another."""
+"""Forward passes of a model and its draft heads over several texts, with their rows one after another."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SLICE_TOKENS = 2048
 
 @dataclass
 class Text:
-    """One text while it is decoded.
+    """One text in decoding.
 
     Attributes:
-        prompt: its tokens.
-        cache: keys and values of its certain tokens but the last one, in the model.
-        draft_cache: the same in the layers of the heads.
-        last: the last certain token, which the model has not read.
-        state: from which the next tree grows, [h].
+        prompt: token ids of the prompt.
+        cache: the model's keys and values of all accepted tokens except the last.
+        draft_cache: the same for the layers of the heads.
+        last: last accepted token, which the model has not read yet.
+        state: state that the next tree grows from, [h].
     """
 
     prompt: Sequence[int]
@@ -42,12 +42,12 @@ class Text:
 
     @classmethod
     def of(cls, prompt: Sequence[int], rows: int) -> Text:
-        """Return the text of a prompt; at most so many rows are in its caches at a time."""
+        """Return the text of a prompt, with caches of ``rows`` rows."""
         return cls(prompt, KeyValueCache(rows), KeyValueCache(rows))
 
 
 class Piece(NamedTuple):
-    """Rows of one text in a forward pass: tokens, their positions, and which of them each sees (None: those before)."""
+    """Rows of one text in a forward pass: tokens, positions, and visible rows of each row (None: earlier rows)."""
 
     text: Text
     tokens: Sequence[int]
@@ -56,12 +56,12 @@ class Piece(NamedTuple):
 
 
 class Passes:
-    """The forward passes. Each is collective on the tensor-parallel group, whose ranks all see the same texts.
+    """The forward passes. Each is collective on the tensor-parallel group, and all its ranks have the same texts.
 
     Attributes:
         model: Megatron's GPTModel.
-        heads: its draft heads; None: there are no trees.
-        choose: chooses the model's tokens.
+        heads: draft heads of the model; None: no trees.
+        choose: sampler of the model's tokens.
     """
 
     def __init__(self, model: GPTModel, heads: DraftHeads | None, choose: Sampler) -> None:
@@ -74,7 +74,7 @@ class Passes:
         )
 
     def prefill(self, texts: Sequence[Text]) -> list[list[int]]:
-        """Run the prompts in slices of ``SLICE_TOKENS`` tokens of all texts; return the first token after each."""
+        """Run the prompts in slices of ``SLICE_TOKENS`` tokens in total; return the first token after each prompt."""
         while pieces := next_pieces(texts):
             hidden, output = self._run(pieces)
             for text, tokens, *_ in pieces:
@@ -92,7 +92,7 @@ class Passes:
         return [[text.last] for text in texts]
 
     def draft(self, texts: Sequence[Text], depths: Sequence[int], shape: TreeShape) -> list[TokenTree]:
-        """Return a tree below the last token of each text, at most so deep."""
+        """Return a tree of guesses below the last token of each text, with the maximum depths ``depths``."""
         heads = self.heads
         assert heads is not None, "there are no draft heads"
         states = torch.stack([text.state for text in texts if text.state is not None])
@@ -105,31 +105,31 @@ class Passes:
         return grow_trees([text.last for text in texts], states, depths, guess, shape)
 
     def check(self, texts: Sequence[Text], trees: Sequence[TokenTree]) -> list[list[int]]:
-        """Run the model on the tree of each text; return its new certain tokens: accepted guesses, and one more."""
+        """Run the model on each text's tree; return its newly accepted tokens: accepted guesses, and one more token."""
         pieces = [
             Piece(text, tree.tokens, [text.cache.length + depth for depth in tree.depths], tree.visible())
             for text, tree in zip(texts, trees, strict=True)
         ]
         hidden, output = self._run(pieces)
-        chosen, start, found, kept = self.choose(self._logits(torch.cat(output))), 0, [], []
+        chosen, start, accepted, kept = self.choose(self._logits(torch.cat(output))), 0, [], []
         for text, tree, states in zip(texts, trees, hidden, strict=True):
             of_text = chosen[start : start + len(tree.tokens)]
             start += len(tree.tokens)
             path = tree.accepted_path(of_text)
             text.cache.keep(path)
             text.last = of_text[path[-1]]
-            found.append([*(tree.tokens[node] for node in path[1:]), text.last])
+            accepted.append([*(tree.tokens[node] for node in path[1:]), text.last])
             kept.append(states[path])
-        self._draft_states(texts, kept, found)
-        return found
+        self._draft_states(texts, kept, accepted)
+        return accepted
 
     def _run(self, pieces: Sequence[Piece]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the states of each piece before and after the last norm, [t, h] each."""
+        """Return the states of each piece before and after the last norm, each [t, h]."""
         before: list[torch.Tensor] = []
         norm = self.model.decoder.final_layernorm
         hook = norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0]))
         counts = [len(piece.tokens) for piece in pieces]
-        parts = [NewTokens(one.text.cache, len(one.tokens), one.visible) for one in pieces]
+        parts = [NewTokens(piece.text.cache, len(piece.tokens), piece.visible) for piece in pieces]
         places = torch.tensor([place for piece in pieces for place in piece.positions], device=self.device)
         ids = torch.tensor([token for piece in pieces for token in piece.tokens], device=self.device)
         try:
@@ -142,20 +142,20 @@ class Passes:
         return before[0][:, 0].split(counts), after[:, 0].split(counts)
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, v], equal on all ranks, of states [n, h] after the last norm."""
+        """Return the logits [n, v] of states [n, h] after the last norm, equal on all ranks."""
         layer = self.model.output_layer
         logits: torch.Tensor = layer(output[:, None], weight=self.weight, runtime_gather_output=True)[0]
         return logits[:, 0]
 
     def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the embeddings [n, 1, h] by the output layer."""
+        """Embed tokens with the output layer's weight: [n, 1, h]."""
         ids = torch.tensor(tokens, device=self.device)[None]
         return embed_by_output(ids, self.weight, self.model.output_layer.tp_group, scatter=False)
 
     def _draft_states(
         self, texts: Sequence[Text], hidden: Sequence[torch.Tensor], following: Sequence[Sequence[int]]
     ) -> None:
-        """Run the layers of the heads on certain tokens of each text: states [t, h], and the token after each."""
+        """Run the heads' layers on accepted tokens of each text, given their states [t, h] and the token after each."""
         if self.heads is None:
             return
         counts = [len(tokens) for tokens in following]
@@ -175,7 +175,7 @@ class Passes:
 
 
 def next_pieces(texts: Sequence[Text]) -> list[Piece]:
-    """Return what comes next of the prompts of texts, ``SLICE_TOKENS`` tokens at most; none once all have run."""
+    """Return the next pieces of the texts' prompts, at most ``SLICE_TOKENS`` tokens in total; empty at the end."""
     pieces, room = [], SLICE_TOKENS
     for text in texts:
         start = text.cache.length

@@ -1,1 +1,1 @@
-"""Mirrors ``megatron.training``: what each feature installs and runs around the training loop."""
+"""Mirrors ``megatron.training``: parts that features install around the training loop."""

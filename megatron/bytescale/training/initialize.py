@@ -1,4 +1,4 @@
-"""What would end a run, or waste memory, before the first step: three functions of Megatron, and a missing address."""
+"""Fixes for the start of a run: three Megatron functions that fail or waste memory, and a missing address."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 
 def stand_alone() -> None:
-    """Give a process that torchrun has not started, and that is the only one, an address for its group."""
+    """Set a process-group address for a single process that torchrun has not started."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "0")  # any free one
+        os.environ.setdefault("MASTER_PORT", "0")  # any free port
 
 
 def wrap_compile_helpers(original: Callable[[], None], runtime: object) -> Callable[[], None]:
-    """Compile Megatron's dataset helper only where it is missing.
+    """Compile Megatron's dataset helper only if it is missing.
 
-    The wheel on PyPI carries it built, and no Makefile: ``make`` fails there, and Megatron exits.
+    Megatron's wheel on PyPI contains the compiled helper but no Makefile, so ``make`` fails and Megatron exits.
     """
 
     def compile_helpers() -> None:
@@ -28,10 +28,10 @@ def wrap_compile_helpers(original: Callable[[], None], runtime: object) -> Calla
 
 
 def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: object) -> Callable[..., None]:
-    """Leave out the warm-up of the fused kernels on tensors of ``--seq-length`` rows.
+    """Skip the warm-up of the fused kernels on tensors of ``--seq-length`` rows.
 
-    That is the longest context here, which no rank ever holds whole: at 2M tokens the warm-up alone would take
-    more memory than a GPU has.
+    Here ``--seq-length`` is the longest context, which no rank ever holds whole. At 2M tokens the warm-up alone would
+    need more memory than a GPU has.
     """
 
     def set_jit_fusion_options(tp_size: int | None = None) -> None:
@@ -41,7 +41,7 @@ def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: object) 
 
 
 def wrap_warmup_jit_function(original: Callable[..., None], runtime: object) -> Callable[..., None]:
-    """Leave out the warm-up of CUDA kernels, on CPU."""
+    """Skip the warm-up of CUDA kernels on CPU."""
 
     def warmup_jit_function(tp_size: int | None = None) -> None:
         pass

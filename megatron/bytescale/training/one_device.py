@@ -1,6 +1,6 @@
-"""A GPT of Megatron's layers on one device, whose activation policy can change between steps: to measure and record.
+"""A GPT of Megatron's layers on one device whose activation policy can change between steps, for measurements.
 
-All policies share weights, kernels and loss, and the layers are the same objects; so only the policy differs.
+All policies share weights, kernels, loss and layer objects, so only the policy differs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class OneDeviceModel:
-    """A model, its store, and what one step on it needs.
+    """A model, its activation store, and the values that a training step needs.
 
     Attributes:
-        model: a GPTModel, in training mode.
-        store: set ``store.plan`` to choose the policy.
-        device: of the model.
-        vocab: tokens are below it.
-        weights: the initial weights, from which each run starts.
+        model: GPTModel in training mode.
+        store: store of activations; set ``store.plan`` to choose the policy.
+        device: device of the model.
+        vocab: vocabulary size.
+        weights: initial weights of each run.
     """
 
     model: MegatronModule
@@ -56,12 +56,12 @@ class OneDeviceModel:
         self.store.take_counts()
 
     def batch(self, num_tokens: int, seed: int) -> torch.Tensor:
-        """Return random token ids [num_tokens + 1]."""
+        """Return random token ids, [num_tokens + 1]."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, self.vocab, (num_tokens + 1,), generator=generator).to(self.device)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of one sequence, tokens [n + 1], with its graph."""
+        """Return the mean loss of one sequence, tokens [n + 1], with its autograd graph."""
         from bytescale_ext.attention.layouts.layout import attention_layout
         from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
@@ -99,11 +99,11 @@ def build_model(
     on_cpu: bool | None = None,
     traits: ModelTraits | None = None,
 ) -> OneDeviceModel:
-    """Build the model on this process's device, as the only process of its group. Call it once in a process.
+    """Build the model on this process's device, in a process group of one. Call it once per process.
 
-    ``traits``: of the model. TransformerEngine's layers run under Megatron's own offload instead of policies.
+    ``traits``: traits of the model. TransformerEngine's layers run with Megatron's own offload instead of policies.
     """
-    stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
+    stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before the first import of Megatron
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -148,7 +148,7 @@ def build_model(
 
 
 def _layer_spec(runtime: Runtime, traits: ModelTraits) -> ModuleSpec:
-    """Return the spec of a layer of Megatron's or TransformerEngine's modules, with attention over documents."""
+    """Return a layer spec of Megatron's or TransformerEngine's modules, with attention over documents."""
     from functools import partial
 
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -172,7 +172,7 @@ def _layer_spec(runtime: Runtime, traits: ModelTraits) -> ModuleSpec:
 
 
 def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, traits: ModelTraits) -> TransformerConfig:
-    """Return Megatron's configuration of the model, without dropout, so that all policies compute the same."""
+    """Return Megatron's configuration of the model, without dropout, so that all policies compute equal results."""
     from megatron.core.transformer import TransformerConfig
 
     offload = {

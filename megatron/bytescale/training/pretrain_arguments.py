@@ -1,4 +1,4 @@
-"""The arguments of Megatron's ``pretrain`` as a value that features change, and those of a run without features."""
+"""The arguments of Megatron's ``pretrain``, as a value that features modify, starting from stock training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.bytescale.training.stock import DatasetProvider, ForwardStep
 
 Function = Callable[..., object]
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
-"""How Megatron builds the layers of a pipeline stage."""
+"""Layer specs of a pipeline stage, as Megatron builds them."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Training:
     """The arguments of ``pretrain``. Features change the model's configuration and return new functions.
 
     Attributes:
-        model: Megatron's configuration of the model: layer spec, hooks before DDP, end of the gradients.
-        dataset_provider: ``train_valid_test_datasets_provider``.
-        forward_step: ``forward_step_func``.
+        model: Megatron's configuration of the model: layer spec, hooks before DDP, function that finalizes gradients.
+        dataset_provider: function for ``train_valid_test_datasets_provider``.
+        forward_step: function for ``forward_step_func``.
     """
 
     model: GPTModelConfig
@@ -36,7 +36,7 @@ class Training:
     forward_step: ForwardStep
 
     def wrap_layer_spec(self, wrap: Callable[[LayerSpec], LayerSpec]) -> Training:
-        """Change the layer spec of each pipeline stage: ``wrap`` takes the spec so far and returns another."""
+        """Change the layer spec of each pipeline stage: ``wrap`` takes the current spec and returns the new spec."""
         made = self.model.transformer_layer_spec or default_layer_spec
 
         def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> LayerSpec:
@@ -47,7 +47,7 @@ class Training:
         return self
 
     def wrap_finalize(self, wrap: Callable[[Function], Function]) -> Training:
-        """Wrap the function that runs once in a step, after its last backward pass."""
+        """Wrap the function that runs once per step, after the last backward pass."""
         transformer = self.model.transformer
         transformer.finalize_model_grads_func = wrap(transformer.finalize_model_grads_func or finalize_model_grads)
         return self
@@ -58,8 +58,8 @@ class Training:
 
 
 def stock_training(args: Any) -> Training:
-    """Return the training without any feature. Raises ValueError for arguments that Megatron refuses."""
+    """Return the training without features. Raises ValueError for arguments that Megatron refuses."""
     with refusals_of_megatron():
         model = gpt_config_from_args(args)
-    model.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
+    model.rope_scaling_factor = args.rope_scaling_factor  # Megatron's function omits it
     return Training(model, stock.dataset_provider, stock.forward_step)

@@ -1,9 +1,9 @@
-"""Times real micro-batches in Megatron's real model, for ``bytescale profile``: what training runs, without a step.
+"""Times micro-batches in Megatron's real model for ``bytescale profile``: the same code as training, without steps.
 
-Several HDP ranks measure at the same time, because in a step too they share memory, clock and bus.
+Several HDP ranks measure at the same time, because they share memory, clock and bus in a training step as well.
 
-The training command is taken unchanged. Arguments that do not change a layer's time (data, checkpoints, pipeline
-stages, the number of layers) are overridden; all others apply, recomputation included.
+The training command is used unchanged. Arguments that do not affect a layer's time (data, checkpoints, pipeline stages,
+the number of layers) are overridden. All other arguments apply, including recomputation.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ ASIDE = {
     "overlap_param_gather": False, "use_distributed_optimizer": False, "check_for_nan_in_loss_and_grad": False,
     "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
 }  # fmt: skip
-"""Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step.
+"""Arguments of a training command that the profile overrides: they cost no time in layers, or only once per step.
 
-All layers are measured with full attention and RoPE, so a cost file is one of a model without windows; the time of
-windows follows from that of full attention (``CostModel``). Each rank has all experts of the layer that is measured, so
-no tokens are exchanged; ``bytescale search`` adds the time of exchanges, and plans of training leave it out.
+All layers are measured with full attention and RoPE, so a cost file describes a model without windows. ``CostModel``
+derives the time of windows from the time of full attention. Each rank has all experts of the measured layer, so no
+tokens are exchanged. ``bytescale search`` adds the time of exchanges; plans of training ignore it.
 """
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: Megatron's arguments, our state, and the sizes of the model as the user gave them."""
+    """The subject of a profile: Megatron's arguments, the runtime, and the model's sizes as the user gave them."""
 
     args: argparse.Namespace
     runtime: Runtime
@@ -75,31 +75,31 @@ class Subject:
 
     @property
     def cluster(self) -> Cluster:
-        """The ranks that measure."""
+        """The ranks of the measurement."""
         return self.runtime.run.cluster
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks that share each layer."""
+        """The number of ranks that share each layer."""
         return int(self.args.tensor_model_parallel_size)
 
     @property
     def has_processor_time(self) -> bool:
-        """Whether processor time is the time of a rank's work: on CPU, in one thread, without tensor parallelism."""
+        """Whether processor time measures a rank's work: on CPU, in one thread, without tensor parallelism."""
         return not self.runtime.parts.clock.on_cuda and torch.get_num_threads() == 1 and self.tensor_parallel == 1
 
     @property
     def dtype(self) -> str:
-        """Parameter type, as cost files name it."""
+        """Parameter dtype, as named in cost files."""
         return str(self.args.params_dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
-        """The hardware, in words."""
+        """Name of the hardware."""
         return torch.cuda.get_device_name() if self.runtime.parts.clock.on_cuda else f"CPU ({platform.machine()})"
 
     def ring_seconds(self, bytes_per_second: float) -> tuple[float, float]:
-        """Return the seconds of one layer for each token whose keys and values a rank receives: forward, backward."""
+        """Return forward and backward seconds per layer for each token whose keys and values a rank receives."""
         dtype = self.args.params_dtype
         sizes = (dtype.itemsize, accumulation_dtype(dtype).itemsize)
         forward, backward = ring_bytes_per_token(self.shape, self.tensor_parallel, *sizes)
@@ -107,7 +107,7 @@ class Subject:
 
 
 class RandomTokens:
-    """A ``TokenSource`` of made-up documents: the cost of a micro-batch does not depend on its token ids."""
+    """A ``TokenSource`` of synthetic documents; a micro-batch's cost does not depend on its token ids."""
 
     def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
         self._lengths = tuple(lengths)
@@ -121,23 +121,23 @@ class RandomTokens:
         return self._lengths[sample_id]
 
     def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        """Return the same tokens of a document each time: [stop - start]."""
+        """Return tokens [stop - start] of a document; repeated reads are equal."""
         tokens = np.random.default_rng(sample_id).integers(0, self._vocab_size, self._lengths[sample_id])
         return tokens[start:stop]
 
     def describe(self, sample_id: int) -> str:
-        """For messages."""
+        """Return a document's name for messages."""
         return f"made-up document {sample_id}"
 
 
 def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
-    """Parse a training command, join the process group and set Megatron up; once in a process.
+    """Parse a training command, join the process group and set up Megatron. Call it once per process.
 
-    With tensor parallelism ``torchrun`` starts a process for each of its ranks, and a multiple of that for a profile
-    of several HDP ranks.
+    With tensor parallelism, ``torchrun`` starts one process per tensor-parallel rank, or a multiple to profile several
+    HDP ranks.
 
     Raises:
-        ValueError: a flag that cannot be profiled, or a number of processes that does not fit it.
+        ValueError: a flag cannot be profiled, or the number of processes does not match it.
     """
     args = parse(["bytescale profile", *flags], on_cpu, partial(_settle, max_tokens=max_tokens))
     _join(args, on_cpu)
@@ -150,7 +150,7 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
 
 
 def _settle(args: argparse.Namespace, max_tokens: int) -> None:
-    """Override arguments that do not matter for a profile. Raises ValueError for what it cannot measure."""
+    """Override arguments that do not affect a profile. Raises ValueError for arguments that it cannot measure."""
     every = args.moe_layer_freq
     if args.num_experts and not all(every if isinstance(every, list) else [every == 1]):
         raise ValueError("--moe-layer-freq: layers differ in their cost; profile with 1, or train without --cost-file")
@@ -173,8 +173,8 @@ def _settle(args: argparse.Namespace, max_tokens: int) -> None:
 
 
 def _join(args: argparse.Namespace, on_cpu: bool) -> None:
-    """Join torchrun's processes, or be a group of one."""
-    if on_cpu:  # as torchrun does; processor time of one thread is then the time of the work
+    """Join torchrun's processes, or create a group of one process."""
+    if on_cpu:  # as torchrun does, so that processor time measures the work
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(args.local_rank)
@@ -187,7 +187,7 @@ def _join(args: argparse.Namespace, on_cpu: bool) -> None:
 
 
 def build_model(subject: Subject, num_layers: int) -> MegatronModule:
-    """Build Megatron's model of ``num_layers`` layers, wrapped as for training: a micro-batch adds to its gradients."""
+    """Build a model of ``num_layers`` layers, wrapped as for training, so that micro-batches accumulate gradients."""
     args = subject.args
     args.num_layers = num_layers
     config = hdp.use_document_model(stock_training(args), subject.runtime).model
@@ -200,9 +200,9 @@ def build_model(subject: Subject, num_layers: int) -> MegatronModule:
 
 
 def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[Ring], cluster: Cluster) -> StepPlan:
-    """Return a plan in which every rank runs its own micro-batch of each pack, and its share of each ring's sequences.
+    """Return a plan that gives every rank its own micro-batch of each pack and its share of each ring's sequences.
 
-    As many rings of a width as the ranks hold run at the same time.
+    Of each width, as many rings run at the same time as fit on the ranks.
     """
     lengths: list[int] = []
     ranks: list[list[MicroBatch]] = [[] for _ in range(cluster.num_ranks)]
@@ -223,20 +223,20 @@ def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[Ring], cluster:
 
 
 def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]:
-    """Make the plan the running step, with made-up tokens; return this rank's micro-batches."""
+    """Make the plan the current step, with synthetic tokens; return this rank's micro-batches."""
     runtime = subject.runtime
     source = RandomTokens(plan.lengths, subject.shape.vocab)
     ids = tuple(range(len(plan.lengths)))
     units = units_of(plan.ranks[runtime.rank], plan.lengths, runtime.rank, runtime.hdp.rows_multiple, None)
     mine = tuple(unit.read(source, ids, plan.lengths) for unit in units)
-    if runtime.parts.clock.on_cuda:  # as the loader does, in the background
+    if runtime.parts.clock.on_cuda:  # the loader copies in the background
         mine = tuple(packed.pinned() for packed in mine)
     runtime.step.batch = StepBatch(0, ids, plan, mine)
     return mine
 
 
 def run_micro_batch(runtime: Runtime, model: MegatronModule, packed: PackedMicroBatch) -> list[Mark]:
-    """Run forward, loss and backward of one micro-batch of the step; return marks at their bounds. Never waits."""
+    """Run forward, loss and backward of one micro-batch; return marks at their bounds. Does not wait."""
     runtime.parts.clock.begin(traced=False)
     output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
     loss_of(output)[0].backward()
@@ -247,8 +247,9 @@ def run_micro_batch(runtime: Runtime, model: MegatronModule, packed: PackedMicro
 def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = False) -> tuple[float, float]:
     """Return forward and backward seconds of ``run_micro_batch``; on CUDA the device must be synchronised before.
 
-    On CPU it is the processor time of this process, which other programs disturb least, where it is the time of its
-    work. It includes the threads that carry messages, because they run on the rank's core. ``by_wall``: it never is.
+    On CPU the result is this process's processor time if that measures its work, because other programs disturb it
+    least. It includes the threads that carry messages, because they run on the rank's core. With ``by_wall`` the result
+    is always wall time.
     """
     forward, backward, end = marks[-3:]
     if subject.runtime.parts.clock.on_cuda:
@@ -261,12 +262,12 @@ def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = Fal
 def time_packs(
     subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[Ring] = ()
 ) -> list[Timing]:
-    """Return times of rings, and of each pack, in models of ``LAYERS``.
+    """Return times of rings and of each pack in models of ``LAYERS`` layers.
 
-    Each is the median of ``repeats`` rounds after one to warm up: what a step meets. On CPUs whose cores several ranks
-    share, the minimum is up to 30 % lower. A round runs everything once, so that a slow moment of the machine does not
-    hit a single pack. Collective; each time is the mean over all ranks. On CPU, the time of a ring is what its exchange
-    costs each processor, without waiting for neighbours.
+    Each time is the median of ``repeats`` rounds after a warm-up round, which is what training sees; if several ranks
+    share CPU cores, the minimum is up to 30 % lower. A round runs every case once, so that a slow moment of the machine
+    does not affect only one pack. Collective; each time is the mean over all ranks. On CPU, the time of a ring is the
+    processor time of its exchange, without waiting for neighbours.
     """
     runtime = subject.runtime
     models = [build_model(subject, num_layers) for num_layers in LAYERS]
@@ -291,7 +292,7 @@ def time_packs(
 
 
 def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:
-    """Return the bytes that one token keeps in one layer until its backward pass: without and with full recompute."""
+    """Return the bytes that one token keeps in one layer for its backward pass: without and with full recomputation."""
     found: dict[tuple[bool, int], int] = {}
     for num_layers in LAYERS:
         model = build_model(subject, num_layers)
@@ -314,14 +315,14 @@ def _partial_recompute(args: argparse.Namespace) -> str | None:
 
 
 def _kept_bytes(runtime: Runtime, model: MegatronModule, packed: PackedMicroBatch) -> int:
-    """Return the memory that a forward pass leaves for its backward pass."""
+    """Return the bytes of memory that a forward pass keeps for its backward pass."""
     runtime.parts.clock.begin(traced=False)
 
     def forward() -> object:
         return hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
 
     if runtime.parts.clock.on_cuda:
-        forward()  # libraries take their workspaces
+        forward()  # libraries allocate their workspaces
         before = torch.cuda.memory_allocated()
         held = forward()
         return torch.cuda.memory_allocated() - before if held else 0

@@ -1,4 +1,4 @@
-"""Measure at start what activation policies plan with, on all ranks together; ``--no-measured-speeds`` turns it off."""
+"""Measures at start the speeds that activation policies need, on all ranks together (``--no-measured-speeds``: off)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 from megatron.bytescale.runtime import Runtime
 
 SMALLEST_COPY = 1 << 20
-"""An arena of fewer bytes is not measured: starting a copy would take longer than the copy."""
+"""Smallest arena that is measured, in bytes: below it, starting a copy takes longer than the copy."""
 
 
 def measure_speeds(
     runtime: Runtime, model_chunks: list[torch.nn.Module], clock: Callable[[], float] = time.perf_counter
 ) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: measure, agree, and plan with the speeds of the slowest rank. Collective.
+    """Hook in ``ModelConfig.pre_wrap_hooks``: measure speeds and plan with those of the slowest rank. Collective.
 
-    All ranks keep what is assumed where one of them cannot fit its micro-batches with the measured speeds. Random
-    states, gradients and the model are not touched.
+    If the micro-batches of any rank do not fit with the measured speeds, all ranks keep the assumed speeds. Random
+    states, gradients and the model do not change.
     """
     config, on_cuda = runtime.run.get(ActivationConfig), runtime.run.process.on_cuda
     dist.barrier()  # ranks share links, so they measure at the same time
@@ -52,7 +52,9 @@ def measure_speeds(
         problem = str(error)
     if _any_rank(bool(problem), runtime.device):
         measured = replace(config, measures=())
-        print_rank_0(f"> bytescale: measured speeds are not used, because they do not fit: {problem or 'other ranks'}")
+        print_rank_0(
+            f"> bytescale: measured speeds are not used, because they do not fit: {problem or 'on other ranks'}"
+        )
     else:
         seconds = f"{timer.elapsed:.1f} s, of at most about {BUDGET_SECONDS:g}"
         print_rank_0(f"> bytescale: measured at start in {seconds}: {described(link, rates, collective)}")
@@ -66,7 +68,7 @@ def measure_speeds(
 def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> tuple[float, Rates | None, float]:
     """Return the link's bytes per second, the rates, and the collectives' seconds per byte; 0 or None if not measured.
 
-    Collective: equal on all ranks, those of the slowest.
+    Collective: all ranks get the slowest rank's speeds.
     """
     run, device = runtime.run, runtime.device
     shape, ranks = run.shape, run.process.tensor_parallel
@@ -75,7 +77,7 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
     lengths = measured_lengths(shape, ranks, run.process.on_cuda)
     seconds: list[float] = []
     copies = "link" in config.measures and config.machine.host_bytes >= SMALLEST_COPY
-    if copies:  # an arena that could not be allocated in full says nothing
+    if copies:  # an arena that was not allocated in full cannot be measured
         is_there = arena.numel() >= SMALLEST_COPY
         seconds.append(copy_seconds_per_byte(arena, device, timer) if is_there else 0.0)
     if "layers" in config.measures:
@@ -99,7 +101,7 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
 
 
 def cost_at(runtime: Runtime, rates: Rates, collective: float) -> ModelCost:
-    """Return the cost of the model at measured rates."""
+    """Return the model's cost at measured rates."""
     run = runtime.run
     cost = cost_of_rates(
         run.shape,
@@ -129,14 +131,14 @@ def described(link: float, rates: Rates | None, collective: float) -> str:
 
 
 def _kernel_of(runtime: Runtime) -> Kernel:
-    """Return the kernel of the run, or the best one where another library computes attention."""
+    """Return the run's kernel, or the best kernel if another library computes attention."""
     if runtime.parts.kernel is not None:
         return runtime.parts.kernel
     return choose_kernel(runtime.device, runtime.run.process.dtype, runtime.run.shape.head_dim)[0]
 
 
 def _any_rank(is_so: bool, device: torch.device) -> bool:
-    """Return whether it is so on any rank. Collective."""
+    """Return whether ``is_so`` holds on any rank. Collective."""
     found = torch.tensor(float(is_so), device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return not math.isclose(float(found), 0.0)

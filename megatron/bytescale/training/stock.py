@@ -1,4 +1,4 @@
-"""Training as Megatron ships it: samples of one length from its GPTDataset. Features build on this path."""
+"""Training as Megatron ships it: samples of one length from its GPTDataset. Features build on this code."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from megatron.bytescale.core.datasets.document_dataset import check_splits
 from megatron.bytescale.core.datasets.window_dataset import WindowSamples, window_config
 
 DataSets = Sequence[object | None]
-"""Data sets of training, validation and test; None for a split without samples, or on a rank that reads none."""
+"""Training, validation and test data sets; None for a split without samples, or on a rank that reads no data."""
 DatasetProvider = Callable[..., DataSets]
-"""Megatron's ``train_valid_test_datasets_provider``: from the samples of each split, and a virtual stage."""
+"""Megatron's ``train_valid_test_datasets_provider``: takes the samples of each split and a virtual stage."""
 Batch = Mapping[str, torch.Tensor]
-"""Tensors [b, s] of a micro-batch by name."""
+"""Tensors [b, s] of a micro-batch, by name."""
 SumOfLosses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""Sum of the losses, number of labels, and the report of a micro-batch by name."""
+"""Sum of the losses, number of labels, and the report of a micro-batch, by name."""
 LossFunction = Callable[[torch.Tensor], SumOfLosses]
-"""From the losses of tokens; what Megatron's ``forward_step_func`` returns with them."""
+"""Loss function of per-token losses; Megatron's ``forward_step_func`` returns it with them."""
 ForwardStep = Callable[..., tuple[torch.Tensor, LossFunction]]
-"""Megatron's ``forward_step_func``: from a data iterator and a model."""
+"""Megatron's ``forward_step_func``: takes a data iterator and a model."""
 
 SPIKE: Final = 10
-"""``--check-for-spiky-loss`` reports a loss this many times the largest so far, as Megatron's own script does."""
+"""Factor over the largest loss so far at which ``--check-for-spiky-loss`` reports, as in Megatron's own script."""
 
 
 def dataset_config() -> GPTDatasetConfig:
-    """Return the configuration of Megatron's GPTDataset, or of its data set of middles (``--fim-data``).
+    """Return the configuration of Megatron's GPTDataset, or of its fill-in-the-middle data set (``--fim-data``).
 
-    Raises ValueError for a file of ``--per-dataset-sequences-path`` that cannot be read.
+    Raises ValueError for an unreadable ``--per-dataset-sequences-path``.
     """
     data = current(SampleArguments)
     if not data.fim_data:
@@ -52,17 +52,17 @@ def dataset_config() -> GPTDatasetConfig:
 
 
 def dataset_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> DataSets:
-    """``train_valid_test_datasets_provider`` over Megatron's data sets of samples of one length."""
+    """Build Megatron's fixed-length data sets; used as ``train_valid_test_datasets_provider``."""
     data = current(SampleArguments)
     kind = MockGPTDataset if data.mock_data else GPTFIMDataset if data.fim_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, num_samples, _is_first_of_tensor_group, dataset_config()).build()
 
 
-dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # the builder has barriers for all ranks
+dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # the builder calls barriers on all ranks
 
 
 def window_provider(run: RunConfig) -> DatasetProvider:
-    """Return ``train_valid_test_datasets_provider`` over windows. Raises ValueError for bad data and empty splits."""
+    """Return ``train_valid_test_datasets_provider`` for windows. Raises ValueError for bad data and empty splits."""
     data = current(DataArguments)
     for prefix in data.prefixes() if run.process.rank == 0 else []:
         check_token_ids(prefix, run.shape.vocab)
@@ -83,7 +83,7 @@ def _is_first_of_tensor_group() -> bool:
 
 
 def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
-    """Run one micro-batch of samples [b, s] through the model, as Megatron's ``forward_step_func``."""
+    """Run one micro-batch of samples [b, s] through the model; used as Megatron's ``forward_step_func``."""
     batch = read_batch(data_iterator)
     labels, loss_mask = batch["labels"], batch["loss_mask"]
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=labels, loss_mask=loss_mask)
@@ -91,7 +91,7 @@ def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tupl
 
 
 def read_batch(data_iterator: Iterator[Batch]) -> dict[str, torch.Tensor | None]:
-    """Return tensors [b, s] of the next micro-batch by name; None for what this pipeline stage does not need."""
+    """Return the next micro-batch's tensors [b, s] by name; None for tensors that this pipeline stage does not need."""
     names = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
     if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
         return dict.fromkeys(names)
@@ -122,7 +122,7 @@ def read_batch(data_iterator: Iterator[Batch]) -> dict[str, torch.Tensor | None]
 
 
 def mean_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> SumOfLosses:
-    """Return (sum of the losses, number of labels, report) of one micro-batch; masks and losses [b, s]."""
+    """Return (sum of losses, number of labels, report) of one micro-batch. ``loss_mask``, ``losses``: [b, s]."""
     assert loss_mask is not None, "only the last stage computes losses, and it reads masks"
     loss_mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * loss_mask)

@@ -24,10 +24,10 @@ from megatron.bytescale.runtime import Runtime, Totals
 
 
 def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
-    """Follow Megatron's log line with ours: tokens/s, micro-batches, imbalance, padding, time waited for plans.
+    """Print our log line after Megatron's: tokens/s, micro-batches, imbalance, padding, time waited for plans.
 
-    Megatron calls it after each step and before it saves one, so here its count of samples becomes that of documents
-    where steps count tokens.
+    Megatron calls it after each step and before a save. So if steps count tokens, this is where Megatron's count of
+    samples is replaced by the count of documents.
     """
 
     signature = inspect.signature(original)
@@ -39,7 +39,7 @@ def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Call
         if totals.step_started is not None:
             totals.seconds += time.perf_counter() - totals.step_started
             totals.step_started = None
-        if runtime.hdp.global_tokens is not None:  # Megatron has counted --global-batch-size
+        if runtime.hdp.global_tokens is not None:  # Megatron has added --global-batch-size
             batches = current(Batches)
             consumed = batches.consumed_train_samples + totals.step_samples - batches.global_batch_size
             override_current({"consumed_train_samples": consumed})
@@ -56,7 +56,7 @@ def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Call
 def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     """Gather every HDP rank's figures since the last log line, and reset them.
 
-    Collective, first on the pipeline group, then on dp x cp; the first time also on all processes.
+    Collective on the pipeline group, then on dp x cp; the first call also on all processes.
     """
     if not runtime.log.hosts:
         hosts = [""] * torch.distributed.get_world_size()
@@ -72,7 +72,7 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     rows = _gather(runtime, (*figures.values(), *paces), group)
     metrics = IntervalMetrics.of(iteration, totals.num_steps, totals.seconds, [RankStep(*row[:size]) for row in rows])
     slow: tuple[Straggler, ...] = ()
-    for column in range(size, size + len(paces), 2):  # only ranks of one stage have equal layers
+    for column in range(size, size + len(paces), 2):  # paces are comparable only within a stage, with equal layers
         slow += find_stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.log.hosts)
     runtime.log.totals = Totals()
     return replace(
@@ -85,7 +85,7 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
 
 
 def _gather(runtime: Runtime, mine: Sequence[float], group: torch.distributed.ProcessGroup) -> list[list[float]]:
-    """Return the numbers of every process of the group, equally many of each."""
+    """Gather a list of numbers from every process of the group; all lists have the same length."""
     values = torch.tensor(mine, dtype=torch.float64, device=runtime.device)
     everyones = [torch.empty_like(values) for _ in range(group.size())]
     torch.distributed.all_gather(everyones, values, group=group)
@@ -93,7 +93,7 @@ def _gather(runtime: Runtime, mine: Sequence[float], group: torch.distributed.Pr
 
 
 def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: Mapping[str, Any]) -> Progress:
-    """Return how far the run is. ``given``: the arguments of Megatron's ``training_log`` by name."""
+    """Return the run's progress. ``given``: the arguments of Megatron's ``training_log`` by name."""
     process = runtime.run.process
     step_seconds = totals.seconds / totals.num_steps
     runtime.log.tokens_so_far += round(metrics.tokens_per_second * totals.seconds)
@@ -111,9 +111,9 @@ def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: 
 
 
 def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: dict[str, float]) -> None:
-    """Print both lines, and write metrics.jsonl and the scalars of TensorBoard and W&B, on the last rank as Megatron.
+    """Print both log lines and write metrics.jsonl and TensorBoard and W&B scalars, on the last rank like Megatron.
 
-    A figure of a feature that is off, and therefore at its default, is no scalar.
+    A figure of a feature that is off keeps its default value and is not written as a scalar.
     """
     print_rank_last(metrics.line())
     print_rank_last(run.line())
@@ -128,7 +128,7 @@ def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: di
 
 
 def write_scalars(scalars: dict[str, float], iteration: int) -> None:
-    """Write figures of an iteration to TensorBoard and W&B, which Megatron opens on the last rank alone."""
+    """Write figures of an iteration to TensorBoard and W&B, which Megatron opens only on the last rank."""
     if writer := get_tensorboard_writer():
         for name, value in scalars.items():
             writer.add_scalar(name, value, iteration)
@@ -137,9 +137,9 @@ def write_scalars(scalars: dict[str, float], iteration: int) -> None:
 
 
 def wrap_check_checkpoint_args(original: Callable[..., object], runtime: object) -> Callable[..., object]:
-    """Warn where consumed samples go on as samples of another kind: documents, windows, or windows of another file.
+    """Warn if samples of another kind were consumed before: documents, windows, or windows of another file.
 
-    Megatron calls it when it restores the counters of a checkpoint, so not with ``--finetune``.
+    Megatron calls it when it restores a checkpoint's counters, which it does not do with ``--finetune``.
     """
 
     def check_checkpoint_args(saved: Namespace, *args: object, **kwargs: object) -> object:
@@ -147,8 +147,8 @@ def wrap_check_checkpoint_args(original: Callable[..., object], runtime: object)
         if before.consumed_train_samples and str(before) != str(now):
             print_rank_0(
                 f"WARNING: the checkpoint counts {before.consumed_train_samples:,} {before}; they count as {now} from "
-                "now on, and data and learning-rate schedule go on after them. Add --finetune to begin anew with its "
-                "weights (docs/guide/recipes.md)."
+                "now on, and data and learning-rate schedule continue after them. Add --finetune to start a new run "
+                "with its weights (docs/guide/recipes.md)."
             )
         return original(saved, *args, **kwargs)
 
