@@ -19,11 +19,11 @@ MEGATRON_VERSION = "0.19.2"
 def check_megatron_version() -> None:
     """Refuse any Megatron but the one this was written for, before it is imported. Raises ValueError."""
     try:
-        found = importlib.metadata.version("megatron-core")
+        version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
-        found = "not installed"
-    if found != MEGATRON_VERSION:
-        raise ValueError(f"megatron-core is {found}; install megatron-core=={MEGATRON_VERSION}")
+        version = "not installed"
+    if version != MEGATRON_VERSION:
+        raise ValueError(f"megatron-core is {version}; install megatron-core=={MEGATRON_VERSION}")
 
 
 def install(runtime: Runtime | None) -> Installation:

@@ -45,7 +45,8 @@ def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
     if not flaw:
         return None
     latest = int(named) if named.isdigit() else None
-    last = next((one for one in iterations(load) if (latest is None or one < latest) and not flaw_of(load, one)), None)
+    earlier = [iteration for iteration in iterations(load) if latest is None or iteration < latest]
+    last = next((iteration for iteration in earlier if not flaw_of(load, iteration)), None)
     if last is None:
         raise ValueError(f"--load {load}: {flaw}, and no checkpoint before it is whole; remove {TRACKER} to begin anew")
     try:
@@ -123,7 +124,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def _whole_text(load: Path) -> str:
-    whole = [str(one) for one in iterations(load) if not flaw_of(load, one)]
+    whole = [str(iteration) for iteration in iterations(load) if not flaw_of(load, iteration)]
     return f"whole in {load}: {', '.join(whole) or 'none'}"
 
 

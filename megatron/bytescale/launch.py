@@ -80,13 +80,13 @@ def _identity(path: Path | None) -> object:
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
     """Return the last value of a flag, as ``--flag value`` or ``--flag=value``."""
-    found = None
+    value = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word == flag:
-            found = following
+            value = following
         elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def note_state_at_signal(progress: Progress) -> None:

@@ -68,10 +68,10 @@ def check(patch: Patch) -> None:
     _, attribute, function = resolve(patch.target)
     if inspect.unwrap(function) is not function:  # its source would be read through the wrapper
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
-    found = source_hash(function)
-    if found != patch.source_hash:
+    actual = source_hash(function)
+    if actual != patch.source_hash:
         raise ValueError(
-            f"{patch.target} has source hash {found}, the patch was written for {patch.source_hash}; "
+            f"{patch.target} has source hash {actual}, the patch was written for {patch.source_hash}; "
             "install megatron-core==0.19.2, or review the row in megatron/bytescale/patches.py"
         )
     for alias in patch.aliases:

@@ -27,5 +27,5 @@ def refusals_of_megatron() -> Iterator[None]:
         yield
     except (AssertionError, RuntimeError, OSError, ImportError, KeyError, TypeError) as error:
         broken = traceback.extract_tb(error.__traceback__)[-1].line  # many of its asserts have no message
-        said = " ".join((str(error) or f"this must hold: {broken}").split())
-        raise ValueError(f"Megatron refuses these arguments: {said}") from error
+        reason = " ".join((str(error) or f"this must hold: {broken}").split())
+        raise ValueError(f"Megatron refuses these arguments: {reason}") from error

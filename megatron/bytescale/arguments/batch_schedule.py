@@ -33,7 +33,7 @@ def schedule_overrides(sizes: StepSizes) -> Overrides:
 
     Raises ValueError for sizes that never reach ``--global-batch-size``, and for steps that are not counted in samples.
     """
-    schedule, found = sizes.step_batch_size_schedule, dict[str, object]()
+    schedule, settings = sizes.step_batch_size_schedule, dict[str, object]()
     if sizes.rampup_batch_size is not None and sizes.global_batch_size is not None:
         first, increment, documents = map(int, sizes.rampup_batch_size)
         steps = ramp_sizes(first, increment, documents, sizes.global_batch_size)
@@ -41,10 +41,10 @@ def schedule_overrides(sizes: StepSizes) -> Overrides:
         parts = (f"{documents * i // (len(steps) - 1) * sizes.seq_length}:{size}" for i, size in enumerate(steps))
         schedule = " ".join(parts)
         # Megatron refuses an explicit size in addition to a schedule.
-        found = {"step_batch_size_schedule": schedule, "_is_global_batch_size_explicitly_specified": False}
+        settings = {"step_batch_size_schedule": schedule, "_is_global_batch_size_explicitly_specified": False}
     if schedule is not None and sizes.train_samples is None:
         raise ValueError("steps that grow need --train-samples in place of --train-iters")
-    return found
+    return settings
 
 
 def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[int]:

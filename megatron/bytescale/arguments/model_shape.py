@@ -57,8 +57,8 @@ def _windows(args: Any) -> dict[str, Any]:
     from megatron.core.transformer.utils import is_layer_window_attention
 
     layers = range(1, args.num_layers + 1)
-    how = (args.window_size, args.window_attn_skip_freq)
-    num_layers = sum(is_layer_window_attention(*how, layer) for layer in layers)
+    pattern = (args.window_size, args.window_attn_skip_freq)
+    num_layers = sum(is_layer_window_attention(*pattern, layer) for layer in layers)
     return {"num_window_layers": num_layers, "window_tokens": args.window_size[0]} if num_layers else {}
 
 

@@ -66,9 +66,9 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[li
         args = _settled(words)
         read = _reader(source, opened)
         model = build_model(args, None, on_cpu=True)
-        _fill(model, ((name, one.to(args.params_dtype)) for name, one in to_megatron(layout_of(config), read)))
+        _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in to_megatron(layout_of(config), read)))
         _save(model, args, part)
-    return words, sum(one.numel() for one in model.parameters())
+    return words, sum(parameter.numel() for parameter in model.parameters())
 
 
 def to_folder(load: Path, output: Path) -> tuple[str, int]:
@@ -95,7 +95,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         _write_shards(tensors, part)
         made.save_pretrained(part)
         _copy_tokenizer(options_of(args, TokenizerFolder), part)
-    return str(config["model_type"]), sum(one.numel() for one in tensors.values())
+    return str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values())
 
 
 def _library(name: str) -> ModuleType:
@@ -217,7 +217,7 @@ def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write tensors of any shape as safetensors of up to 5 GB, plus an index if there are several files."""
     plan = _library("huggingface_hub").split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD)
     for name, inside in plan.filename_to_tensors.items():
-        parts = {one: tensors[one].clone(memory_format=torch.contiguous_format) for one in inside}
+        parts = {key: tensors[key].clone(memory_format=torch.contiguous_format) for key in inside}
         _library("safetensors.torch").save_file(parts, folder / name, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -99,19 +99,19 @@ class RotaryArguments:
             "original_max_position_embeddings": self.yarn_original_max_position_embeddings,
         }
         given = {} if self.multi_latent_attention else {name: own[name] for name in own if own[name] is not None}
-        found: dict[str, object] = {
+        parameters: dict[str, object] = {
             "rope_type": "yarn",
             "factor": self.rotary_scaling_factor,
             **{name: given.get(name, value) for name, value in LATENT_YARN.items()},
         }
         if not self.multi_latent_attention and self.yarn_correction_range_round_to_int is False:
-            found["truncate"] = False
+            parameters["truncate"] = False
         scales = self.mscale, self.mscale_all_dim
         if scales == (1.0, 0.0):  # Megatron's defaults equal transformers' behaviour without scales
-            return found
+            return parameters
         if not all(scales):
             raise ValueError(f"YaRN with mscale {scales[0]} and mscale_all_dim {scales[1]} cannot be converted")
-        return found | {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        return parameters | {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
 
 
 def rope_parameters(rotary: RotaryArguments) -> dict[str, object]:

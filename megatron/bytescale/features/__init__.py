@@ -90,7 +90,7 @@ def check(args: argparse.Namespace) -> None:
     for feature in FEATURES:
         if feature.name not in names:
             _check_not_given(feature, args, borrowed)
-        elif missing := [one for one in FEATURES if one.name in feature.requires and one.name not in names]:
+        elif missing := [other for other in FEATURES if other.name in feature.requires and other.name not in names]:
             raise ValueError(f"{feature.flag} needs {missing[0].flag}")
     reads_cost = COST_FLAG in borrowed or any(feature.reads_cost for feature in on)
     if args.cost_file is not None and not reads_cost:

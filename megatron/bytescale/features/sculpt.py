@@ -75,14 +75,14 @@ def resolve(options: WindowOptions, run: RunConfig) -> SculptConfig:
     prefixes = options.prefixes()
     if not prefixes:
         raise ValueError("no data: give the --data-path that the windows are of")
-    found = files_of_data_sets(options.sculpt_windows, prefixes)
-    for path, header in found.values():
+    headers = files_of_data_sets(options.sculpt_windows, prefixes)
+    for path, header in headers.values():
         if header.context > options.seq_length:
             raise ValueError(
                 f"{path}: windows of {header.context} tokens do not fit into --seq-length {options.seq_length}: give "
                 f"--seq-length {header.context} or more"
             )
-    return SculptConfig({prefix: path for prefix, (path, _) in found.items()}, options.attention)
+    return SculptConfig({prefix: path for prefix, (path, _) in headers.items()}, options.attention)
 
 
 def build(training: Training, runtime: Runtime) -> Training:

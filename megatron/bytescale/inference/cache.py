@@ -84,9 +84,9 @@ class CachedAttention(DocumentAttention):
         assert isinstance(params, DecodeParams) and params.parts, f"{params=}"
         counts = [part.count for part in params.parts]
         of_parts = zip(params.parts, *(tensor[:, 0].split(counts) for tensor in (query, key, value)), strict=True)
-        found, kernel = [], self.runtime.parts.kernel
+        outputs, kernel = [], self.runtime.parts.kernel
         assert kernel is not None, "the build of the model chooses the kernel"
         for part, q, k, v in of_parts:
             keys, values = part.cache.append(self, k, v)
-            found.append(cached_attention(q, keys, values, part.visible, kernel, self.scale))
-        return torch.cat(found).flatten(1)[:, None]
+            outputs.append(cached_attention(q, keys, values, part.visible, kernel, self.scale))
+        return torch.cat(outputs).flatten(1)[:, None]

@@ -52,7 +52,7 @@ class Generation:
 
 def described(texts: Sequence[Generation], seconds: float) -> str:
     """Return the statistics of texts in words. ``seconds``: wall time of all texts together."""
-    num_tokens, passes = (sum(counts) for counts in zip(*((len(t.tokens), t.target_forwards) for t in texts), strict=True))
+    num_tokens, passes = sum(len(text.tokens) for text in texts), sum(text.target_forwards for text in texts)
     each = sum(sum(text.accepted) for text in texts) / max(1, passes)
     return (
         f"{num_tokens} tokens in {passes} forward passes after the prompt, {each:.3f} guesses accepted each, "
@@ -107,16 +107,16 @@ class Decoder:
         self, prompt: Sequence[int], request: Request, emit: Callable[[list[int]], None] = lambda tokens: None
     ) -> Generation:
         """Continue one prompt, like ``stream``; ``emit`` receives new tokens as soon as they are accepted."""
-        found = Generation()
+        generation = Generation()
         for _, new, done in self.stream([prompt], request):
             emit(new)
-            found = done or found
-        return found
+            generation = done or generation
+        return generation
 
     def generate_all(self, prompts: Sequence[Sequence[int]], request: Request) -> list[Generation]:
         """Continue several prompts, like ``stream``; return the texts in the order of the prompts."""
-        found = {index: done for index, _, done in self.stream(prompts, request) if done is not None}
-        return [found[index] for index in range(len(prompts))]
+        generations = {index: done for index, _, done in self.stream(prompts, request) if done is not None}
+        return [generations[index] for index in range(len(prompts))]
 
     @torch.no_grad()
     def stream(

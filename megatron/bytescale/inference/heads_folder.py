@@ -84,7 +84,7 @@ def write_folder(
         ValueError: safetensors is not installed, or the folder exists.
     """
     library, _ = safetensors_torch()
-    plain = {name: one.contiguous() for name, one in to_plain(tensors, trunk).items()}
+    plain = {name: tensor.contiguous() for name, tensor in to_plain(tensors, trunk).items()}
     config = {
         "format": FORMAT,
         "heads": asdict(settings),
@@ -92,7 +92,7 @@ def write_folder(
         "trunk_hash": trunk_hash(trunk),
         "model": dict(model),
         "computation": COMPUTATION[settings.kind],
-        "tensors": {name: list(one.shape) for name, one in sorted(plain.items())},
+        "tensors": {name: list(tensor.shape) for name, tensor in sorted(plain.items())},
     }
     with new_folder(folder) as part:
         library.save_file(plain, part / TENSORS, metadata={"format": "pt"})
@@ -141,40 +141,40 @@ def norms_apart(name: str) -> str:
 
 def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Rename tensors of any shape to the folder's names, splitting products of several parts."""
-    found: dict[str, torch.Tensor] = {}
+    renamed: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, module, kind = _parts(name)
         if module in SPLIT:
             of_module = zip(SPLIT[module], _split(tensor, module, trunk), strict=True)
-            found.update({f"{prefix}{part}.{kind}": value for part, value in of_module if value is not None})
+            renamed.update({f"{prefix}{part}.{kind}": value for part, value in of_module if value is not None})
         else:
-            found[f"{prefix}{LAYER.get(module, module)}.{kind}"] = tensor
-    return found
+            renamed[f"{prefix}{LAYER.get(module, module)}.{kind}"] = tensor
+    return renamed
 
 
 def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Rename tensors of any shape to Megatron's names; this is the inverse of ``to_plain``."""
     whole = {theirs: ours for ours, theirs in LAYER.items()}
     module_of = {part: module for module, parts in SPLIT.items() for part in parts}
-    found: dict[str, torch.Tensor] = {}
+    renamed: dict[str, torch.Tensor] = {}
     for name, tensor in plain.items():
         prefix, part, kind = _parts(name)
         prefix = re.sub(r"^layers\.", "layer", prefix)
         if part not in module_of:
-            found[f"{prefix}{whole.get(part, part)}.{kind}"] = tensor
+            renamed[f"{prefix}{whole.get(part, part)}.{kind}"] = tensor
         elif part == SPLIT[module_of[part]][-1]:
             start = name.removesuffix(f"{part}.{kind}")
-            values = [plain.get(f"{start}{one}.{kind}") for one in SPLIT[module_of[part]]]
-            joined = _join([one for one in values if one is not None], module_of[part], trunk)
-            found[f"{prefix}{module_of[part]}.{kind}"] = joined
-    return found
+            values = [plain.get(f"{start}{part_name}.{kind}") for part_name in SPLIT[module_of[part]]]
+            joined = _join([value for value in values if value is not None], module_of[part], trunk)
+            renamed[f"{prefix}{module_of[part]}.{kind}"] = joined
+    return renamed
 
 
 def _parts(name: str) -> tuple[str, str, str]:
     """Return (layer prefix, module, kind) of a tensor name; the prefix has the folder's spelling."""
-    found = re.fullmatch(r"(?:layers?\.?(\d+)\.)?(.*)\.(\w+)", name)
-    assert found is not None, f"{name=}"
-    return "" if found[1] is None else f"layers.{found[1]}.", found[2], found[3]
+    match = re.fullmatch(r"(?:layers?\.?(\d+)\.)?(.*)\.(\w+)", name)
+    assert match is not None, f"{name=}"
+    return "" if match[1] is None else f"layers.{match[1]}.", match[2], match[3]
 
 
 def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, object]) -> list[torch.Tensor | None]:

@@ -52,12 +52,12 @@ CANNOT = {
 
 def checkpoint_at(flag: str, folder: Path) -> Path:
     """Return the last checkpoint in a folder. Raises ValueError if there is none or it is not readable."""
-    found = to_load(folder)
-    if found is None:
+    checkpoint = to_load(folder)
+    if checkpoint is None:
         raise ValueError(f"{flag} {folder}: there is no checkpoint")
-    if not (found / ".metadata").is_file():
-        raise ValueError(f"{flag} {found}: only checkpoints of --ckpt-format torch_dist can be read")
-    return found
+    if not (checkpoint / ".metadata").is_file():
+        raise ValueError(f"{flag} {checkpoint}: only checkpoints of --ckpt-format torch_dist can be read")
+    return checkpoint
 
 
 def arguments_of(checkpoint: Path) -> argparse.Namespace:
@@ -120,7 +120,7 @@ class TrunkArguments:
 def check_trunk(draft: Path | None, theirs: Mapping[str, object], mine: Mapping[str, object]) -> None:
     """Raise ValueError unless heads belong to a model with the same shapes and vocabulary size."""
     if trunk_hash(theirs) != trunk_hash(mine):
-        name = next(one for one in (*mine, *theirs) if mine.get(one) != theirs.get(one))
+        name = next(key for key in (*mine, *theirs) if mine.get(key) != theirs.get(key))
         raise ValueError(
             f"--draft {draft}: heads of another model: its {name} is {theirs.get(name)}, not {mine.get(name)}"
         )
@@ -149,10 +149,10 @@ def open_heads(draft: Path) -> Heads:
         return Heads(draft, *read_config(draft), on_their_own=True)
     checkpoint = checkpoint_at("--draft", draft)
     args = arguments_of(checkpoint)
-    found = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
-    if found.settings is None:
+    heads = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
+    if heads.settings is None:
         raise ValueError(f"--draft {draft}: this checkpoint has no draft heads")
-    return found
+    return heads
 
 
 def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder, Any]:
@@ -171,9 +171,9 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
     checkpoint = checkpoint_at("--load", load)
     stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before the first import of Megatron
     args = arguments_of(checkpoint)
-    for name, what in CANNOT.items():
+    for name, kind in CANNOT.items():
         if getattr(args, name, None):
-            raise ValueError(f"--load {load}: models with {what} cannot decode here")
+            raise ValueError(f"--load {load}: models with {kind} cannot decode here")
     if draft is None:
         heads = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
     else:
@@ -271,13 +271,13 @@ def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
     state: dict[str, object] = {}
     for part, folder in ((wanted, checkpoint), (of_heads, heads.folder)):
         stored = set(names_in(folder)) if part else set()
-        tensors = (one for one in part.values() if isinstance(one, ShardedTensor | ShardedTensorFactory))
-        if missing := sorted({one.key for one in tensors} - stored):
+        tensors = (tensor for tensor in part.values() if isinstance(tensor, ShardedTensor | ShardedTensorFactory))
+        if missing := sorted({tensor.key for tensor in tensors} - stored):
             raise ValueError(f"{folder}: tensors are missing, such as {missing[0]}")
-        found = dist_checkpointing.load(part, str(folder)) if part else {}
-        state.update({name: found[name] for name in part})
-    found = model.load_state_dict(state, strict=not heads.on_their_own)
-    assert all(name.startswith(f"{HEADS}.") for name in found.missing_keys), f"{found=}"
+        loaded = dist_checkpointing.load(part, str(folder)) if part else {}
+        state.update({name: loaded[name] for name in part})
+    result = model.load_state_dict(state, strict=not heads.on_their_own)
+    assert all(name.startswith(f"{HEADS}.") for name in result.missing_keys), f"{result=}"
 
 
 def copy_heads(module: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:

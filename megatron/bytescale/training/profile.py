@@ -210,8 +210,8 @@ def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[Ring], cluster:
         for first in range(0, cluster.num_ranks, width):
             ring = tuple(range(first, first + width))
             for place, rank in enumerate(ring):
-                cut = (zigzag_ranges(length, width, place) for length in sequences)
-                shards = (Shard(len(lengths) + i, ranges, ring) for i, ranges in enumerate(cut))
+                ranges_of_sequences = (zigzag_ranges(length, width, place) for length in sequences)
+                shards = (Shard(len(lengths) + i, ranges, ring) for i, ranges in enumerate(ranges_of_sequences))
                 ranks[rank].append(MicroBatch(tuple(shards)))
             lengths.extend(sequences)
     for pack in packs:
@@ -277,7 +277,7 @@ def time_packs(
         marks = [run_micro_batch(runtime, model, packed) for model in models for packed in micro_batches]
         if runtime.parts.clock.on_cuda:
             torch.cuda.synchronize()
-        rounds.append([seconds_between(one, subject) for one in marks])
+        rounds.append([seconds_between(marks_of_pack, subject) for marks_of_pack in marks])
     runtime.step.batch = None
     everyones: list[np.ndarray | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, np.median(rounds[1:], axis=0))
@@ -286,14 +286,14 @@ def time_packs(
     return [
         Timing(num_layers, lengths, forward, backward, width)
         for (num_layers, lengths, width), (forward, backward) in zip(
-            named, np.mean([one for one in everyones if one is not None], axis=0).tolist(), strict=True
+            named, np.mean([times for times in everyones if times is not None], axis=0).tolist(), strict=True
         )
     ]
 
 
 def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:
     """Return the bytes that one token keeps in one layer for its backward pass: without and with full recomputation."""
-    found: dict[tuple[bool, int], int] = {}
+    kept: dict[tuple[bool, int], int] = {}
     for num_layers in LAYERS:
         model = build_model(subject, num_layers)
         config = unwrap_model(model).config
@@ -302,11 +302,11 @@ def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, floa
             config.recompute_method, config.recompute_num_layers = ("uniform", 1) if full else (None, None)
             plan = profile_plan([(num_tokens,)], (), subject.cluster)
             (packed,) = begin_plan(subject, plan)
-            found[full, num_layers] = _kept_bytes(subject.runtime, model, packed)
+            kept[full, num_layers] = _kept_bytes(subject.runtime, model, packed)
     subject.runtime.step.batch = None
     few, many = LAYERS
     tokens = num_tokens * (many - few)
-    without, with_recompute = ((found[full, many] - found[full, few]) / tokens for full in (False, True))
+    without, with_recompute = ((kept[full, many] - kept[full, few]) / tokens for full in (False, True))
     return without, with_recompute
 
 

@@ -87,8 +87,8 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
     agreed = torch.tensor(seconds, dtype=torch.float64, device=device)
     if seconds:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    found = agreed.tolist()
-    per_byte = found.pop(0) if copies else 0.0
+    times = agreed.tolist()
+    per_byte = times.pop(0) if copies else 0.0
     if run.process.on_cuda:
         torch.cuda.empty_cache()
     if "layers" not in config.measures:
@@ -96,7 +96,7 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
     collective = 0.0
     if ranks > 1:
         collective = collective_seconds_per_byte(parallel_state.get_tensor_model_parallel_group(), device)
-    rates = rates_of(shape, ranks, lengths, (found[: len(found) // 2], found[len(found) // 2 :]))
+    rates = rates_of(shape, ranks, lengths, (times[: len(times) // 2], times[len(times) // 2 :]))
     return (1.0 / per_byte if per_byte else 0.0), rates, collective
 
 
@@ -119,7 +119,7 @@ def described(link: float, rates: Rates | None, collective: float) -> str:
     parts = [f"{link / 1e9:.4g} GB/s to host memory"] * (link > 0)
     if rates is not None:
         products, forward, backward = (
-            one / 1e12 for one in (rates.products, rates.attention_forward, rates.attention_backward)
+            rate / 1e12 for rate in (rates.products, rates.attention_forward, rates.attention_backward)
         )
         parts.append(
             f"{products:.4g} TFLOP/s in matrix products, {forward:.4g} and {backward:.4g} in attention forward and "
@@ -139,6 +139,6 @@ def _kernel_of(runtime: Runtime) -> Kernel:
 
 def _any_rank(is_so: bool, device: torch.device) -> bool:
     """Return whether ``is_so`` holds on any rank. Collective."""
-    found = torch.tensor(float(is_so), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return not math.isclose(float(found), 0.0)
+    flag = torch.tensor(float(is_so), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return not math.isclose(float(flag), 0.0)

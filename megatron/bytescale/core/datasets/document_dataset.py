@@ -315,7 +315,7 @@ def check_labels(config: BlendedMegatronDatasetConfig) -> None:
     """
     for split, prefixes, share in wanted_parts(config):
         lengths = [read_idx_lengths(prefix) for prefix in prefixes]
-        if all(one[slice(*documents_of(share, len(one)))].max() < 2 for one in lengths):
+        if all(counts[slice(*documents_of(share, len(counts)))].max() < 2 for counts in lengths):
             raise ValueError(
                 f"{', '.join(prefixes)}: no document of the {split.name} split has two tokens, so none has a label: "
                 "use longer documents, another --split, or --eval-iters 0"

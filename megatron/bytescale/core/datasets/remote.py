@@ -200,7 +200,7 @@ def _split_samples(source: SampleSource, paths: Sequence[str]) -> SplitSamples:
     dataset = source.dataset
     if isinstance(dataset, DocumentDataset):
         return SplitSamples(len(dataset), (_file_samples(dataset, paths),))
-    files = tuple(_file_samples(one, paths) for one in dataset.datasets)
+    files = tuple(_file_samples(part, paths) for part in dataset.datasets)
     return SplitSamples(len(dataset), files, dataset.dataset_index, dataset.dataset_sample_index)
 
 

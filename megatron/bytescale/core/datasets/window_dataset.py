@@ -153,7 +153,7 @@ class DocumentsOfWindows(SampleSource):
     def __init__(self, dataset: WindowDataset | BlendedDataset) -> None:
         super().__init__(dataset)
         datasets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-        self._most = max(int(np.diff(one.dataset.document_indices).max()) for one in datasets)
+        self._most = max(int(np.diff(part.dataset.document_indices).max()) for part in datasets)
 
     def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Return the row numbers of the windows of these samples."""

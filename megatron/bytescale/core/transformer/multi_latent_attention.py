@@ -222,6 +222,6 @@ class DocumentLatentCore(DocumentAttention):
             of_heads = self.attend(q, *latent_halves(key), packed_seq_params, expansion)
             return of_heads[..., : sizes[1]].flatten(1)[:, None]
         width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-        q, k, v = (pad(one, (0, width - one.shape[-1])).contiguous() for one in (query, key, value))
+        q, k, v = (pad(tensor, (0, width - tensor.shape[-1])).contiguous() for tensor in (query, key, value))
         out = self.attend(q, k, v, packed_seq_params)
         return out[..., :value_width].flatten(1)[:, None]

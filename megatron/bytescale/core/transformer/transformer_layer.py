@@ -103,7 +103,7 @@ class PlannedTransformerLayer(TransformerLayer):
         self, hidden_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map hidden states [rows, b, h] to (output [rows, b, h], context), like Megatron's layer."""
-        is_frozen = not hidden_states.requires_grad and not any(one.requires_grad for one in self.parameters())
+        is_frozen = not hidden_states.requires_grad and not any(weight.requires_grad for weight in self.parameters())
         if not self.training or not torch.is_grad_enabled() or is_frozen:  # no tensors are saved
             return super().forward(hidden_states, *args, **kwargs)
         if not self.activations.is_planned(self._number):
@@ -143,7 +143,7 @@ class PlannedTransformerLayer(TransformerLayer):
         inputs = record.rows_from(LAYER_INPUT, first).detach().requires_grad_()
         positions = kwargs.get("rotary_pos_emb")
         if isinstance(positions, tuple):
-            positions = tuple(_rows_from(one, record.split.total, first) for one in positions)
+            positions = tuple(_rows_from(part, record.split.total, first) for part in positions)
         else:
             positions = _rows_from(positions, record.split.total, first)
         kwargs = {**kwargs, "rotary_pos_emb": positions, "attention_mask": None}

@@ -180,8 +180,8 @@ def role_of(runtime: Runtime, record: StepRecord) -> str:
 
 def _states(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return parameters and gradients, which exist before a step."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for parameter in model.parameters():
         grads: list[Any] = [getattr(parameter, "main_grad", None), parameter.grad]
-        found += [parameter.detach(), *(grad for grad in grads if grad is not None)]
-    return found
+        tensors += [parameter.detach(), *(grad for grad in grads if grad is not None)]
+    return tensors

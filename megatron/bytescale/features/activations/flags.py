@@ -237,8 +237,8 @@ def measures(options: PolicyOptions, run: RunConfig) -> tuple[str, ...]:
     """Return the speeds that are measured when training starts, because the policy chooses shares by them."""
     if not options.may_measure or options.policy.name == "none" or options.policy.has_shares:
         return ()
-    found = ["layers"] * (run.cost is None)
-    return (*found, "link") if options.link_gb is None and options.host_gb else tuple(found)
+    measured = ["layers"] * (run.cost is None)
+    return (*measured, "link") if options.link_gb is None and options.host_gb else tuple(measured)
 
 
 def build(training: Training, runtime: Runtime) -> Training:

@@ -105,7 +105,7 @@ def record(target: TraceTo, loads: StepLoads) -> None:
     torch.distributed.all_gather_object(stages, loads.by_layer, group=group)
     if parallel_state.get_pipeline_model_parallel_rank() == 0:
         rows: list[dict[str, object]] = [{"step": running_step() + 1}]
-        rows[0]["loads"] = {str(layer): found.tolist() for of_stage in stages for layer, found in of_stage.items()}
+        rows[0]["loads"] = {str(layer): load.tolist() for of_stage in stages for layer, load in of_stage.items()}
         if not target.path.exists() or not target.path.stat().st_size:
             rows.insert(0, asdict(target.head))
         append_jsonl(target.path, rows)
@@ -157,7 +157,7 @@ class Feedback:
 
     def __call__(self, loads: StepLoads) -> None:
         """Note the load of a step, the mean over all layers and groups of ranks. Collective over all processes."""
-        ratios = [balance_ratio(self.placements.of(layer).parts(), found) for layer, found in loads.by_layer.items()]
+        ratios = [balance_ratio(self.placements.of(layer).parts(), load) for layer, load in loads.by_layer.items()]
         counted = [round(RATIO_PARTS * sum(ratios)), len(ratios)]  # integers, so that all ranks have the same sum
         sums = torch.tensor(counted, dtype=torch.int64, device=self.runtime.device)
         torch.distributed.all_reduce(sums)
@@ -188,10 +188,10 @@ class Follower:
         """Note the loads of a step, and make new plans at the end of each interval."""
         config, step = self.config, running_step() + 1
         homes = home_parts(config.num_experts, config.num_ranks)
-        for layer, found in loads.by_layer.items():
+        for layer, load in loads.by_layer.items():
             placed = self.placements.of(layer).parts()
-            self.ratios.append((balance_ratio(placed, found), balance_ratio(homes, found)))
-            self.summed[layer] = self.summed.get(layer, 0) + found
+            self.ratios.append((balance_ratio(placed, load), balance_ratio(homes, load)))
+            self.summed[layer] = self.summed.get(layer, 0) + load
         if step % config.placing.interval == 0:
             self._plan(loads.num_passes)
         if step % self.log_interval == 0 and self.ratios:
@@ -210,9 +210,9 @@ class Follower:
         cost = placing.cost.with_micro_batches(num_passes)
         cost = replace(cost, copy_seconds=cost.copy_seconds * placing.interval)  # loads are of so many steps
         planner = replace(placing, cost=cost).planner
-        for layer, found in self.summed.items():
+        for layer, load in self.summed.items():
             before = self.placements.of(layer)
-            plan = planner(before, found)
+            plan = planner(before, load)
             check_placement(plan, self.config.num_experts, placing.num_slots)
             self.num_moves += plan.changed_slots(before)
             self.placements.by_layer[layer] = plan

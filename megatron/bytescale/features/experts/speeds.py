@@ -38,7 +38,9 @@ def measured_placement_cost(
     if experts is not None:
         expert: torch.nn.Module = experts.local_experts[0]
         first, *_ = parameters = list(expert.parameters())
-        size = ExpertSize(sum(one.numel() for one in parameters), experts.config.hidden_size, first.element_size())
+        size = ExpertSize(
+            sum(weight.numel() for weight in parameters), experts.config.hidden_size, first.element_size()
+        )
         counts = token_counts(size.weights, on_cuda)
         of_token = token_seconds(computing(expert, size.hidden, device), counts, timer)
         seconds = (of_token, *link_seconds(size, group, device))
@@ -56,7 +58,8 @@ def computing(expert: torch.nn.Module, hidden: int, device: torch.device) -> Cal
     ``hidden``: width of a token.
     """
     weights = {
-        name: torch.full_like(one, 1e-2, device=device, requires_grad=True) for name, one in expert.named_parameters()
+        name: torch.full_like(parameter, 1e-2, device=device, requires_grad=True)
+        for name, parameter in expert.named_parameters()
     }
     like = next(iter(weights.values()))
 

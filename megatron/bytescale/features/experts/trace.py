@@ -56,8 +56,8 @@ def resolve(options: TraceOptions, run: RunConfig) -> TraceTo:
     path = options.moe_placement_trace
     check_file(FLAG, path)
     head = TraceHead(options.num_experts, options.moe_router_topk, options.expert_model_parallel_size)
-    if path.exists() and path.stat().st_size and (found := head_of(path)) != head:
-        raise ValueError(f"{FLAG} {path} is of another run: it has {found} and this run {head}; choose another file")
+    if path.exists() and path.stat().st_size and (existing := head_of(path)) != head:
+        raise ValueError(f"{FLAG} {path} is of another run: it has {existing} and this run {head}; choose another file")
     return TraceTo(path, head)
 
 

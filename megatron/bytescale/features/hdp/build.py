@@ -175,7 +175,7 @@ def dataset_provider(
                 window=runtime.run.shape.window,
                 schedule=() if cyclic else runtime.hdp.schedule,
                 tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
-                future_tokens=next((one.num_heads for one in (drafts, depths) if one is not None), 0),
+                future_tokens=next((heads.num_heads for heads in (drafts, depths) if heads is not None), 0),
                 weighs_future=depths is not None,
                 grams=None if ngram is None else ngram.rule,
             )

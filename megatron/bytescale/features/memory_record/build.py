@@ -78,7 +78,7 @@ class StepRecorder:
         everyones: list[tuple[tuple[int, int], StepMemory] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
         if dist.get_rank() == 0:
-            plans = PlanFile.of(dict(one for one in everyones if one is not None))
+            plans = PlanFile.of(dict(plan for plan in everyones if plan is not None))
             self.target.path.write_text(json.dumps(plans.to_json()) + "\n", encoding="utf-8")
         print_rank_0(f"> bytescale: memory plans written to {self.target.path}")
 

@@ -83,14 +83,14 @@ def forward_step(config: SliceConfig) -> Callable[..., Any]:
 
     def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch, params = next(data_iterator)
-        part = ranges[params.layout.index]
-        cut = {
-            name: None if whole is None else whole[:, part.start : part.stop].contiguous()
+        rows = ranges[params.layout.index]
+        part = {
+            name: None if whole is None else whole[:, rows.start : rows.stop].contiguous()
             for name, whole in batch.items()
             if name != "attention_mask"
         }
-        output = model(cut["tokens"], cut["position_ids"], None, labels=cut["labels"], packed_seq_params=params)
-        return output, partial(slice_loss, batch["loss_mask"], cut["loss_mask"], config.slicing.num_slices, per_token)
+        output = model(part["tokens"], part["position_ids"], None, labels=part["labels"], packed_seq_params=params)
+        return output, partial(slice_loss, batch["loss_mask"], part["loss_mask"], config.slicing.num_slices, per_token)
 
     return forward
 

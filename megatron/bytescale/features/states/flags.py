@@ -177,9 +177,9 @@ def _check_auto(flags: StateFlags) -> None:
         and flags.activation_policy == "offload"
         and flags.swap_fraction is None,
     }
-    for what, is_set in uncounted.items():
+    for memory, is_set in uncounted.items():
         if is_set:
-            raise ValueError(f"{auto} does not count what {what} takes: use resident or paged")
+            raise ValueError(f"{auto} does not count what {memory} takes: use resident or paged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +341,11 @@ def build(training: Training, runtime: Runtime) -> Training:
         return training
     if config.note:
         print_rank_0(config.note)
-    what = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
+    contents = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
     window = f", {config.window_layers} layers on the device at a time" if config.stage == 3 else ""
     late = f", updates beside {config.update_steps} step(s)" if config.update_steps else ""
     print_rank_0(
-        f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{what}{window}{late}"
+        f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{contents}{window}{late}"
     )
     add_hooks(training.model, config, runtime.run)
     return tell_staleness(training, runtime) if config.update_steps else training

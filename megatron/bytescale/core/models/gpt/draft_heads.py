@@ -37,15 +37,17 @@ class TokenMerge(torch.nn.Module):
         super().__init__()
         self.num_heads = config.num_attention_heads if config.hidden_size % config.num_attention_heads == 0 else 1
         self.norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.query, self.key, self.value = (replicated(config, 1, f"{name}.{one}") for one in ("query", "key", "value"))
+        self.query, self.key, self.value = (
+            replicated(config, 1, f"{name}.{kind}") for kind in ("query", "key", "value")
+        )
         with torch.no_grad():
             self.value.weight.sub_(torch.eye(config.hidden_size).to(self.value.weight))
 
     def forward(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Merge the embedded token [s, b, h] of each row into the state [s, b, h]."""
         query, key, value = (
-            one.unflatten(-1, (self.num_heads, -1))
-            for one in (self.query(self.norm(state)), self.key(embedded), self.value(embedded))
+            vectors.unflatten(-1, (self.num_heads, -1))
+            for vectors in (self.query(self.norm(state)), self.key(embedded), self.value(embedded))
         )
         weight = torch.nn.functional.cosine_similarity(query, key, dim=-1)
         return state + (weight.unsqueeze(-1) * value).flatten(-2)

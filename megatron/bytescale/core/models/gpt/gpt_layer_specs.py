@@ -74,7 +74,7 @@ def with_core_attention(
 
 def with_split_products(spec: TransformerBlockSubmodules, runtime: Runtime) -> TransformerBlockSubmodules:
     """Change a new block spec of local layers: weight gradients run separately, except in experts."""
-    column, row = (partial(one, runtime=runtime) for one in (SplitColumnParallelLinear, SplitRowParallelLinear))
+    column, row = (partial(kind, runtime=runtime) for kind in (SplitColumnParallelLinear, SplitRowParallelLinear))
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = column, row

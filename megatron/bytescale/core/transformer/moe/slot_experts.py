@@ -73,7 +73,9 @@ class Exchange:
         self.group, self.num_homes = group, plan.num_experts // plan.num_ranks
         replicas = [[expert for expert in experts[self.num_homes :] if expert != EMPTY] for experts in plan.slots]
         self.num_replicas = len(replicas[rank])
-        self.sent = [[one % self.num_homes for one in there if one // self.num_homes == rank] for there in replicas]
+        self.sent = [
+            [expert % self.num_homes for expert in there if expert // self.num_homes == rank] for there in replicas
+        ]
         self.received = [
             [place for place, expert in enumerate(replicas[rank]) if expert // self.num_homes == source]
             for source in range(plan.num_ranks)
@@ -142,20 +144,20 @@ class ShareWeights(torch.autograd.Function):
         """Return tokens [tokens, hidden] and the weights of each replica, in sequence, as new tensors."""
         ctx.exchange, ctx.num_weights = exchange, len(weights) // exchange.num_homes
         ctx.save_for_backward(*weights[: ctx.num_weights])
-        return tokens.view_as(tokens), *(one.detach() for of_expert in replicas for one in of_expert)
+        return tokens.view_as(tokens), *(weight.detach() for of_expert in replicas for weight in of_expert)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Ctx, tokens: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of tokens [tokens, hidden] and home weights."""
         homes = ctx.exchange.to_homes(_of_experts(gradients, ctx.num_weights), ctx.saved_tensors)
-        return None, None, tokens, *(one for of_expert in homes for one in of_expert)
+        return None, None, tokens, *(gradient for of_expert in homes for gradient in of_expert)
 
 
 def _in_shapes(row: torch.Tensor, like: Weights) -> list[torch.Tensor]:
     """Split an expert's flat numbers [n] into tensors with the shapes of its weights."""
-    parts = row.split([one.numel() for one in like])
-    return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
+    parts = row.split([weight.numel() for weight in like])
+    return [part.view_as(weight) for part, weight in zip(parts, like, strict=True)]
 
 
 def _of_experts(flat: Weights, count: int) -> list[Weights]:
