@@ -1,7 +1,7 @@
 """ByteScale on Megatron: runs the plans of ``bytescale_ext`` in Megatron's own training loop.
 
-``install`` applies the rows of the table in ``patches.py``; ``status`` prints what is replaced right now. Importing
-this package imports neither Megatron nor torch.
+``install`` applies the rows of the table in ``patches.py``; ``status`` lists the functions that are currently replaced.
+Importing this package imports neither Megatron nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEGATRON_VERSION = "0.19.2"
 
 
 def check_megatron_version() -> None:
-    """Refuse any Megatron but the one this was written for, before it is imported. Raises ValueError."""
+    """Raise ValueError if the installed Megatron is not the supported version, before it is imported."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -27,9 +27,9 @@ def check_megatron_version() -> None:
 
 
 def install(runtime: Runtime | None) -> Installation:
-    """Check and apply the patch rows that the features of a run need, and those that every run needs.
+    """Check and apply the patch rows that a run's features need, and the rows that every run needs.
 
-    Raises ValueError, before anything is replaced, if Megatron is not the one expected.
+    Raises ValueError, before any function is replaced, if Megatron's code is not as expected.
     """
     from megatron.bytescale.features import patches_of
     from megatron.bytescale.patches import ALWAYS, rows_of
@@ -42,7 +42,7 @@ def install(runtime: Runtime | None) -> Installation:
 
 
 def status() -> list[str]:
-    """Return one line for each patch row: its function, whether it is replaced right now, and why it is a patch."""
+    """Return one line for each patch row: its function, whether it is replaced now, and the reason for the patch."""
     from megatron.bytescale.features import FEATURES, patches_of
     from megatron.bytescale.patches import PATCHES
     from megatron.bytescale.registry import describe

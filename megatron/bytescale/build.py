@@ -1,4 +1,4 @@
-"""Build a run: the stock training, changed by each feature that is on."""
+"""Builds a run: stock training, modified by each enabled feature."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.bytescale.training.pretrain_arguments import Training, stock_train
 
 
 def build(args: Any, runtime: Runtime) -> Training:
-    """Return the training of a run: the stock one, then each feature in the table's order. Make its folders at last.
+    """Return the training of a run: stock training, modified by each enabled feature in the table's order.
 
-    Raises ValueError for arguments that Megatron refuses, data and checkpoints that cannot be read, kernels that do not
-    fit, and folders that cannot be written.
+    Creates the run's folders after everything else is built. Raises ValueError for arguments that Megatron refuses,
+    unreadable data and checkpoints, unsuitable kernels, and folders that cannot be written.
     """
     training = stock_training(args)
     enabled = features.enabled(args)

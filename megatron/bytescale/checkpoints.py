@@ -1,8 +1,8 @@
-"""Resume from the last whole checkpoint: a host that goes down, or a full disk, may leave files that are cut short.
+"""Resumes from the last complete checkpoint, because a host failure or a full disk may leave truncated files.
 
-Megatron names a checkpoint in its tracker file once all ranks have written theirs, so a run that is killed in the
-middle of a save goes on from the checkpoint before. But the system may still lose what it has not yet written to disk,
-and an empty tracker file makes Megatron exit with code 0 and train nothing.
+Megatron names a checkpoint in its tracker file after all ranks have written their parts. So a run that is killed during
+a save resumes from the previous checkpoint. But the system may still lose data that it has not yet written to disk, and
+with an empty tracker file Megatron exits with code 0 without training.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from megatron.bytescale.launch import TRACKER
 
 _FOLDER = "iter_{:07d}"
-_SHARDED = ".metadata"  # of the formats of torch.distributed.checkpoint
+_SHARDED = ".metadata"  # in all formats of torch.distributed.checkpoint
 _WRITTEN_LAST = "metadata.json"
 
 
 def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
-    """Make the tracker file of a folder of checkpoints name the last whole one; return a warning if it did not.
+    """Make the tracker file of a checkpoint folder name the last complete checkpoint; return a warning if it did not.
 
-    Only one process may call it, before any reads the tracker file.
+    Only one process may call it, before any process reads the tracker file.
 
     Args:
-        load: ``--load``; without a tracker file a run begins anew.
-        wanted: ``--ckpt-step``; no other will do.
+        load: folder of ``--load``; without a tracker file there, a new run starts.
+        wanted: iteration of ``--ckpt-step``; no other checkpoint is accepted.
 
     Raises:
-        ValueError: no checkpoint is whole, or the wanted one is not, or the tracker file cannot be written.
+        ValueError: no checkpoint or not the wanted checkpoint is complete, or the tracker file cannot be written.
     """
     tracker = load / TRACKER
     if wanted is not None:
@@ -48,22 +48,22 @@ def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
     earlier = [iteration for iteration in iterations(load) if latest is None or iteration < latest]
     last = next((iteration for iteration in earlier if not flaw_of(load, iteration)), None)
     if last is None:
-        raise ValueError(f"--load {load}: {flaw}, and no checkpoint before it is whole; remove {TRACKER} to begin anew")
+        raise ValueError(f"--load {load}: {flaw}, and no checkpoint before it is whole; remove {TRACKER} to start anew")
     try:
         _replace(tracker, str(last))
     except OSError as error:
         raise ValueError(f"--load {load}: {flaw}; write {last} into {tracker} ({error.strerror})") from None
-    return f"WARNING: {flaw}; the run goes on from the last whole checkpoint, of iteration {last}"
+    return f"WARNING: {flaw}; the run resumes from the last whole checkpoint, of iteration {last}"
 
 
 def iterations(load: Path) -> list[int]:
-    """Return the iterations of the checkpoints in a folder, whole or not, the last one first."""
+    """Return the iterations of the checkpoints in a folder, complete or not, latest first."""
     numbers = (path.name.removeprefix("iter_") for path in load.glob("iter_*"))
     return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
 
 
 def flaw_of(load: Path, iteration: int) -> str:
-    """Return what shows that a checkpoint is not whole; "" if nothing does. Reads no tensors."""
+    """Return evidence that a checkpoint is incomplete, or "" without evidence. Reads no tensors."""
     folder = load / _FOLDER.format(iteration)
     return next(_flaws(folder), "")
 
@@ -80,7 +80,7 @@ def _flaws(folder: Path) -> Iterator[str]:
 
 
 def _flaws_of_shards(folder: Path) -> Iterator[str]:
-    """Yield the flaws of a sharded checkpoint, whose metadata say how long each file is at least."""
+    """Yield the flaws of a sharded checkpoint; its metadata contain the minimum size of each file."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
@@ -103,9 +103,9 @@ def _flaws_of_shards(folder: Path) -> Iterator[str]:
 
 
 def to_load(load: Path, wanted: int | None = None) -> Path | None:
-    """Return the folder of the checkpoint that Megatron loads from ``load``; None where there is none.
+    """Return the folder of the checkpoint that Megatron loads from ``load``, or None if there is none.
 
-    ``wanted``: ``--ckpt-step``.
+    ``wanted``: iteration of ``--ckpt-step``.
     """
     tracker = load / TRACKER
     named = str(wanted) if wanted is not None else tracker.read_text().strip() if tracker.is_file() else ""
@@ -114,7 +114,7 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of the tensors of a sharded checkpoint. Raises ValueError for one that cannot be read."""
+    """Return the tensor names in a sharded checkpoint. Raises ValueError if its metadata cannot be read."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
@@ -129,7 +129,7 @@ def _whole_text(load: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that it has either the old content or the new."""
+    """Write a file atomically: it has either the old or the new content."""
     new = path.with_name(f"{path.name}.new")
     with new.open("w") as file:
         file.write(text)

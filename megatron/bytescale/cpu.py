@@ -1,9 +1,9 @@
 """Stand-ins for the ``torch.cuda`` calls that Megatron makes, so that it trains on CPU with gloo.
 
-They are installed only without a GPU or with ``--cpu``; one log line says so. Megatron's arithmetic does not change:
-streams and events do nothing (a CPU has one queue), the device "cuda" means "cpu", and CUDA's random state is that
-of the CPU's generator. Everything replaced is a row of ``_torch_rows``, or of feature "cpu" in
-``patches.py``; ``uninstall`` puts it back.
+They are installed only without a GPU or with ``--cpu``, and a log line reports them. Megatron's arithmetic does not
+change. Streams and events do nothing, because a CPU has one queue. The device "cuda" means "cpu", and CUDA's random
+state is the state of the CPU's generator. Every replaced function is a row of ``_torch_rows``, or of feature "cpu" in
+``patches.py``. ``uninstall`` restores the original functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.bytescale.registry import Installation
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Return whether this process runs on CPU: ``--cpu`` is on its command line, or it sees no GPU."""
+    """Return whether this process runs on CPU: its command line has ``--cpu``, or it sees no GPU."""
     return "--cpu" in argv or installed() or not torch.cuda.is_available()
 
 
@@ -38,7 +38,7 @@ def _as_cpu(value: object) -> object:
 
 
 class _DeviceType(type):
-    """Make ``_Device`` stand for ``torch.device``, which cannot be subclassed: its instances are torch's own."""
+    """Metaclass of ``_Device``, the substitute for ``torch.device``, which has no subclasses; instances are torch's."""
 
     def __call__(cls, device: object, *index: int, **kwargs: object) -> torch.device:
         return _DEVICE(_as_cpu(device), *index, **kwargs)  # type: ignore[call-overload]
@@ -48,14 +48,14 @@ class _DeviceType(type):
 
 
 Work = torch.distributed.Work | None
-"""What a collective returns: a handle, if it is asynchronous."""
+"""Result of a collective: a handle if it is asynchronous, else None."""
 Group = torch.distributed.ProcessGroup | None
 Replacement = tuple[type | ModuleType, str, object]
-"""An owner, the name of an attribute, and its value."""
+"""An owner, an attribute name, and the attribute's value."""
 
 _DEVICE = torch.device
 _Device = _DeviceType("device", (), {"__module__": "torch", "__doc__": '"cuda" means "cpu".'})
-# All that make tensors and take ``device``. A ``TorchFunctionMode`` would cost microseconds in every call of torch.
+# All torch functions that create tensors and take ``device``. A ``TorchFunctionMode`` would slow every torch call.
 _FACTORIES = (
     "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
     "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
@@ -65,7 +65,7 @@ _NEW_TENSORS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_t
 
 
 def _on_cpu[Made](original: Callable[..., Made]) -> Callable[..., Made]:
-    """Return a function that makes tensors, with ``device="cuda"`` replaced by ``"cpu"``."""
+    """Return a function that creates tensors, with ``device="cuda"`` replaced by ``"cpu"``."""
 
     @functools.wraps(original)
     def make(*args: object, **kwargs: object) -> Made:
@@ -77,7 +77,7 @@ def _on_cpu[Made](original: Callable[..., Made]) -> Callable[..., Made]:
 
 
 def _to_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``Tensor.to``, whose first argument may be a device."""
+    """Return ``Tensor.to`` with device "cuda" replaced by "cpu" in all arguments; the first may be a device."""
 
     @functools.wraps(original)
     def to(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -116,7 +116,7 @@ class InertStream:
 
 
 class InertEvent:
-    """The interface of a CUDA event on CPU: complete as soon as it is recorded."""
+    """The interface of a CUDA event on CPU, where an event is complete when it is recorded."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -164,7 +164,7 @@ def _inert_stream_context(stream: object) -> Iterator[None]:
 
 
 def _returns[Value](value: Value) -> Callable[..., Value]:
-    """Return a new function that returns ``value``: torch's tracer refuses one function under two names."""
+    """Return a new function that returns ``value``; it must be new, because torch's tracer refuses shared functions."""
 
     def stand_in(*args: object, **kwargs: object) -> Value:
         return value
@@ -173,7 +173,7 @@ def _returns[Value](value: Value) -> Callable[..., Value]:
 
 
 def _not_compiled(model: object = None, **options: object) -> object:
-    """Stand in for ``torch.compile`` as a function or decorator, and compile nothing."""
+    """Replace ``torch.compile``, as function or decorator, without compiling."""
     return model if model is not None else lambda function: function
 
 
@@ -188,7 +188,7 @@ def _module_to_cuda(module: torch.nn.Module, *args: object, **kwargs: object) ->
 def _cuda_type_name(
     original: Callable[..., str | torch.Tensor],
 ) -> Callable[..., str | torch.Tensor]:
-    """Return ``Tensor.type`` with the names that Megatron's optimizers compare with, such as torch.cuda.FloatTensor."""
+    """Return ``Tensor.type`` with the CUDA names that Megatron's optimizers compare, such as torch.cuda.FloatTensor."""
 
     def type_name(
         tensor: torch.Tensor, dtype: str | torch.dtype | None = None, *args: object, **kwargs: object
@@ -202,7 +202,7 @@ def _cuda_type_name(
 
 
 def _split_sizes_as_lists(original: Callable[..., Work]) -> Callable[..., Work]:
-    """Return ``all_to_all_single`` that takes sizes as tensors: Megatron passes CPU tensors, gloo takes lists only."""
+    """Return ``all_to_all_single`` that also accepts sizes as tensors, which Megatron passes but gloo refuses."""
 
     def all_to_all_single(
         output: torch.Tensor,
@@ -222,7 +222,7 @@ def _split_sizes_as_lists(original: Callable[..., Work]) -> Callable[..., Work]:
 
 
 def _gathers_uneven(original: Callable[..., Work]) -> Callable[..., Work]:
-    """Return ``all_gather`` for unequal shapes: ranks that share experts differ in tokens, gloo takes equal shapes."""
+    """Return ``all_gather`` for unequal shapes, which gloo refuses; expert ranks have different numbers of tokens."""
 
     def all_gather(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
@@ -261,7 +261,7 @@ def _scatters_uneven(original: Callable[..., Work]) -> Callable[..., Work]:
 
 
 def _torch_rows() -> list[Replacement]:
-    """Return (owner, attribute, replacement) of every torch call with a stand-in."""
+    """Return (owner, attribute, replacement) of every replaced torch call."""
     cuda = torch.cuda
     constant: dict[str, object] = {
         "is_available": lambda: True,
@@ -316,19 +316,19 @@ _INHERITED = object()  # the owner inherited the attribute
 
 @dataclass
 class CpuStandIns:
-    """The stand-ins that are installed, with what they replace."""
+    """The installed stand-ins and the originals that they replace."""
 
     originals: list[Replacement] = field(default_factory=list)
     megatron: Installation = field(default_factory=Installation)
 
     def install_torch(self) -> None:
-        """Replace the torch calls. Call it before Megatron is imported, which binds some of them."""
+        """Replace the torch calls. Call it before Megatron is imported, because Megatron binds some of them."""
         for owner, name, value in _torch_rows():
             self.originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
             setattr(owner, name, value)
 
     def install_megatron(self) -> None:
-        """Replace the few Megatron functions that reach CUDA in other ways. Raises ValueError as ``Installation``."""
+        """Replace the Megatron functions that use CUDA in other ways. Raises ValueError; see ``Installation``."""
         from megatron.bytescale.patches import CPU, rows_of
 
         try:
@@ -338,7 +338,7 @@ class CpuStandIns:
             raise
 
     def uninstall(self) -> None:
-        """Put everything back, last replaced first."""
+        """Restore all originals, in reverse order."""
         self.megatron.uninstall()
         while self.originals:
             owner, name, value = self.originals.pop()

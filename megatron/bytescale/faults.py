@@ -1,4 +1,4 @@
-"""The last line of a rank that loses a peer, or cannot save: the step, what failed, with whom, and what to look at."""
+"""The last log line of a rank that loses a peer or cannot save: step, failure, peers, and where to look."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class SaveFailed(RuntimeError):
 
 @contextlib.contextmanager
 def named_faults() -> Iterator[None]:
-    """Turn what ``torch.distributed`` raises about a peer into a ``PeerLost`` that says what failed, and when.
+    """Convert errors of ``torch.distributed`` about a peer to a ``PeerLost`` that names the failure and the step.
 
-    And errors of saving a checkpoint into a ``SaveFailed``.
+    Errors during the save of a checkpoint become a ``SaveFailed``.
     """
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException does not derive from Exception
         if isinstance(error, RuntimeError) and is_peer_error(error):
             raise PeerLost(f"{_when()}: {failure_text(error)}. {_advice()}") from error
         if any(frame.name == "save_checkpoint" for frame in traceback.extract_tb(error.__traceback__)):
@@ -39,13 +39,13 @@ def named_faults() -> Iterator[None]:
 def _save_text(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = lines[-1] if lines else type(error).__name__
-    if cause.startswith("CheckpointException"):  # without the errors of the ranks that could not write
-        cause = "another rank says why"
+    if cause.startswith("CheckpointException"):  # it omits the errors of the ranks that failed to write
+        cause = "the log of another rank has the cause"
     folder = current(Interruptions).save or "."
     free = shutil.disk_usage(folder).free
     return (
         f"saving the checkpoint in {folder} failed: {cause}. {free / 1e6:,.1f} MB are free "
-        "there; check the file system and start again: the run goes on from the last whole checkpoint"
+        "there; check the file system and start again: the run resumes from the last whole checkpoint"
     )
 
 
@@ -58,7 +58,7 @@ def _when() -> str:
 def _advice() -> str:
     minutes = current(Interruptions).distributed_timeout_minutes
     return (
-        "A rank has ended or hangs, or the network to it is cut: the log that ended first has the cause. If none did, "
-        f"look at the hosts and links of the other ranks; one that is silent for {minutes:g} minutes "
-        "(--distributed-timeout-minutes) ends all"
+        "A rank has ended or hangs, or the network to it is down: the log that ended first has the cause. Otherwise "
+        f"check the hosts and links of the other ranks; a rank that is silent for {minutes:g} minutes "
+        "(--distributed-timeout-minutes) ends the run"
     )

@@ -1,8 +1,9 @@
-"""``python -m megatron.bytescale.launch``: torchrun with exit codes that a job script can use.
+"""``python -m megatron.bytescale.launch``: torchrun with exit codes for job scripts.
 
-torchrun ends with 1 and a traceback after SIGTERM, also where all ranks have saved, and with 1 where they have refused
-their flags with 2. This ends with 0 after a save on SIGTERM, or before the first iteration; with 2 after bad input,
-which ``--max-restarts`` does not try again; else as torchrun does. All arguments are torchrun's.
+After SIGTERM torchrun exits with 1 and a traceback, even if all ranks have saved. It also exits with 1 if ranks refuse
+their flags with code 2. This command exits with 0 after a save on SIGTERM, or on SIGTERM before the first iteration. It
+exits with 2 after bad input, which ``--max-restarts`` does not retry. Otherwise it exits as torchrun does. All
+arguments are torchrun's.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
+TRACKER = "latest_checkpointed_iteration.txt"  # written by Megatron when a checkpoint is complete
 REFUSED = 2  # exit code of a rank that refuses its flags
-SECONDS_TO_REFUSE = 3.0  # for the other ranks of a machine to say the same; then there is nothing to wait for
-SECONDS_TO_APPEAR = 30.0  # a file that another node wrote to a shared file system
+SECONDS_TO_REFUSE = 3.0  # time for a machine's other ranks to refuse their flags as well
+SECONDS_TO_APPEAR = 30.0  # for another node's file on a shared file system
 
 
 @dataclass
 class Progress:
-    """What a run has written: its last checkpoint and its steps.
+    """The output of a run: its last checkpoint and its steps.
 
     Attributes:
         save: folder of checkpoints, or None.
-        metrics: the file that grows with each logged iteration, or None.
-        at_start, at_signal: state of each of them at the start, and when SIGTERM came.
-        ranks_failed: whether a rank of this machine has died, and none has been started since.
+        metrics: file that grows with each logged iteration, or None.
+        at_start, at_signal: state of both outputs at the start and on SIGTERM.
+        ranks_failed: whether a rank of this machine has died without a restart since.
     """
 
     save: Path | None
@@ -51,11 +52,11 @@ class Progress:
         return progress
 
     def state(self) -> list[object]:
-        """Return what identifies the present checkpoint and the present metrics."""
+        """Return the identity of the current checkpoint and metrics."""
         return [_identity(self.save and self.save / TRACKER), _identity(self.metrics)]
 
     def ended(self) -> tuple[int, str]:
-        """Return (exit code, message) of a run that has ended after SIGTERM."""
+        """Return (exit code, message) for a run that has ended after SIGTERM."""
         if self.metrics is not None and self.state()[1] == self.at_start[1]:
             return 0, "ended on SIGTERM before the first iteration; there was nothing to save"
         if self.save is None:
@@ -90,7 +91,7 @@ def value_of(words: Sequence[str], flag: str) -> str | None:
 
 
 def note_state_at_signal(progress: Progress) -> None:
-    """Note the state of the run when a signal comes, before torchrun passes it on to the ranks."""
+    """Record the run's state when a signal arrives, before torchrun passes the signal to the ranks."""
     from torch.distributed.elastic.multiprocessing import api
 
     handler = api._terminate_process_handler
@@ -103,9 +104,10 @@ def note_state_at_signal(progress: Progress) -> None:
 
 
 def follow_ranks(progress: Progress) -> None:
-    """Note whether ranks have failed. After a refusal of flags none is started again, and none is waited for.
+    """Record whether ranks have failed. After a refusal of flags, do not restart ranks or wait for them.
 
-    torchrun waits 30 s for ranks that ignore SIGTERM, as those do that wait in a collective for the one that refused.
+    torchrun waits 30 s for ranks that ignore SIGTERM, which includes ranks that wait in a collective for the rank that
+    refused its flags.
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.launcher import api
@@ -123,7 +125,7 @@ def follow_ranks(progress: Progress) -> None:
 
 
 def end_after_refusal(ranks: Sequence[SubprocessHandler]) -> None:
-    """Where one of these processes has refused its flags, let the others do so for a moment, and kill those left."""
+    """If a process has refused its flags, give the others a moment to refuse theirs, then kill the rest."""
     if all(rank.proc.poll() != REFUSED for rank in ranks):
         return
     deadline = time.monotonic() + SECONDS_TO_REFUSE
@@ -154,14 +156,14 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"bytescale launch: {message}", file=sys.stderr)
         return code
     except ChildFailedError as error:
-        if any(failure.exitcode == REFUSED for failure in error.failures.values()):  # its last line says why
+        if any(failure.exitcode == REFUSED for failure in error.failures.values()):  # its last line has the reason
             return REFUSED
         raise
     return 0
 
 
 def _end_before_ranks(*_: object) -> None:
-    """End the process; torchrun replaces this handler when it starts the ranks."""
+    """End the process; torchrun replaces this signal handler when it starts the ranks."""
     print("bytescale launch: ended on SIGTERM before the ranks were started", file=sys.stderr)
     sys.exit(0)
 

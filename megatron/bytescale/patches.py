@@ -1,7 +1,7 @@
-"""The table of all Megatron functions that are replaced or copied. Nothing else of Megatron is changed.
+"""The table of all Megatron functions that are replaced or copied. Megatron is not changed in any other way.
 
-Rows with ``wrap`` are replaced while their feature is on. Rows without stay as they are: slices run copies of the two
-pipeline schedules, in which three names mean functions of ``SliceStep``.
+Functions with ``wrap`` are replaced while their feature is enabled. Functions without ``wrap`` stay unchanged: slices
+run copies of the two pipeline schedules with three names bound to functions of ``SliceStep``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.datasets.utils:compile_helpers",
         wrap=wrap_compile_helpers,
         features=(ALWAYS,),
-        why="every run from the PyPI wheel would end here: it has the built helper and no Makefile",
+        why="it would end every run from the PyPI wheel, which has the built helper but no Makefile",
         source_hash="84029a50ae8c",
     ),
     Patch(
         target="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
         wrap=wrap_get_cuda_rng_state,
         features=(CPU,),
-        why="it reads CUDA's generator through torch's C++ bindings, which cannot be stood in for",
+        why="it reads CUDA's generator through torch's C++ bindings, which cannot be replaced",
         source_hash="aa26caaa069c",
     ),
     Patch(
         target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         wrap=wrap_set_cuda_rng_state,
         features=(CPU,),
-        why="it sets CUDA's generator through torch's C++ bindings, which cannot be stood in for",
+        why="it sets CUDA's generator through torch's C++ bindings, which cannot be replaced",
         source_hash="b179c9d95438",
     ),
     Patch(
@@ -64,7 +64,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.checkpointing:check_checkpoint_args",
         wrap=wrap_check_checkpoint_args,
         features=(HDP, SCULPT),
-        why="it alone sees what a checkpoint has counted; a hook after loading sees only the sum",
+        why="only it sees a checkpoint's own counts; a hook after loading sees only the sum",
         source_hash="4c636308e56b",
     ),
     Patch(
@@ -116,7 +116,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.optimizer:get_megatron_optimizer",
         wrap=wrap_get_megatron_optimizer,
         features=(HDP, STATES),
-        why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook lies before",
+        why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook runs before",
         source_hash="b473223298c4",
         aliases=("megatron.training.training",),
     ),
@@ -124,7 +124,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         wrap=wrap_set_main_param_and_optimizer_states,
         features=(HDP, STATES),
-        why="without TransformerEngine it reads from the sharded tensors a step that they lack; no hook skips it",
+        why="without TransformerEngine it reads a step that the sharded tensors lack; no hook skips it",
         source_hash="40cab7846597",
     ),
     Patch(

@@ -1,8 +1,8 @@
-"""Check, replace and restore functions of Megatron, for any feature.
+"""Checks, replaces and restores functions of Megatron, for all features.
 
-A ``Patch`` row names one function, says why no hook of Megatron suffices, and holds the hash of the source that it was
-written for. ``Installation`` checks all rows against the installed Megatron before it applies the first one. Nothing
-else sets an attribute of a Megatron object (tests/test_layout.py, tests/bytescale/test_patches.py).
+A ``Patch`` row names one function, gives the reason why no hook of Megatron suffices, and contains the hash of the
+source that it was written for. ``Installation`` checks all rows against the installed Megatron before it applies the
+first row. No other code sets an attribute of a Megatron object (tests/test_layout.py, tests/bytescale/test_patches.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Function = Callable[..., Any]
-Holder = types.ModuleType | type  # what a function of Megatron is an attribute of
+Holder = types.ModuleType | type  # owner of a function
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Patch:
     """One Megatron function that is replaced or copied.
 
     Attributes:
-        target: where the function is defined, "module:function" or "module:Class.method".
+        target: definition of the function, "module:function" or "module:Class.method".
         features: names of the features that need the row.
-        why: why no argument, callable, spec or call site suffices.
-        source_hash: first 12 hex digits of sha256 of ``inspect.getsource(original)``.
-        wrap: (original, runtime) -> replacement. None: Megatron keeps the function, and ``copy_with_names`` runs a copy
-            of it, or names another function in such a copy.
-        aliases: other modules that hold the same function by ``from ... import``.
+        why: reason why no argument, callable, spec or call site suffices.
+        source_hash: first 12 hex digits of the sha256 of ``inspect.getsource(original)``.
+        wrap: (original, runtime) -> replacement. None: the function stays, and ``copy_with_names`` runs a copy of it,
+            or replaces its name in such a copy.
+        aliases: other modules that import the same function by ``from ... import``.
     """
 
     target: str
@@ -51,7 +51,7 @@ def source_hash(function: Function) -> str:
 
 
 def resolve(target: str) -> tuple[Holder, str, Function]:
-    """Return (module or class, attribute, function) of a row's target. Raises ValueError when it does not exist."""
+    """Return (module or class, attribute, function) of a row's target. Raises ValueError if it does not exist."""
     module_name, _, path = target.partition(":")
     *classes, attribute = path.split(".")
     try:
@@ -64,9 +64,9 @@ def resolve(target: str) -> tuple[Holder, str, Function]:
 
 
 def check(patch: Patch) -> None:
-    """Raise ValueError if a row's function has another source, is wrapped already, or differs from an alias."""
+    """Raise ValueError if a row's function has other source code, is already wrapped, or differs from an alias."""
     _, attribute, function = resolve(patch.target)
-    if inspect.unwrap(function) is not function:  # its source would be read through the wrapper
+    if inspect.unwrap(function) is not function:  # the wrapper would hide another source
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
     actual = source_hash(function)
     if actual != patch.source_hash:
@@ -81,12 +81,12 @@ def check(patch: Patch) -> None:
 
 @dataclass
 class Installation:
-    """The functions replaced right now, as (module or class, attribute, original)."""
+    """The currently replaced functions, as (module or class, attribute, original)."""
 
     originals: list[tuple[Holder, str, Function]] = field(default_factory=list)
 
     def install(self, patches: Sequence[Patch], runtime: object) -> None:
-        """Check every row, then apply every row. Raises ValueError before anything is replaced."""
+        """Check every row, then apply every row. Raises ValueError before any function is replaced."""
         for patch in patches:
             check(patch)
         for patch in patches:
@@ -99,12 +99,12 @@ class Installation:
                 setattr(holder, attribute, replacement)
 
     def uninstall(self) -> None:
-        """Put every original back, last replaced first."""
+        """Restore every original, in reverse order."""
         while self.originals:
             setattr(*self.originals.pop())
 
     def names(self) -> list[str]:
-        """Return "module.function" or "module.Class.method" of everything replaced."""
+        """Return "module.function" or "module.Class.method" of every replaced function."""
         return [f"{_full_name(holder)}.{attribute}" for holder, attribute, _ in self.originals]
 
 
@@ -113,7 +113,7 @@ def _full_name(holder: Holder) -> str:
 
 
 def copy_with_names(function: Function, **names: object) -> Function:
-    """Return a copy of a function in which these global names mean something else. Its module stays as it is."""
+    """Return a copy of a function with some of its global names bound to other objects. Its module stays unchanged."""
     assert isinstance(function, types.FunctionType) and names.keys() <= function.__globals__.keys(), f"{function=}"
     copied = types.FunctionType(
         function.__code__,
@@ -127,7 +127,7 @@ def copy_with_names(function: Function, **names: object) -> Function:
 
 
 def describe(patch: Patch) -> str:
-    """Return one printed row of the table: the function, its state, its hash, the features, the reason, the holders."""
+    """Return a printed row of the table: function, state, hash, features, reason, owners."""
     _, _, function = resolve(patch.target)
     original = getattr(function, "__wrapped__", function)
     state = "replaced" if original is not function else "copied" if patch.wrap is None else "untouched"

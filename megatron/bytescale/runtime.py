@@ -1,6 +1,7 @@
-"""The state of one training process, shared by hooks and patches. Nothing here is global.
+"""The state of one training process, shared by hooks and patches. None of it is global.
 
-``Parts`` are made while the model is built and stay, ``StepState`` belongs to one step, and ``LogState`` to the log.
+``Parts`` are created while the model is built and then stay. ``StepState`` belongs to one step, ``LogState`` to the
+log.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Totals:
     Attributes:
         figures: sums over steps.
         num_steps: number of steps.
-        seconds: wall time of these steps.
+        seconds: wall time of these steps, in seconds.
         model_flops: floating-point operations of these steps on all ranks.
-        active_experts: sum over these steps of the mean number of experts of a token.
-        stale_steps: sum over these steps of the steps whose gradients the parameters lacked.
-        most_stale_steps: largest such number in one step.
+        active_experts: sum over these steps of a token's mean number of experts.
+        stale_steps: sum over these steps of the number of steps whose gradients the parameters lacked.
+        most_stale_steps: largest number of such steps in one step.
         step_samples: samples of the last step.
-        step_started: time when the running step began, in seconds of ``time.perf_counter``; None after it was counted.
+        step_started: start of the current step, in seconds of ``time.perf_counter``; None once the step is counted.
     """
 
     figures: RankStep = field(default_factory=RankStep)
@@ -67,10 +68,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a process computes and communicates with. Features add their parts while the model is built.
+    """The objects with which a process computes and communicates. Features add theirs while the model is built.
 
     Attributes:
-        clock: clock that marks the phases of the running step.
+        clock: clock that marks the phases of the current step.
         peak: meter of the memory of ``--hdp-memory-step``.
         kernel: attention kernel.
         kernel_calls: calls of the kernel since the last step.
@@ -79,8 +80,8 @@ class Parts:
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: state that layers share under an activation policy, or None.
         key_link: link to host memory for swapped keys of slices without an activation policy, or None.
-        expert_counts: counter of the tokens of each expert in the running step; None if nothing reads them.
-        load_history: expert loads of finished steps that plans are made with; None if loads are not measured.
+        expert_counts: counter of the tokens of each expert in the current step; None if no feature reads them.
+        load_history: expert loads of finished steps, as input of plans; None if loads are not measured.
         late_updates: optimizer updates that run during later steps, or None.
     """
 
@@ -99,7 +100,7 @@ class Parts:
 
     @property
     def link(self) -> Link | None:
-        """The link to host memory; None if nothing is swapped."""
+        """The link to host memory; None without swapping."""
         return self.key_link if self.activations is None else self.activations.link
 
 
@@ -108,11 +109,11 @@ class StepState:
     """State of one step.
 
     Attributes:
-        batch: plan and micro-batches of the step that runs; None between steps.
+        batch: plan and micro-batches of the current step; None between steps.
         next_batch: function that waits for the batch of the next step; it returns None at the end of the data.
         weight_gradients: weight gradients that wait for idle time (zero bubble), in a step of our schedule; else None.
         expert_loads: routing loads that slices of one micro-batch share; None outside a step of slices.
-        active_experts: mean experts of a token, if routers vary their number; else None.
+        active_experts: mean number of experts per token if routers vary it; else None.
         stale_steps: number of steps whose gradients the parameters lack.
     """
 
@@ -126,7 +127,7 @@ class StepState:
 
 @dataclass
 class LogState:
-    """What the log has counted and said.
+    """Counts and messages of the log so far.
 
     Attributes:
         totals: figures since the last log line.
@@ -134,7 +135,7 @@ class LogState:
         hosts: host names of all processes; empty until the first log line.
         tokens_so_far: tokens of the whole run, on the rank that writes the log.
         plans_compared: whether the ranks have compared a plan yet.
-        warned_of_time: whether the user was told that a planner ran out of time.
+        warned_of_time: whether the log has warned that a planner ran out of time.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -150,9 +151,9 @@ class Runtime:
     """One process of a run.
 
     Attributes:
-        run: everything that is decided; replaced once, when speeds are measured at start.
-        parts: what the process computes and communicates with.
-        step: state of the running step.
+        run: all decisions about the run; replaced once if speeds are measured at start.
+        parts: objects with which the process computes and communicates.
+        step: state of the current step.
         log: state of the log.
     """
 
@@ -168,9 +169,9 @@ class Runtime:
 
     @classmethod
     def alone(cls, shape: ModelShape, dtype: torch.dtype, device: torch.device, kernel: Kernel) -> Runtime:
-        """Return the state of a process that runs a whole model without features, to decode or to measure it."""
+        """Return the state of a process that decodes or measures a whole model without features."""
         process = Process(rank=0, local_rank=0, on_cuda=device.type == "cuda", dtype=dtype)
-        setup = setup_of_cost(cost_of_rates(shape, 1.0, 1.0, 1.0), cluster=Cluster(1, 1))  # nothing is planned
+        setup = setup_of_cost(cost_of_rates(shape, 1.0, 1.0, 1.0), cluster=Cluster(1, 1))  # nothing to plan
         runtime = cls.of(RunConfig(shape, setup.cluster, None, process, setup.mesh.stage_layers, choose(setup)))
         runtime.add_parts(kernel=kernel)
         return runtime
@@ -185,29 +186,29 @@ class Runtime:
 
     @property
     def hdp(self) -> HdpConfig:
-        """Settings of hybrid data parallelism, which must be on."""
+        """The settings of hybrid data parallelism, which must be on."""
         return self.run.get(HdpConfig)
 
     @property
     def slicing(self) -> Slicing:
-        """How the micro-batches of the running step are sliced."""
+        """The slicing of the current step's micro-batches."""
         chosen = None if self.step.batch is None else self.step.batch.plan.slicing
         return self.run.decision.finest if chosen is None else chosen
 
     @property
     def rank(self) -> int:
-        """HDP rank of this process."""
+        """The HDP rank of this process."""
         assert self.parts.comm is not None, f"{self.parts.comm=}"
         return self.parts.comm.rank
 
     @property
     def device(self) -> torch.device:
-        """Device that computes micro-batches."""
+        """The device that computes micro-batches."""
         on_cuda = self.run.process.on_cuda
         return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
     def reset_counts(self) -> None:
-        """Count messages and kernel calls from zero: an evaluation may have run since the last step."""
+        """Reset the counts of messages and kernel calls, because an evaluation may have run since the last step."""
         if self.parts.comm is not None:
             self.parts.comm.stats.reset()
         self.parts.kernel_calls.num_forward = self.parts.kernel_calls.num_backward = 0

@@ -1,4 +1,4 @@
-"""``torchrun -m megatron.bytescale.train``: pretrain_gpt_hdp.py of an installed package."""
+"""``torchrun -m megatron.bytescale.train``: the same program as pretrain_gpt_hdp.py, for an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shows that a checkpoint is not whole, and which one a run goes on from."""
+"""Signs of an incomplete checkpoint, and the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_last_whole_checkpoint_takes_the_place_of_one_that_is_cut_short(
     warning = use_last_whole(tmp_path)
     assert warning is not None
     assert str(file) in warning
-    assert "goes on from the last whole checkpoint, of iteration 4" in warning
+    assert "resumes from the last whole checkpoint, of iteration 4" in warning
     assert (tmp_path / TRACKER).read_text() == "4"
     assert use_last_whole(tmp_path) is None
 

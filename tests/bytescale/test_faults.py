@@ -71,7 +71,7 @@ def test_step_ranks_and_advice_are_in_one_line(said: dict[str, str]) -> None:
 def test_a_failed_save_names_its_folder_and_what_is_free_there(said: dict[str, str]) -> None:
     failed = "SaveFailed: rank 0, step 12: saving the checkpoint in / failed: [Errno 28] No space left on device. "
     assert said["save"].startswith(failed)
-    assert "MB are free there; check the file system and start again: the run goes on from the last" in said["save"]
+    assert "MB are free there; check the file system and start again: the run resumes from the last" in said["save"]
     assert said["save of another rank"].startswith("PeerLost: rank 0, step 12: ")
 
 

@@ -1,1 +1,1 @@
-"""Parse our flags, check them against Megatron's, and resolve them."""
+"""Parses our flags, checks them against Megatron's flags, and resolves them."""

@@ -1,4 +1,4 @@
-"""Report bad input in one line, whether Megatron or this package found it."""
+"""Reports bad input in one line, whether Megatron or this package detects it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def one_line_errors(program: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Turn the errors that Megatron raises over arguments, of several types, into a ValueError of one line."""
+    """Convert Megatron's errors about arguments, which have several types, to a ValueError of one line."""
     try:
         yield
     except (AssertionError, RuntimeError, OSError, ImportError, KeyError, TypeError) as error:

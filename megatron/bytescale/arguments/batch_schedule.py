@@ -1,4 +1,4 @@
-"""Steps that grow while a run trains: ``--step-batch-size-schedule`` and ``--rampup-batch-size``, in documents."""
+"""Step sizes that grow during a run: ``--step-batch-size-schedule`` and ``--rampup-batch-size``, in documents."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.bytescale.arguments.options import Overrides
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Megatron's flags of the sizes of steps.
+    """Megatron's flags for step sizes.
 
     Attributes:
-        seq_length: most tokens of a sample.
+        seq_length: maximum number of tokens in a sample.
         global_batch_size: samples of a step.
-        rampup_batch_size: first size, increment, and samples until the last size.
-        step_batch_size_schedule: thresholds in tokens, with the size of steps from each threshold on.
+        rampup_batch_size: first size, increment, and number of samples until the last size.
+        step_batch_size_schedule: thresholds in tokens, each with the step size from there on.
         train_samples: samples of the whole training.
     """
 
@@ -29,9 +29,9 @@ class StepSizes:
 
 
 def schedule_overrides(sizes: StepSizes) -> Overrides:
-    """Return ``--rampup-batch-size``, which Megatron 0.19.2 ignores, as the schedule that Megatron has instead.
+    """Convert ``--rampup-batch-size``, which Megatron 0.19.2 ignores, to the schedule that Megatron supports.
 
-    Raises ValueError for sizes that never reach ``--global-batch-size``, and for steps that are not counted in samples.
+    Raises ValueError for sizes that never reach ``--global-batch-size``, and without ``--train-samples``.
     """
     schedule, settings = sizes.step_batch_size_schedule, dict[str, object]()
     if sizes.rampup_batch_size is not None and sizes.global_batch_size is not None:
@@ -43,12 +43,12 @@ def schedule_overrides(sizes: StepSizes) -> Overrides:
         # Megatron refuses an explicit size in addition to a schedule.
         settings = {"step_batch_size_schedule": schedule, "_is_global_batch_size_explicitly_specified": False}
     if schedule is not None and sizes.train_samples is None:
-        raise ValueError("steps that grow need --train-samples in place of --train-iters")
+        raise ValueError("growing steps need --train-samples in place of --train-iters")
     return settings
 
 
 def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[int]:
-    """Return the sizes of ``--rampup-batch-size``. Raises ValueError where its increments do not lead to ``last``."""
+    """Return the sizes of ``--rampup-batch-size``. Raises ValueError if its increments do not end at ``last``."""
     steps, rest = divmod(last - first, increment) if increment > 0 else (0, 1)
     if first < 1 or steps < 1 or rest or documents < steps:
         raise ValueError(
@@ -59,19 +59,19 @@ def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[in
 
 
 def schedule_of(text: str | None, seq_length: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return (documents before, documents of a step from then on) of each part of a schedule; nothing without one.
+    """Return (first document, documents per step) of each part of a schedule; empty without a schedule.
 
-    Raises ValueError for what Megatron's schedule does not accept, or asserts only in mid-run.
+    Raises ValueError for schedules that Megatron refuses at the start or in the middle of a run.
     """
     if text is None:
         return ()
-    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator  # with torch
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator  # imports torch
 
     with refusals_of_megatron():
         parts = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, seq_length).schedule
     sizes = [size for _, size in parts]
     if sizes != sorted(sizes):
-        raise ValueError(f"--step-batch-size-schedule {text}: steps must not shrink, which ends Megatron's loop")
+        raise ValueError(f"--step-batch-size-schedule {text}: steps must not shrink, because that ends Megatron's loop")
     if any(size % num_ranks for size in sizes):
         raise ValueError(
             f"--step-batch-size-schedule {text}: each size must be a multiple of the {num_ranks} data-parallel ranks"

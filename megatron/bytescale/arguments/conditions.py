@@ -1,4 +1,4 @@
-"""Conditions on parsed arguments, as values that combine with ``&``, ``|`` and ``~``.
+"""Conditions on parsed arguments, as values that can be combined with ``&``, ``|`` and ``~``.
 
 An argument that Megatron's parser has not set counts as None.
 """
@@ -21,7 +21,7 @@ class Condition:
     """A condition on parsed arguments.
 
     Attributes:
-        holds: whether arguments meet it.
+        holds: function that returns whether arguments meet the condition.
     """
 
     holds: Callable[[argparse.Namespace], bool]
@@ -31,15 +31,15 @@ class Condition:
         return self.holds(args)
 
     def __and__(self, other: Condition) -> Condition:
-        """Return the condition that both hold; ``other`` is not looked at if this one does not hold."""
+        """Return the condition that both hold; ``other`` is only evaluated if this condition holds."""
         return Condition(lambda args: self(args) and other(args))
 
     def __or__(self, other: Condition) -> Condition:
-        """Return the condition that one of them holds."""
+        """Return the condition that at least one of the two holds."""
         return Condition(lambda args: self(args) or other(args))
 
     def __invert__(self) -> Condition:
-        """Return the condition that this one does not hold."""
+        """Return the negated condition."""
         return Condition(lambda args: not self(args))
 
 
@@ -49,7 +49,7 @@ def given(name: str) -> Condition:
 
 
 def chosen(name: str) -> Condition:
-    """Return the condition that a flag is on the command line: its argument is neither None nor False, but may be 0."""
+    """Return the condition that the command line has a flag: its argument is not None or False, but may be 0."""
     return ~Condition(lambda args: getattr(args, name, None) is None or getattr(args, name) is False)
 
 
@@ -64,15 +64,15 @@ def above(name: str, limit: float) -> Condition:
 
 
 def where[Options: DataclassInstance](kind: type[Options], holds: Callable[[Options], bool]) -> Condition:
-    """Return a condition on several arguments: those that have the names of the fields of ``kind``."""
+    """Return a condition on several arguments, given by the field names of ``kind``."""
     return Condition(lambda args: holds(options_of(args, kind)))
 
 
 IS_LOCAL = equals("transformer_impl", "local")
-"""Layers are Megatron's own, without TransformerEngine."""
+"""Megatron's own layers are used, without TransformerEngine."""
 
 IS_CUT = ~equals("seq1f1b_slices", None, 1)
-"""Micro-batches are cut into slices."""
+"""Micro-batches run in slices."""
 
 PLANS_ACTIVATIONS = ~equals("activation_policy", "none") | chosen("swap_fraction") | chosen("recompute_fraction")
-"""A policy, or given shares, plan what layers keep."""
+"""A policy or given shares determine which tensors layers keep."""

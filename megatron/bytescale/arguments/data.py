@@ -11,18 +11,18 @@ from typing import Any
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 
 Blend = tuple[list[str], list[float] | None]
-"""Data sets and their weights, as Megatron's configuration of data sets holds them."""
+"""Data sets and their weights, in the format of Megatron's configuration of data sets."""
 
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Where the data sets are; Megatron's flags of the same names.
+    """The locations of the data sets, from Megatron's flags of the same names.
 
     Attributes:
         data_path: data sets of all splits, with their weights.
-        data_args_path: a file of such a list.
+        data_args_path: file that contains such a list.
         train_data_path, valid_data_path, test_data_path: data sets of one split.
-        per_split_data_args_path: a JSON file with the data sets of each split.
+        per_split_data_args_path: JSON file with the data sets of each split.
     """
 
     data_path: Sequence[str] | None
@@ -33,10 +33,10 @@ class DataPaths:
     per_split_data_args_path: str | None
 
     def blends(self) -> tuple[Blend | None, list[Blend | None] | None]:
-        """Return the data sets of all splits together, or those of each split."""
-        from megatron.training.utils import get_blend_and_blend_per_split  # with torch
+        """Return the data sets for all splits together, or the data sets of each split."""
+        from megatron.training.utils import get_blend_and_blend_per_split  # imports torch
 
-        together, of_splits = get_blend_and_blend_per_split(self)  # which reads these six arguments alone
+        together, of_splits = get_blend_and_blend_per_split(self)  # it reads only these six arguments
         return together, of_splits
 
     def prefixes(self) -> list[str]:
@@ -48,20 +48,20 @@ class DataPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments(DataPaths):
-    """How data sets are read; Megatron's flags of the same names.
+    """The settings for reading data sets, from Megatron's flags of the same names.
 
     Attributes:
         seed: seed of the order of samples.
-        seq_length: most tokens of a sample.
+        seq_length: maximum number of tokens in a sample.
         split: shares of training, validation and test.
-        num_dataset_builder_threads: threads that build data sets.
-        mid_level_dataset_surplus: share of samples that are built in addition, for rounding of blends.
+        num_dataset_builder_threads: number of threads that build data sets.
+        mid_level_dataset_surplus: share of extra samples that are built, for the rounding of blends.
         data_cache_path: folder of the index cache.
-        mmap_bin_files: files of tokens are mapped into memory.
-        train_iters: training steps; None where training is counted in samples.
-        train_samples: training samples.
-        eval_iters: steps of an evaluation.
-        skip_train: only evaluate.
+        mmap_bin_files: whether token files are mapped into memory.
+        train_iters: number of training steps; None if training is counted in samples.
+        train_samples: number of training samples.
+        eval_iters: number of steps of an evaluation.
+        skip_train: whether the run only evaluates.
     """
 
     seed: int
@@ -77,8 +77,8 @@ class DataArguments(DataPaths):
     skip_train: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return fields of a configuration of data sets (``BlendedMegatronDatasetConfig``) by name."""
-        from megatron.training.global_vars import get_tokenizer  # with torch
+        """Return the fields of a configuration of data sets (``BlendedMegatronDatasetConfig``) by name."""
+        from megatron.training.global_vars import get_tokenizer  # imports torch
 
         blend, blend_per_split = self.blends()
         return {
@@ -95,10 +95,10 @@ class DataArguments(DataPaths):
         }
 
     def wanted_samples(self) -> tuple[int | None, ...]:
-        """Return the samples of the three splits, where they are known before Megatron has counted iterations."""
+        """Return the number of samples of each split; None for a number that depends on Megatron's later counts."""
         if self.train_iters is None:
             return self.train_samples, self.eval_iters, self.eval_iters
-        from megatron.training.training import get_train_valid_test_num_samples  # with torch
+        from megatron.training.training import get_train_valid_test_num_samples  # imports torch
 
         sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
         return sizes
@@ -106,7 +106,7 @@ class DataArguments(DataPaths):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArguments(DataArguments):
-    """How Megatron's samples of one length are made; Megatron's flags of the same names."""
+    """The settings of Megatron's fixed-length samples, from its flags of the same names."""
 
     multiple_validation_sets: bool
     full_validation: bool
@@ -127,9 +127,9 @@ class SampleArguments(DataArguments):
     mock_data: bool
 
     def sample_settings(self) -> dict[str, Any]:
-        """Return fields of Megatron's ``GPTDatasetConfig`` by name.
+        """Return the fields of Megatron's ``GPTDatasetConfig`` by name.
 
-        Raises ValueError for a file of ``--per-dataset-sequences-path`` that cannot be read.
+        Raises ValueError for an unreadable ``--per-dataset-sequences-path``.
         """
         settings = self.settings() | {
             "multiple_validation_sets": self.multiple_validation_sets,
@@ -153,7 +153,7 @@ class SampleArguments(DataArguments):
 
 @dataclass(frozen=True)
 class MiddleArguments:
-    """How samples are rearranged so that a model learns to fill in their middles (``--fim-data``)."""
+    """The rearrangement of samples that teaches a model to fill in the middle (``--fim-data``)."""
 
     fim_rate: float | None
     fim_spm_rate: float | None

@@ -1,4 +1,4 @@
-"""What all features need from Megatron's arguments: the model, its measured cost, the ranks, this process."""
+"""The values that all features need from Megatron's arguments: model, measured cost, ranks, process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 
 def model_shape(args: Any) -> ModelShape:
-    """Return the sizes of the model that its FLOPs depend on."""
+    """Return the model's sizes that determine its FLOPs."""
     experts, latent = {}, _latent(args)
     if args.num_experts:
-        every = args.moe_layer_freq  # a number, or 0 or 1 for each layer
+        every = args.moe_layer_freq  # a number, or one 0 or 1 per layer
         shared = args.moe_shared_expert_intermediate_size or 0
         experts = {
             "num_expert_layers": sum(every) if isinstance(every, list) else -(-args.num_layers // every),
@@ -53,7 +53,7 @@ def _latent(args: Any) -> LatentShape | None:
 
 
 def _windows(args: Any) -> dict[str, Any]:
-    """Return the layers with a sliding window, and the keys before its own that a token sees in them."""
+    """Return the number of layers with a sliding window, and the keys before its own that a token attends to there."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     layers = range(1, args.num_layers + 1)
@@ -63,7 +63,7 @@ def _windows(args: Any) -> dict[str, Any]:
 
 
 def stage_layers(args: Any) -> tuple[int, ...]:
-    """Return the transformer layers of each pipeline stage, in all its virtual stages, as Megatron lays them out."""
+    """Return the transformer layers of each pipeline stage over all its virtual stages, in Megatron's layout."""
     num_layers, num_stages = args.num_layers, args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is not None:
         from megatron.core.transformer.enums import LayerType
@@ -84,9 +84,9 @@ def stage_layers(args: Any) -> tuple[int, ...]:
 
 
 def measured_cost(args: Any, shape: ModelShape) -> ModelCost | None:
-    """Return the costs in ``--cost-file``, or None without it.
+    """Return the costs in ``--cost-file``, or None without the flag.
 
-    Raises ValueError for a file that is damaged or for another model.
+    Raises ValueError if the file is damaged or belongs to another model.
     """
     if args.cost_file is None:
         return None
@@ -96,7 +96,7 @@ def measured_cost(args: Any, shape: ModelShape) -> ModelCost | None:
 
 
 def cluster(args: Any) -> Cluster:
-    """Return the HDP ranks and the most tokens of a micro-batch on one of them."""
+    """Return the number of HDP ranks and the maximum tokens of a micro-batch per rank."""
     tensor_ranks = args.tensor_model_parallel_size
     model_ranks = tensor_ranks * args.pipeline_model_parallel_size
     num_ranks = args.world_size // model_ranks
@@ -107,13 +107,13 @@ def cluster(args: Any) -> Cluster:
 
 
 def ranks_of_a_node(distance: int, num_ranks: int) -> int | None:
-    """Return the HDP ranks of this node, by torchrun's LOCAL_WORLD_SIZE.
+    """Return the number of HDP ranks on this node, from torchrun's LOCAL_WORLD_SIZE.
 
-    Returns None where HDP ranks do not fill the node evenly, or where it holds all of them.
+    Returns None if HDP ranks do not divide the node evenly, or if the node has all of them.
 
     Args:
-        distance: processes from one HDP rank to the next, as Megatron numbers ranks.
-        num_ranks: all HDP ranks.
+        distance: number of processes from one HDP rank to the next in Megatron's numbering.
+        num_ranks: total number of HDP ranks.
     """
     ranks, rest = divmod(int(os.environ.get("LOCAL_WORLD_SIZE", "0")), distance)
     return ranks if ranks and not rest and ranks < num_ranks and not num_ranks % ranks else None
@@ -136,14 +136,14 @@ def process(args: Any) -> Process:
 
 
 def stage_of(args: Any) -> int:
-    """Return the pipeline stage of this process, as Megatron numbers ranks."""
+    """Return the pipeline stage of this process in Megatron's numbering."""
     num_stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     distance = tensor_ranks if args.use_tp_pp_dp_mapping else args.world_size // num_stages
     return int(args.rank // distance % num_stages)
 
 
 def hdp_rank_of(args: Any) -> int:
-    """Return the pipeline of this process among those that train side by side, as Megatron numbers ranks."""
+    """Return this process's index among the pipelines that train side by side, in Megatron's numbering."""
     num_stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     if args.use_tp_pp_dp_mapping:
         return int(args.rank // (tensor_ranks * num_stages))

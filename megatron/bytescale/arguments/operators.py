@@ -1,4 +1,4 @@
-"""Which operators of a layer are fused kernels, from the arguments of a training."""
+"""The operators of a layer that are fused kernels, from the arguments of a training."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bytescale_ext.plan.activation.operators import LayerOperators
 
 
 def operators_of(args: Any, on_cuda: bool, element_bytes: int) -> LayerOperators:
-    """Return the operators that Megatron 0.19.2 builds of these arguments, which ask for nothing the machine lacks.
+    """Return the operators that Megatron 0.19.2 builds for these arguments, which request only what the machine has.
 
-    Torch has one kernel for RMSNorm on GPUs only, and one for LayerNorm everywhere. Its dropout keeps a mask of bytes
-    on GPUs, and on CPU one of the type of the hidden states.
+    torch has a single kernel for RMSNorm only on GPUs, and a single kernel for LayerNorm everywhere. On GPUs its
+    dropout keeps a mask of bytes; on CPU the mask has the dtype of the hidden states.
     """
     engine = args.transformer_impl == "transformer_engine"
     has_angles = args.position_embedding_type in ("rope", "yarn")

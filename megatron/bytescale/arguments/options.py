@@ -1,7 +1,8 @@
-"""Read Megatron's parsed arguments as frozen, typed values, and change them.
+"""Reads Megatron's parsed arguments as frozen, typed values, and changes arguments.
 
-The functions of a feature, and everything below the flag files, take such values and never the namespace. A kind of
-value is a frozen dataclass whose fields have the names of arguments, so it also lists what its readers depend on.
+The functions of a feature, and all code below the flag files, take such values instead of the namespace. Each kind of
+value is a frozen dataclass whose fields have the names of arguments. So it also lists the arguments that its readers
+depend on.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ NO_OVERRIDES: Overrides = {}
 
 
 def options_of[Options: DataclassInstance](args: argparse.Namespace, kind: type[Options]) -> Options:
-    """Return the arguments that have the names of the fields of ``kind``.
+    """Return the arguments with the field names of ``kind``.
 
-    A field with a default may be missing from the arguments, for example from those of an old checkpoint. Raises
-    AttributeError if another one is missing.
+    A field with a default may be missing from the arguments, for example in an old checkpoint. Raises AttributeError if
+    any other field is missing.
     """
     missing = {
         field.name
@@ -35,22 +36,22 @@ def options_of[Options: DataclassInstance](args: argparse.Namespace, kind: type[
 
 
 def current[Options: DataclassInstance](kind: type[Options]) -> Options:
-    """Return the arguments of the running training that have the names of the fields of ``kind``.
+    """Return the running training's arguments with the field names of ``kind``.
 
-    Megatron also keeps its progress there, such as ``curr_iteration`` and ``consumed_train_samples``.
+    Megatron also stores its progress in the arguments, such as ``curr_iteration`` and ``consumed_train_samples``.
     """
-    from megatron.training import get_args  # with torch
+    from megatron.training import get_args  # imports torch
 
     return options_of(get_args(), kind)
 
 
 def override(args: argparse.Namespace, overrides: Overrides) -> None:
-    """Set arguments. Only features ask for this, before and after Megatron checks its arguments."""
+    """Set arguments. Only features use this, before and after Megatron checks its arguments."""
     vars(args).update(overrides)
 
 
 def override_current(overrides: Overrides) -> None:
     """Set arguments of the running training."""
-    from megatron.training import get_args  # with torch
+    from megatron.training import get_args  # imports torch
 
     override(get_args(), overrides)

@@ -1,4 +1,4 @@
-"""Our flags in Megatron's parser, defaults of the device, and Megatron's own checks."""
+"""Our flags in Megatron's parser, defaults that depend on the device, and Megatron's own checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of all features to Megatron's parser (``extra_args_provider``)."""
     parser.usage = "%(prog)s FLAGS (--help lists them)"  # instead of a thousand lines before each error
     group = parser.add_argument_group("bytescale: device and costs")
-    group.add_argument("--cpu", action="store_true", help="Train on CPU with gloo. The default where there is no GPU.")
+    group.add_argument("--cpu", action="store_true", help="Train on CPU with gloo. The default without a GPU.")
     group.add_argument(
         "--cost-file",
         type=Path,
@@ -37,39 +37,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
-    """Double the bare percent signs in help texts. Megatron 0.19.2 has one, which ends ``--help`` with an error."""
+    """Double the bare percent signs in help texts. Megatron 0.19.2 has one, which breaks ``--help``."""
     for action in parser._actions:
         if action.help:
             action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
 
 
-# What Megatron turns on by default, and the module that it needs.
+# Settings that Megatron turns on by default, and the modules that they need.
 NEEDS = {
     "apply_rope_fusion": "transformer_engine",
-    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",  # of Apex; the output layer has no other way
-    "masked_softmax_fusion": "scaled_masked_softmax_cuda",  # of Apex
+    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",  # from Apex; the output layer requires it
+    "masked_softmax_fusion": "scaled_masked_softmax_cuda",  # from Apex
 }
 
 
 def is_installed(module: str) -> bool:
-    """Return whether this machine has a module."""
+    """Return whether a module is installed on this machine."""
     return importlib.util.find_spec(module) is not None
 
 
 def named_or_installed(argv: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether a machine that a command line is for has a module: this one has it, or the line names it."""
+    """Return a check for modules on a command line's machine: installed here, or named on the command line."""
     return lambda module: module in argv or is_installed(module)
 
 
 def set_device_defaults(
     args: argparse.Namespace, argv: Sequence[str], on_cpu: bool, has: Callable[[str], bool] = is_installed
 ) -> None:
-    """Turn off what the machine of the training cannot run, so that command lines need not.
+    """Turn off settings that the training's machine cannot run, so that command lines need not do so.
 
-    Without TransformerEngine, use Megatron's own layers; without Apex, no fused kernels; on CPU, gloo in place of NCCL
-    and weights made on the CPU. Raises ValueError where TransformerEngine is requested by name but not installed.
+    Without TransformerEngine use Megatron's own layers; without Apex use no fused kernels. On CPU use gloo in place of
+    NCCL, and initialize weights on the CPU. Raises ValueError if TransformerEngine is requested by name but not
+    installed.
 
-    ``has``: whether that machine has a module; default: this one.
+    ``has``: returns whether the training's machine has a module; by default this machine is checked.
     """
 
     def can_use(module: str) -> bool:
@@ -81,13 +82,13 @@ def set_device_defaults(
             raise ValueError(f"--transformer-impl transformer_engine: {reason}; use --transformer-impl local")
         args.transformer_impl = "local"
     vars(args).update({name: getattr(args, name) and can_use(module) for name, module in NEEDS.items()})
-    if not can_use("apex"):  # Megatron's own norm without Apex refuses it
+    if not can_use("apex"):  # without Apex, Megatron's own norm refuses it
         args.no_persist_layer_norm = True
     if on_cpu:
         args.distributed_backend = "gloo"
         args.use_cpu_initialization = True
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
-    if args.tensor_model_parallel_size > 1:  # Megatron asserts it before Blackwell
+    if args.tensor_model_parallel_size > 1:  # Megatron requires it on GPUs before Blackwell
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -97,18 +98,18 @@ def parse(
     settle: Callable[[argparse.Namespace], None] | None = None,
     has: Callable[[str], bool] = is_installed,
 ) -> argparse.Namespace:
-    """Parse with Megatron's parser, check everything, and set Megatron's globals. Once in a process.
+    """Parse with Megatron's parser, check all arguments, and set Megatron's globals. Call it once per process.
 
-    ``settle`` changes the parsed arguments before they are checked, as the profile of a training command needs. For
+    ``settle`` changes the parsed arguments before they are checked; the profile of a training command needs this. For
     ``has`` see ``set_device_defaults``.
 
-    Raises ValueError, before anything is built, for what cannot run. Afterwards the tokenizer, timers and writers
-    exist.
+    Raises ValueError, before anything is built, for settings that cannot run. After the call the tokenizer, timers and
+    writers exist.
     """
     from megatron.training.arguments import parse_args
     from megatron.training.global_vars import set_global_variables
 
-    if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, ours too
+    if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, including ours
         raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
     refuse_renamed(argv)
     with refusals_of_megatron(), command_line(argv):
@@ -124,15 +125,15 @@ def parse(
 def check(
     args: argparse.Namespace, argv: Sequence[str], on_cpu: bool, has: Callable[[str], bool] = is_installed
 ) -> None:
-    """Check parsed arguments, and set those that the device, the features and Megatron decide.
+    """Check parsed arguments, and set arguments that the device, the features and Megatron determine.
 
     Args:
-        args: the result of Megatron's parser.
-        argv: what it has parsed.
-        on_cpu: the training runs on CPU.
+        args: result of Megatron's parser.
+        argv: command line that was parsed.
+        on_cpu: whether the training runs on CPU.
         has: see ``set_device_defaults``.
 
-    Raises ValueError for what cannot run.
+    Raises ValueError for settings that cannot run.
     """
     from megatron.training.arguments import validate_args
 
@@ -146,7 +147,7 @@ def check(
 
 @functools.cache
 def whole_parser() -> argparse.ArgumentParser:
-    """Return Megatron's parser with our flags, for lines that other processes run; it raises ArgumentError."""
+    """Return Megatron's parser with our flags, for command lines of other processes; it raises ArgumentError."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -155,7 +156,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def command_line(argv: Sequence[str]) -> Iterator[None]:
-    """Make this the command line of the process, which Megatron's parser reads."""
+    """Temporarily make ``argv`` the command line of the process, which Megatron's parser reads."""
     own, sys.argv = sys.argv, list(argv)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Settings of Megatron that runs are refused with. Each feature has a table of its own; the one here is of every run.
+"""The settings of Megatron that runs refuse. Each feature has its own table; this file has the table of all runs.
 
-Every run refuses what Megatron 0.19.2 drops in silence, or fails on after the start.
+Every run refuses settings that Megatron 0.19.2 ignores silently, or fails on after the start.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One setting that some features do not run with.
+    """One setting that some features do not support.
 
     Attributes:
-        flag: the setting, as messages name it.
-        applies: whether parsed arguments have it.
-        instead: what the user can do, by the name of each feature that refuses.
+        flag: name of the setting in messages.
+        applies: condition that parsed arguments have the setting.
+        instead: name of a refusing feature -> advice to the user.
     """
 
     flag: str
@@ -30,12 +30,12 @@ class Refusal:
     instead: Mapping[str, str]
 
     def message(self, feature: str, feature_flag: str) -> str:
-        """Return the error of one feature, which ``feature_flag`` switches on."""
+        """Return the error message of one feature, which ``feature_flag`` enables."""
         return f"{feature_flag} does not work with {self.flag}: {self.instead[feature].format(feature_flag)}"
 
 
 ALWAYS: Final = "always"
-"""The column of rows that refuse in every run, and what stands for a feature's flag in their messages."""
+"""The column of rows that refuse in every run; its messages use this text as a feature's flag."""
 
 PROGRAM: Final = "bytescale"
 REMOVE: Final = "remove it, or train without {}"
@@ -51,11 +51,11 @@ def refuse(
     """Return a row of the table.
 
     Args:
-        flag: see ``Refusal``; its words after the first are not part of the flag.
+        flag: see ``Refusal``; words after the first are not part of the flag.
         features: names of the features that refuse it, in one string.
-        instead: the advice of all of them; ``{}`` stands for the flag that switches the feature on.
-        applies: see ``Refusal``; by default whether the argument of that name has a true value.
-        own: advice of single features, where it differs.
+        instead: advice for all these features; ``{}`` is replaced by the flag that enables the feature.
+        applies: see ``Refusal``; by default, whether the argument of that name has a true value.
+        own: different advice for single features.
     """
     return Refusal(
         flag,
@@ -68,9 +68,9 @@ def refuse_conflicts(args: argparse.Namespace, features: Mapping[str, str], rows
     """Raise ValueError, naming the flag, for the first row that applies to an enabled feature.
 
     Args:
-        args: the result of Megatron's parser, before Megatron checks it.
-        features: flag of each enabled feature, by its name.
-        rows: the table.
+        args: result of Megatron's parser, before Megatron checks it.
+        features: name of an enabled feature -> its flag.
+        rows: table of refusals.
     """
     refusing = {**features, ALWAYS: PROGRAM}
     for row in rows:
@@ -81,13 +81,13 @@ def refuse_conflicts(args: argparse.Namespace, features: Mapping[str, str], rows
 
 @dataclass(frozen=True)
 class _WindowPattern:
-    """Which layers have a sliding window."""
+    """The pattern of layers with a sliding window."""
 
     window_attn_skip_freq: int | list[int] | None
     num_layers: int
 
     def is_of_another_length(self) -> bool:
-        """Return whether a list has not one entry per layer, or a number is below 1."""
+        """Return whether a list does not have one entry per layer, or a number is below 1."""
         frequency = self.window_attn_skip_freq
         if isinstance(frequency, list):
             return len(frequency) != self.num_layers
@@ -101,7 +101,7 @@ class _Tracker:
     result_rejected_tracker_filename: str | None
 
     def cannot_be_written(self) -> bool:
-        """Return whether no file can be made in its folder."""
+        """Return whether no file can be created in its folder."""
         path = self.result_rejected_tracker_filename
         folder = os.path.dirname(os.path.abspath(path)) if path else "."
         return not (os.path.isdir(folder) and os.access(folder, os.W_OK))
@@ -115,10 +115,10 @@ _OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
 REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--hybrid-context-parallel", ALWAYS, "use --hybrid-data-parallel in its place"),
     refuse("--num-experts with biases of local layers without --hybrid-data-parallel", ALWAYS, "add it, or split "
-           "experts (--expert-model-parallel-size): autograd forbids how Megatron adds biases",
+           "experts (--expert-model-parallel-size): autograd does not allow Megatron's in-place addition of biases",
            IS_LOCAL & given("num_experts") & given("add_bias_linear") & ~above("expert_model_parallel_size", 1)
            & ~given("hybrid_data_parallel")),
-    refuse("--overlap-moe-expert-parallel-comm", ALWAYS, "remove it: it has its own schedule"),
+    refuse("--overlap-moe-expert-parallel-comm", ALWAYS, "remove it: it runs its own schedule"),
     refuse("--tensor-parallel-num-weight-shards > 1", ALWAYS, _NO_SHARDS,
            above("tensor_parallel_num_weight_shards", 1)),
     refuse("--expert-tensor-parallel-num-weight-shards > 1", ALWAYS, _NO_SHARDS,
@@ -126,7 +126,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--multi-latent-attention of local layers without --hybrid-data-parallel", ALWAYS, "add "
            "--hybrid-data-parallel, or use --transformer-impl transformer_engine: Megatron's local attention has one "
            "head size", IS_LOCAL & given("multi_latent_attention") & ~given("hybrid_data_parallel")),
-    refuse("--mtp-num-layers in pipelines", ALWAYS, "add --hybrid-data-parallel: without it stages would get no tokens",
+    refuse("--mtp-num-layers in pipelines", ALWAYS, "add --hybrid-data-parallel: otherwise stages get no tokens",
            given("mtp_num_layers") & above("pipeline_model_parallel_size", 1) & ~given("hybrid_data_parallel")),
     refuse("--hybrid-layer-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
     refuse("--hybrid-override-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
@@ -181,7 +181,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--init-model-with-meta-device without FSDP", ALWAYS, "remove it: it needs --use-megatron-fsdp or "
            "--use-torch-fsdp2",
            given("init_model_with_meta_device") & ~(given("use_megatron_fsdp") | given("use_torch_fsdp2"))),
-    refuse("--use-sharp", ALWAYS, "remove it: its process groups cannot be made here"),
-    refuse("--sharp-enabled-group", ALWAYS, "remove it: its process groups cannot be made here"),
+    refuse("--use-sharp", ALWAYS, "remove it: its process groups cannot be created here"),
+    refuse("--sharp-enabled-group", ALWAYS, "remove it: its process groups cannot be created here"),
 )  # fmt: skip
-"""Rows of every run."""
+"""Refusals of every run."""

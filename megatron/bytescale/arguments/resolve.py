@@ -1,4 +1,4 @@
-"""Resolve parsed arguments into one frozen ``RunConfig``."""
+"""Resolves parsed arguments into one frozen ``RunConfig``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.bytescale.arguments.setup import setup_of
 def resolve(args: Any) -> RunConfig:
     """Return the configuration of a run, from arguments that Megatron has checked. Call it once.
 
-    Slices, activation policy and model states are chosen here, together. Features then resolve in the order of their
-    table, and each sees the configurations of those before it.
+    It chooses slices, activation policy and model states together. Then features resolve in the order of their table,
+    and each feature sees the configurations of earlier features.
 
     Raises ValueError, before anything is built, for settings that do not fit together.
     """

@@ -1,4 +1,4 @@
-"""What a running training reads of Megatron's arguments: sizes of batches, progress, and checks of losses.
+"""The subset of Megatron's arguments that a running training reads: batch sizes, progress, and checks of losses.
 
 Read them with ``options.current``. Megatron changes some of them while it trains.
 """
@@ -13,17 +13,17 @@ from megatron.bytescale.arguments.options import current
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is.
+    """The progress of a training.
 
     Attributes:
-        curr_iteration: index of the running step, from 0; None before the first step.
+        curr_iteration: index of the current step, from 0; None before the first step.
     """
 
     curr_iteration: int | None = None
 
 
 def running_step() -> int:
-    """Return the index of the running step, from 0. A step must have begun."""
+    """Return the index of the current step, from 0. A step must have begun."""
     step = current(Progress).curr_iteration
     assert step is not None, "no step has begun"
     return step
@@ -31,14 +31,14 @@ def running_step() -> int:
 
 @dataclass(frozen=True)
 class Batches:
-    """Samples of a step, and those that are consumed.
+    """The samples of a step, and the samples consumed so far.
 
     Attributes:
         global_batch_size: samples of a training step.
         eval_global_batch_size: samples of an evaluation step; None or 0: as many as in training.
         consumed_train_samples: samples that training has consumed.
         consumed_valid_samples: samples that evaluations have consumed.
-        iteration: steps that are done.
+        iteration: number of finished steps.
         train_iters: steps of the whole training.
     """
 
@@ -51,20 +51,20 @@ class Batches:
 
     @property
     def evaluation(self) -> int:
-        """Samples of an evaluation step."""
+        """The number of samples in an evaluation step."""
         return self.eval_global_batch_size or self.global_batch_size
 
 
 @dataclass(frozen=True)
 class SampleBatches:
-    """Micro-batches of samples of one length, and the ranks that share them.
+    """Micro-batches of fixed-length samples, and the ranks that share them.
 
     Attributes:
         seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
         context_parallel_size: ranks that share a sample.
-        data_parallel_size: ranks with micro-batches of their own.
-        create_attention_mask_in_dataloader: samples come with masks.
+        data_parallel_size: ranks with different micro-batches.
+        create_attention_mask_in_dataloader: whether samples include masks.
     """
 
     seq_length: int
@@ -79,8 +79,8 @@ class LossChecks:
     """Checks of each loss.
 
     Attributes:
-        check_for_nan_in_loss_and_grad: losses that are no numbers end the run.
-        check_for_spiky_loss: sudden large losses are reported.
+        check_for_nan_in_loss_and_grad: whether a loss of NaN or infinity ends the run.
+        check_for_spiky_loss: whether sudden large losses are reported.
     """
 
     check_for_nan_in_loss_and_grad: bool
@@ -89,10 +89,10 @@ class LossChecks:
 
 @dataclass(frozen=True)
 class LossDivision:
-    """How Megatron divides losses.
+    """Megatron's way of dividing losses.
 
     Attributes:
-        calculate_per_token_loss: once, by the labels of a step; else by micro-batch.
+        calculate_per_token_loss: whether to divide once by the labels of a step; otherwise by micro-batch.
     """
 
     calculate_per_token_loss: bool
@@ -100,10 +100,10 @@ class LossDivision:
 
 @dataclass(frozen=True)
 class Messages:
-    """How pipeline stages send messages.
+    """Pipeline stages' way of sending messages.
 
     Attributes:
-        overlap_p2p_comm: messages overlap with computation.
+        overlap_p2p_comm: whether messages overlap with computation.
     """
 
     overlap_p2p_comm: bool
@@ -111,12 +111,12 @@ class Messages:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """What decides whether a resumed run repeats its random numbers.
+    """Settings that determine whether a resumed run repeats its random numbers.
 
     Attributes:
         hidden_dropout: share of hidden states that dropout sets to 0.
         save: folder of checkpoints.
-        data_parallel_random_init: checkpoints hold the random state of every rank.
+        data_parallel_random_init: whether checkpoints contain the random state of every rank.
     """
 
     hidden_dropout: float
@@ -126,10 +126,10 @@ class RandomStates:
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What to tell the user when a run ends early.
+    """Settings that appear in the message about a run that ends early.
 
     Attributes:
-        distributed_timeout_minutes: minutes after which a silent rank ends all.
+        distributed_timeout_minutes: minutes after which a silent rank ends the run.
         save: folder of checkpoints.
     """
 
@@ -139,13 +139,13 @@ class Interruptions:
 
 @dataclass(frozen=True)
 class SampleKind:
-    """What the samples of a run are; checkpoints of runs without our features lack the first three.
+    """The kind of a run's samples; checkpoints of runs without our features lack the first three arguments.
 
     Attributes:
         sculpt_windows: files of windows.
-        trains_on_answers: samples are conversations.
-        hybrid_data_parallel: samples are documents.
-        seq_length: tokens of a sample of Megatron's.
+        trains_on_answers: whether samples are conversations.
+        hybrid_data_parallel: whether samples are documents.
+        seq_length: tokens of one of Megatron's samples.
         consumed_train_samples: samples that training has consumed.
     """
 
@@ -156,7 +156,7 @@ class SampleKind:
     consumed_train_samples: int = 0
 
     def __str__(self) -> str:
-        """Return what a sample is, in the plural."""
+        """Return the name of the samples' kind, in the plural."""
         if self.sculpt_windows:
             return f"windows of {', '.join(file.name for file in self.sculpt_windows)}"
         if self.trains_on_answers:

@@ -1,4 +1,4 @@
-"""The ``Setup`` of a training, from Megatron's arguments and the options of our features."""
+"""Derives the ``Setup`` of a training from Megatron's arguments and the options of our features."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from megatron.bytescale.features.states.flags import (
 )
 
 OFFLOADED_PARAMETER_BYTES: Final = 16
-"""Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
+"""Bytes of host memory per parameter whose optimizer states Megatron keeps there in float32."""
 
 
 def setup_of(args: Any) -> Setup:
     """Return the setup of a training, from arguments that Megatron has checked.
 
-    Raises ValueError for options that do not fit together, and for budgets that are missing or impossible.
+    Raises ValueError for options that do not fit together, and for missing or impossible budgets.
     """
     policy = policy_options(options_of(args, PolicyFlags))
     slices = slice_options(options_of(args, SliceFlags))
@@ -81,7 +81,7 @@ def setup_of(args: Any) -> Setup:
 
 
 def with_slices(setup: Setup, options: SliceOptions) -> Setup:
-    """Return a setup with the slices of its micro-batches: their lengths in samples, or the keys kept of documents."""
+    """Return a setup with sliced micro-batches: slice lengths for samples, or the number of kept keys for documents."""
     if not setup.sequences.are_documents:
         lengths = sample_lengths(setup, options) if options.is_on else ()
         return replace(setup, sequences=replace(setup.sequences, sample_slices=lengths))
@@ -92,7 +92,7 @@ def with_slices(setup: Setup, options: SliceOptions) -> Setup:
 
 
 def mesh_of(args: Any) -> Mesh:
-    """Return how the model is spread over devices."""
+    """Return the distribution of the model over devices."""
     return Mesh(
         stage_layers=stage_layers(args),
         tensor_parallel=args.tensor_model_parallel_size,
@@ -106,7 +106,7 @@ def mesh_of(args: Any) -> Mesh:
 
 
 def numerics_of(args: Any) -> Numerics:
-    """Return how layers compute."""
+    """Return the numerical settings of layers."""
     element, recompute = args.params_dtype.itemsize, args.recompute_granularity or NO_RECOMPUTE
     if recompute == "full" and args.recompute_method == "block":
         recompute = "block"
@@ -129,22 +129,22 @@ def sequences_of(args: Any, slices: SliceOptions) -> Sequences:
         count = int(args.global_batch_size or 1) // (args.micro_batch_size * args.data_parallel_size)
         return Sequences(args.seq_length, max(1, count), are_documents=False, partition=partition)
     documents = args.global_batch_size or 1
-    tokens = args.hdp_global_tokens or documents * args.seq_length  # as if all documents were long
+    tokens = args.hdp_global_tokens or documents * args.seq_length  # assumes the longest documents
     ranks = cluster(args)
     count = -(-int(tokens) // (ranks.num_ranks * ranks.tokens_per_rank))
     return Sequences(args.seq_length, max(1, count), partition=partition)
 
 
 def budget_of(args: Any, options: PolicyOptions, shape: ModelShape) -> Budget:
-    """Return memory and links of one process. Raises ValueError for more host memory than is free."""
+    """Return one process's memory and link speed. Raises ValueError if more host memory is requested than is free."""
     optimizer = optimizer_host_bytes(args, shape) / 1e9
     free = max(0.0, free_host_bytes() / 1e9 / local_processes() - optimizer)
     host = options.host_gb or 0.0
-    if host > free and not args.fake_process_group:  # a dry run is of another machine
-        beside = f" beside {optimizer:.4g} GB of the optimizer (--optimizer-cpu-offload)" if optimizer else ""
+    if host > free and not args.fake_process_group:  # a dry run plans for another machine
+        note = f" after {optimizer:.4g} GB for the optimizer (--optimizer-cpu-offload)" if optimizer else ""
         raise ValueError(
-            f"--host-memory-gb {host:g} for each of {local_processes()} processes of this machine: each has "
-            f"{free:.4g} GB of its free memory{beside}; give at most that"
+            f"--host-memory-gb {host:g} exceeds the free host memory: {free:.4g} GB for each of {local_processes()} "
+            f"processes of this machine{note}; give at most that"
         )
     link = LINK_BYTES_PER_SECOND if options.link_gb is None else options.link_gb * 1e9
     return Budget(
@@ -172,13 +172,13 @@ def states_of(args: Any, options: StateOptions, mesh: Mesh) -> States:
     )
     if args.distributed_backend == "nccl":
         return states
-    # On CPU ranks the processor updates resident states too, and copies pages itself.
+    # On a CPU rank the processor also updates resident states and copies pages itself.
     speeds = replace(states.speeds, in_host=IN_HOST)
     return replace(states, speeds=speeds, update_bytes_per_second=ADAM_BYTES_PER_SECOND)
 
 
 def ngram_parameters(args: Any, mesh: Mesh) -> tuple[float, ...]:
-    """Return the parameters of the n-gram memories of each stage that are on the device."""
+    """Return the number of n-gram memory parameters on the device, for each stage."""
     if not args.ngram_layers:
         return ()
     columns = len(args.ngram_orders) * args.ngram_heads
@@ -188,7 +188,7 @@ def ngram_parameters(args: Any, mesh: Mesh) -> tuple[float, ...]:
 
 
 def optimizer_host_bytes(args: Any, shape: ModelShape) -> float:
-    """Return the host memory of Megatron's optimizer in a process: a copy, two moments and a gradient each."""
+    """Return the host memory of Megatron's optimizer per process: a copy, two moments and a gradient each."""
     if not getattr(args, "optimizer_cpu_offload", False):
         return 0.0
     parameters = num_parameters(shape, args.tensor_model_parallel_size)

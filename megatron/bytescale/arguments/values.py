@@ -1,4 +1,4 @@
-"""Values of Megatron's flags that Megatron lets through, or refuses in words that name no flag."""
+"""Checks values of Megatron's flags that Megatron accepts wrongly, or refuses without naming the flag."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.bytescale.arguments.options import options_of
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
 POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train-samples")
-MOST: Final = 1 << 40  # tokens, layers and samples beyond it are typing errors
+MOST: Final = 1 << 40  # larger numbers of tokens, layers or samples are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
-HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are folders of this machine
+HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are local folders
 HUB_KINDS: Final = ("HuggingFaceTokenizer", "SFTTokenizer")
-SECONDS_TO_CONNECT: Final = 10.0  # to the hub of tokenizers
-# The package that Megatron's tokenizer of a type imports.
+SECONDS_TO_CONNECT: Final = 10.0  # timeout for the tokenizer hub
+# Type of tokenizer -> package that Megatron's tokenizer of this type imports.
 PACKAGES: Final = {
     "HuggingFaceTokenizer": "transformers",
     "SFTTokenizer": "transformers",
@@ -62,7 +62,7 @@ class Sizes:
     hdp_memory_step: int | None = None
 
     def of(self, flag: str) -> int | None:
-        """Return the size that a flag gives."""
+        """Return the size given by a flag."""
         size: int | None = getattr(self, _name_of(flag))
         return size
 
@@ -79,7 +79,7 @@ class Folders:
     hdp_log_dir: Path | None = None
 
     def of(self, flag: str) -> Path | None:
-        """Return the folder that a flag gives."""
+        """Return the folder given by a flag."""
         folder: str | Path | None = getattr(self, _name_of(flag))
         return None if folder is None else Path(folder)
 
@@ -90,7 +90,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of training, validation and test, as text."""
+    """The shares of training, validation and test, as text."""
 
     split: str | None
 
@@ -122,7 +122,7 @@ def _check_sizes(sizes: Sizes) -> None:
     missing = [flag for flag in MODEL[:3] if sizes.of(flag) is None]
     reads_sizes = sizes.use_checkpoint_args or sizes.yaml_cfg is not None
     if missing and not reads_sizes:
-        raise ValueError(f"no {', '.join(missing)}: give the model; the README has a whole launch line to begin with")
+        raise ValueError(f"no {', '.join(missing)}: give the model; the README has a complete launch line")
     for flag in POSITIVE:
         value = sizes.of(flag)
         if value is not None and not 1 <= value <= MOST:
@@ -139,13 +139,13 @@ def _check_sizes(sizes: Sizes) -> None:
     for flag in RECORDED_STEPS:
         step = sizes.of(flag)
         if step is not None and step < 1:
-            raise ValueError(f"{flag} {step}: iterations begin with 1")
+            raise ValueError(f"{flag} {step}: iterations begin at 1")
         if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
             print(f"warning: {flag} {step} is after the last iteration, {iterations}: nothing will be recorded")
 
 
 def _check_split(split: str | None) -> None:
-    """Raise ValueError for a ``--split`` that is not up to three shares."""
+    """Raise ValueError for a ``--split`` that is not a list of up to three shares."""
     if split is None:
         return
     try:
@@ -157,7 +157,7 @@ def _check_split(split: str | None) -> None:
 
 
 def _check_folders(folders: Folders) -> None:
-    """Raise ValueError if a folder is a file, or none can be made there. Makes none: the line may yet be refused."""
+    """Raise ValueError if a folder is a file or cannot be created. Creates none, since the run may still be refused."""
     if folders.save is not None and folders.save_interval is None:
         raise ValueError(f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next")
     for flag in FOLDERS:
@@ -172,13 +172,13 @@ def _check_folders(folders: Folders) -> None:
 
 
 def make_folders(folders: Folders) -> None:
-    """Make the folders that a run writes to, before its first save needs one. Raises ValueError naming the flag."""
+    """Create the folders that a run writes to before it needs them for a save. Raises ValueError naming the flag."""
     for flag, folder in folders.written():
         _check_writable(flag, folder)
 
 
 def check_file(flag: str, path: Path) -> None:
-    """Raise ValueError naming the flag if no file can be written there. Makes none."""
+    """Raise ValueError naming the flag if a file cannot be written there. Creates no file."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ValueError(f"{flag} {path} cannot be written; choose a file in an existing folder")
 
@@ -194,7 +194,7 @@ def _check_writable(flag: str, folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a tokenizer without its package, model, files or vocabulary."""
+    """Raise ValueError if a tokenizer lacks its package, model, files or vocabulary."""
     kind = tokenizer.tokenizer_type
     if kind is None:
         raise ValueError("no --tokenizer-type: give the tokenizer that wrote the data (`bytescale corpus` prints it)")
@@ -219,7 +219,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def _check_hub(name: str) -> None:
-    """Raise ValueError for a model of a hub that cannot be reached, where transformers would try again for minutes."""
+    """Raise ValueError for a hub model if the hub cannot be reached; transformers would retry for minutes."""
     hub = importlib.import_module("huggingface_hub")
     is_here = isinstance(hub.try_to_load_from_cache(name, "tokenizer_config.json"), str)
     if is_here or hub.constants.HF_HUB_OFFLINE or urllib.request.getproxies():
@@ -229,6 +229,6 @@ def _check_hub(name: str) -> None:
         socket.create_connection((address.hostname, address.port or 443), SECONDS_TO_CONNECT).close()
     except OSError as error:
         raise ValueError(
-            f"--tokenizer-model {name}: no such folder, not in the cache of Hugging Face, and {address.hostname} "
+            f"--tokenizer-model {name}: no such folder, not in Hugging Face's cache, and {address.hostname} "
             f"cannot be reached ({error.strerror or error}); give the path of a folder"
         ) from error

@@ -165,7 +165,7 @@ def test_micro_batches_have_plans_of_their_own() -> None:
         (("--swap-fraction", "1.5", "--host-memory-gb", "1"), {}, "--swap-fraction 1.5 must be a share"),
         (("--swap-fraction", "0.7", "--recompute-fraction", "0.6", "--host-memory-gb", "1"), {}, "more than 1"),
         (("--activation-policy", "memo"), {}, "give --host-memory-gb"),
-        (("--activation-policy", "memo", "--host-memory-gb", "1e6"), {}, "of its free memory; give at most"),
+        (("--activation-policy", "memo", "--host-memory-gb", "1e6"), {}, "exceeds the free host memory"),
         (("--activation-policy", "memo", "--host-memory-gb", "0.001"), {}, r"need 0\.\d+ GB of host memory"),
         (
             ("--activation-policy", "offload", "--host-memory-gb", "0.1", "--device-memory-gb", whole(2.5)),
@@ -245,7 +245,7 @@ def test_an_optimizer_in_host_memory_is_counted_in() -> None:
     }  # fmt: skip
     taken = optimizer_host_bytes(parsed(**offloads), SHAPE)
     assert taken == 16 * num_parameters(SHAPE) * 0.5 / 2
-    with pytest.raises(ValueError, match=r"beside 0\.\d+ GB of the optimizer \(--optimizer-cpu-offload\)"):
+    with pytest.raises(ValueError, match=r"after 0\.\d+ GB for the optimizer \(--optimizer-cpu-offload\)"):
         config_of("--activation-policy", "memo", "--host-memory-gb", f"{free - taken / 2e9}", **offloads)
 
 
