@@ -71,4 +71,4 @@ def run_recipe(recipe: Recipe, work: Path) -> list[Stage]:
 
 def told(work: Path) -> Tally:
     """Return what all tasks have counted."""
-    return merged((work / "told").glob("*.json"))
+    return merged((work / "tallies").glob("*.json"))

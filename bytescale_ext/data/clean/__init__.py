@@ -1,1 +1,1 @@
-"""Clean a corpus before training: read its sources, filter, mask, remove duplicates and report, on datatrove."""
+"""Cleaning of a corpus on datatrove: filters, masking of personal data, deduplication, and a report."""

@@ -1,4 +1,4 @@
-"""Which documents of a set with verified duplicates stay. Pure, and independent of the order of the documents."""
+"""Choice of the documents that stay among duplicates. It does not depend on the order of the documents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-_PAIRED: Final = 64  # members of a bucket that are compared with all others of it
+_PAIRED: Final = 64  # members of a bucket that are compared with all other members
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kept:
-    """What stays of n documents.
+    """Documents that stay among n documents.
 
     Attributes:
-        kept_by: int64 [n] the document that stands for each one; itself where it stays.
-        copies: int64 [n] documents that each one stands for, itself included; 0 where it goes.
+        kept_by: kept document that represents each document, which is the document itself if it stays; int64 [n].
+        copies: number of documents that each document represents, including itself; 0 if it is dropped; int64 [n].
     """
 
     kept_by: np.ndarray
@@ -27,9 +27,9 @@ class Kept:
 
 
 def equal_groups(rows: np.ndarray) -> np.ndarray:
-    """Return for each row [n] the row with the same text whose name has the least hash: int64 [n].
+    """Return for each row the row with the same text and the smallest hash of its name: int64 [n].
 
-    ``rows``: records with ``high``, ``low`` and ``name``, as ``shelf.ROW``.
+    ``rows``: ``shelf.ROW`` [n].
     """
     order = np.lexsort((np.arange(len(rows)), rows["name"], rows["low"], rows["high"]))
     sorted_rows = rows[order]
@@ -43,7 +43,7 @@ def equal_groups(rows: np.ndarray) -> np.ndarray:
 
 
 def chained_groups(links: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the members of each run of links (a, b), (b, c) and so on: int64 [members]. ``links``: int64 [n, 2]."""
+    """Yield the members of each chain of links (a, b), (b, c) and so on: int64 [members]. ``links``: int64 [n, 2]."""
     if not len(links):
         return
     breaks = np.flatnonzero(links[1:, 0] != links[:-1, 1]) + 1
@@ -52,61 +52,68 @@ def chained_groups(links: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def candidate_pairs(groups: Iterable[np.ndarray], first: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
-    """Return the pairs of different texts that share a bucket: int64 [n, 2], sorted, each once.
+    """Return the unique pairs of different texts that share a bucket: int64 [n, 2], sorted.
 
     Args:
         groups: members of each bucket.
-        first: as ``equal_groups`` returns it, int64 [documents].
-        rank_of: int64 [documents] place of each document in an order that depends on the texts alone. In a bucket of
-            many texts, the first ``_PAIRED`` are compared with all.
+        first: representative of each text, from ``equal_groups``; int64 [documents].
+        rank_of: rank of each document in an order that depends only on the texts; int64 [documents]. In a bucket of
+            many texts, only the first ``_PAIRED`` are compared with all.
     """
     pairs: set[tuple[int, int]] = set()
     for group in groups:
         members = np.unique(first[group])
         members = members[np.argsort(rank_of[members], kind="stable")].tolist()
-        ahead, rest = members[:_PAIRED], members[_PAIRED:]
-        pairs |= {(min(pair), max(pair)) for pair in combinations(ahead, 2)}
-        pairs |= {(min(one, other), max(one, other)) for one in ahead for other in rest}
+        leading, rest = members[:_PAIRED], members[_PAIRED:]
+        pairs |= {(min(pair), max(pair)) for pair in combinations(leading, 2)}
+        pairs |= {(min(a, b), max(a, b)) for a in leading for b in rest}
     return np.array(sorted(pairs), np.int64).reshape(-1, 2)
 
 
 def order_of(rows: np.ndarray) -> np.ndarray:
-    """Return the place of each row [n] in the order of choice: the longest text first, then by hash. int64 [n]."""
+    """Return the rank of each row in the order of choice, longest text first and then by hash: int64 [n].
+
+    ``rows``: ``shelf.ROW`` [n].
+    """
     order = np.lexsort((rows["name"], rows["low"], rows["high"], -rows["length"].astype(np.int64)))
-    places = np.empty(len(rows), np.int64)
-    places[order] = np.arange(len(rows))
-    return places
+    ranks = np.empty(len(rows), np.int64)
+    ranks[order] = np.arange(len(rows))
+    return ranks
 
 
 def choose(first: np.ndarray, rank_of: np.ndarray, pairs: np.ndarray) -> Kept:
-    """Return which documents stay.
+    """Choose the documents that stay.
 
-    In the order of choice a document stays unless one that stays is its verified duplicate; then that one stands for
-    it. So each document that goes resembles one that stays, and no two that stay are duplicates.
+    Documents are visited by rank. A document stays unless a document that stays is its verified duplicate, which then
+    represents it. So each dropped document resembles a kept document, and no two kept documents are duplicates.
 
     Args:
-        first: int64 [documents] the document of the same text that stands for each.
-        rank_of: int64 [documents] the order of choice.
-        pairs: int64 [n, 2] verified duplicates among those that stand for themselves.
+        first: representative of each text, from ``equal_groups``; int64 [documents].
+        rank_of: rank of each document; int64 [documents].
+        pairs: verified duplicates among the representatives; int64 [n, 2].
     """
     neighbours: dict[int, list[int]] = {}
-    for one, other in pairs.tolist():
-        neighbours.setdefault(one, []).append(other)
-        neighbours.setdefault(other, []).append(one)
+    for a, b in pairs.tolist():
+        neighbours.setdefault(a, []).append(b)
+        neighbours.setdefault(b, []).append(a)
+
+    def rank(document: int) -> int:
+        return int(rank_of[document])
+
     kept_by = first.copy()
-    for document in sorted(neighbours, key=lambda one: int(rank_of[one])):
-        better = [one for one in neighbours[document] if rank_of[one] < rank_of[document] and kept_by[one] == one]
+    for document in sorted(neighbours, key=rank):
+        better = [other for other in neighbours[document] if rank(other) < rank(document) and kept_by[other] == other]
         if better:
-            kept_by[document] = min(better, key=lambda one: int(rank_of[one]))
-    kept_by = kept_by[first]  # equal texts follow the one that stands for them
+            kept_by[document] = min(better, key=rank)
+    kept_by = kept_by[first]  # equal texts follow their representative
     return Kept(kept_by, np.bincount(kept_by, minlength=len(first)).astype(np.int64))
 
 
 def weights_of(copies: np.ndarray, most: float) -> np.ndarray:
-    """Return the weight of each document [n] that stands for ``copies``: 1 + ln(copies) in quarters, at most ``most``.
+    """Return the weight of each document, float64 [n]: 1 + ln(copies), rounded to quarters, at most ``most``.
 
-    Repetition in independent sources is a sign of quality; its logarithm keeps it from ruling (our choice, the rule of
-    BaichuanSEED, arXiv 2408.15079, is not public). float64 [n].
+    Repetition in independent sources is a sign of quality; the logarithm limits its effect. The rule is ours, because
+    the rule of BaichuanSEED (arXiv 2408.15079) is not public. ``copies``: as in ``Kept``, [n].
     """
     quarters: npt.NDArray[np.float64] = np.round(4 * (1 + np.log(np.maximum(copies, 1)))) / 4
     weights: npt.NDArray[np.float64] = np.minimum(quarters, most)

@@ -1,4 +1,4 @@
-"""Filters of quality and the masking of personal data, with counts by source: datatrove's, offline."""
+"""Quality filters and masking of personal data by datatrove, with counts for each source. Works offline."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from bytescale_ext.data.clean.tally import Tally
 from bytescale_ext.data.clean.words import RULES
 
 EMAIL = "email@example.com"
-ADDRESS = "192.0.2.1"  # of a range that is reserved for documentation
+ADDRESS = "192.0.2.1"  # from a range that is reserved for documentation
 
 
 def quality_filter(name: str) -> BaseFilter:
-    """Return a filter of the recipe's ``FILTERS``, with the thresholds of its paper."""
-    made = {
+    """Return the filter with a name of ``recipe.FILTERS``, with the thresholds of its paper."""
+    kinds = {
         "gopher-quality": GopherQualityFilter,
         "gopher-repetition": GopherRepetitionFilter,
         "c4": C4QualityFilter,
         "fineweb": FineWebQualityFilter,
     }
-    return made[name](language=RULES)
+    return kinds[name](language=RULES)
 
 
 class Gate(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Drop documents that a filter of their source refuses, then mask addresses of mail and public addresses of IP."""
+    """Drops documents that a filter of their source rejects, then masks e-mail addresses and public IP addresses."""
 
     name = "gate"
     type = "filter"
 
-    def __init__(self, recipe: Recipe, told: Path) -> None:
+    def __init__(self, recipe: Recipe, tallies: Path) -> None:
         super().__init__()
-        self.told = told
+        self.tallies = tallies
         self.filters = {
-            source.name: {one: quality_filter(one) for one in source.filters if "filters" in recipe.steps}
+            source.name: {name: quality_filter(name) for name in source.filters if "filters" in recipe.steps}
             for source in recipe.sources
         }
         self.mask = PIIFormatter(email_replacement=EMAIL, ip_replacement=ADDRESS) if "pii" in recipe.steps else None
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents that stay; their text may have changed."""
+        """Yield the documents that pass the filters, with masked text."""
         tally = Tally()
         for document in data:
             source = str(document.metadata["source"])
-            refused = self.refusal(document, source)
-            if refused is not None:
-                tally.add(source, f"filter {refused}", num_bytes=len(document.text.encode("utf-8", "surrogatepass")))
-                tally.example(f"filter {refused}", document.id, document.text)
+            rule = self.refusal(document, source)
+            if rule is not None:
+                tally.add(source, f"filter {rule}", num_bytes=len(document.text.encode("utf-8", "surrogatepass")))
+                tally.example(f"filter {rule}", document.id, document.text)
                 continue
             self.masked(document, source, tally)
             yield document
-        tally.save(self.told / f"gate-{rank:05d}.json")
+        tally.save(self.tallies / f"filter-{rank:05d}.json")
 
     def refusal(self, document: Document, source: str) -> str | None:
-        """Return the filter and the rule that refuse a document, or None."""
-        for name, one in self.filters[source].items():
-            passed, reason = get_filter_result(one.filter(document))
+        """Return ``filter: rule`` of the first filter that rejects a document, or None."""
+        for name, quality in self.filters[source].items():
+            passed, reason = get_filter_result(quality.filter(document))
             if not passed:
                 return f"{name}: {reason}"
         return None

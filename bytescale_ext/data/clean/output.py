@@ -1,4 +1,4 @@
-"""The cleaned documents in files: parts by each task, then the shards of each data set under their final names."""
+"""Files of cleaned documents: parts written by tasks, and the final shards of each data set."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bytescale_ext.data.clean.tally import Tally
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Documents of one source that weigh the same.
+    """Documents of one source with equal weight.
 
     Attributes:
-        name: the folder of its shards, and its prefix.
-        source: of its documents.
-        weight: how often each counts.
+        name: name of the folder of shards, and prefix of the tokenized data set.
+        source: source of the documents.
+        weight: weight of each document.
         shards: the ``.jsonl`` files.
     """
 
@@ -36,7 +36,7 @@ class DataSet:
 
 
 class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Write the documents of a task to a part for each data set."""
+    """Writes the documents of a task to one part per data set."""
 
     name = "write"
     type = "writer"
@@ -48,7 +48,7 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         self.at_end = at_end
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> None:
-        """Write the task's parts again from the beginning, and count them."""
+        """Write the parts of a task, replacing parts of an earlier attempt, and their tally."""
         folder, tally = self.work / "parts" / f"{rank:05d}", Tally()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -67,7 +67,7 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         finally:
             for stream in streams.values():
                 stream.close()
-        tally.save(self.work / "told" / f"write-{rank:05d}.json")
+        tally.save(self.work / "tallies" / f"write-{rank:05d}.json")
         if self.at_end is not None:
             self.at_end(rank)
 
@@ -78,21 +78,25 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 
 
 def data_set_name(source: str, weight: float) -> str:
-    """Return the name of the data set of a source's documents of a weight."""
+    """Return the name of the data set of a source's documents with this weight."""
     return source if weight == 1 else f"{source}-x{weight:.2f}"
 
 
 def gather(recipe: Recipe, work: Path, output: Path) -> list[DataSet]:
-    """Move the parts of all tasks to ``output``/NAME/00000.jsonl and so on; a second call moves what is left."""
+    """Move the parts of all tasks to ``output``/NAME/00000.jsonl and so on, and return the data sets.
+
+    A repeated call moves the parts that an interrupted call has left.
+    """
     for part in sorted((work / "parts").glob("*/*.jsonl")):
         shard = output / part.stem / f"{part.parent.name}.jsonl"
         shard.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, shard)
-    found: list[DataSet] = []
-    for source in (one.name for one in recipe.sources):
-        for weight in np.arange(1.0, recipe.max_weight + 0.25, 0.25).tolist():
-            name = data_set_name(source, min(weight, recipe.max_weight))
+    data_sets: dict[str, DataSet] = {}
+    for source in recipe.sources:
+        for step in np.arange(1.0, recipe.max_weight + 0.25, 0.25).tolist():
+            weight = min(step, recipe.max_weight)
+            name = data_set_name(source.name, weight)
             shards = tuple(sorted((output / name).glob("*.jsonl")))
-            if shards and all(one.name != name for one in found):
-                found.append(DataSet(name, source, min(weight, recipe.max_weight), shards))
-    return found
+            if shards and name not in data_sets:
+                data_sets[name] = DataSet(name, source.name, weight, shards)
+    return list(data_sets.values())

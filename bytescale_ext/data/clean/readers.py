@@ -1,4 +1,4 @@
-"""Read the documents of a source: lines of JSON, files of text, rows of Parquet, pages of WARC and WET archives."""
+"""Readers of a source's documents: JSON lines, text files, Parquet rows, and pages of WARC and WET archives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """What could not be read: ``empty``, ``binary`` or ``broken``, where, and why."""
+    """A record that is not a document.
+
+    Attributes:
+        kind: ``empty``, ``binary`` or ``broken``.
+        where: location of the record.
+        why: reason in words.
+    """
 
     kind: str
     where: str
@@ -34,43 +40,43 @@ type Read = Document | Bad
 
 
 class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Yield the documents of a task's files, which are dealt to the tasks in turn, and count what is bad.
+    """Yields the documents of a task's files, and counts unreadable records. Files are dealt to tasks round-robin.
 
     Raises:
-        ValueError: something is bad, and the recipe says ``on_bad = "fail"``.
+        ValueError: a record is unreadable, and the recipe has ``on_bad = "fail"``.
     """
 
     name = "collect"
     type = "reader"
 
-    def __init__(self, recipe: Recipe, told: Path) -> None:
+    def __init__(self, recipe: Recipe, tallies: Path) -> None:
         super().__init__()
         self.recipe = recipe
-        self.told = told
+        self.tallies = tallies
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Read files ``rank``, ``rank + world_size`` and so on."""
         tally = Tally()
         for number, path in files_of(self.recipe.sources)[rank::world_size]:
             source = self.recipe.sources[number]
-            for one in documents_of(path, source, self.recipe.text_key):
-                if isinstance(one, Bad):
-                    self._bad(one, source, tally)
+            for record in documents_of(path, source, self.recipe.text_key):
+                if isinstance(record, Bad):
+                    self._count_unreadable(record, source, tally)
                     continue
-                tally.add(source.name, "read", num_bytes=len(one.text.encode("utf-8", "surrogatepass")))
-                one.metadata = {"source": source.name}
-                yield one
-        tally.save(self.told / f"collect-{rank:05d}.json")
+                tally.add(source.name, "read", num_bytes=len(record.text.encode("utf-8", "surrogatepass")))
+                record.metadata = {"source": source.name}
+                yield record
+        tally.save(self.tallies / f"collect-{rank:05d}.json")
 
-    def _bad(self, bad: Bad, source: Source, tally: Tally) -> None:
+    def _count_unreadable(self, record: Bad, source: Source, tally: Tally) -> None:
         if self.recipe.on_bad == "fail":
-            raise ValueError(f"{bad.where}: {bad.why}: mend it, or give --on-bad skip")
-        tally.add(source.name, bad.kind)
-        tally.example(bad.kind, bad.where, bad.why)
+            raise ValueError(f"{record.where}: {record.why}: fix it, or give --on-bad skip")
+        tally.add(source.name, record.kind)
+        tally.example(record.kind, record.where, record.why)
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raise ValueError where a package that a source needs is not installed."""
+    """Raise ValueError if a package that a source needs is not installed."""
     for source in recipe.sources:
         missing = [name for name in _NEEDS.get(source.format, ()) if importlib.util.find_spec(name) is None]
         if missing:
@@ -78,7 +84,7 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
-    """Yield the documents of a file, and what in it is bad."""
+    """Yield the documents and the unreadable records of a file; ``key``: key or column of the text."""
     readers: dict[str, Callable[[Path, Source, str], Iterator[Read]]] = {
         "text": _text_file,
         "jsonl": _json_lines,
@@ -88,14 +94,14 @@ def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
     yield from readers[source.format](path, source, key)
 
 
-def _place(path: Path, source: Source) -> str:
+def _name(path: Path, source: Source) -> str:
     root = Path(source.path)
     return f"{source.name}/{path.name if root == path else path.relative_to(root).as_posix()}"
 
 
 def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
     raw = path.read_bytes()
-    yield _document(raw, str(path), _place(path, source))
+    yield _document(raw, str(path), _name(path, source))
 
 
 def _document(raw: bytes, where: str, name: str) -> Read:
@@ -120,9 +126,9 @@ def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
         with _opened(path, "infer") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _json_line(line, f"{path}:{number}", f"{_place(path, source)}#{number}", key)
+                    yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
     except (OSError, EOFError) as error:
-        yield Bad("broken", f"{path}:{number + 1}", f"cannot be read on ({error})")
+        yield Bad("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
 
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
@@ -131,8 +137,8 @@ def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
     except (ValueError, RecursionError) as error:
         return Bad("broken", where, f"not JSON ({error})")
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
-        found = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
-        return Bad("broken", where, f"no text under {key!r} (found: {found})")
+        content = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
+        return Bad("broken", where, f"no text under {key!r} (found: {content})")
     if not value[key].strip():
         return Bad("empty", where, "no text")
     return Document(value[key], str(value.get("id", name)))
@@ -152,14 +158,14 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
         yield Bad("broken", str(path), f"no column {key!r} (found: {', '.join(columns)})")
         return
     reader = ParquetReader(str(path.parent), text_key=key, read_metadata="id" not in columns)
-    found = 0
+    num_documents = 0
     for row in reader.read_file(path.name):
         if not row.text.strip():
             continue
-        found += 1
-        name = row.id if "id" in columns else f"{_place(path, source)}#{found}"
+        num_documents += 1
+        name = row.id if "id" in columns else f"{_name(path, source)}#{num_documents}"
         yield Document(row.text, str(name))
-    for _ in range(rows - found):
+    for _ in range(rows - num_documents):
         yield Bad("empty", str(path), "a row without text")
 
 
@@ -182,6 +188,7 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                 page = _document(raw, where, record.rec_headers.get_header("WARC-Record-ID", where))
                 if is_page and isinstance(page, Document):
                     page.text = extractor.extract(page.text) or ""
-                yield page if isinstance(page, Bad) or page.text else Bad("empty", where, "a page without text")
+                is_empty = isinstance(page, Document) and not page.text
+                yield Bad("empty", where, "a page without text") if is_empty else page
     except (ArchiveLoadFailed, OSError, EOFError) as error:
         yield Bad("broken", str(path), f"not a WARC file ({error})")

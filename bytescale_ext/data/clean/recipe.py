@@ -1,4 +1,4 @@
-"""The recipe of ``bytescale data clean``: its sources and steps, as a TOML file and flags say them."""
+"""Recipe of ``bytescale data clean``: sources and steps, read from a TOML file and flags."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Source:
     """One source of documents.
 
     Attributes:
-        name: what the report and the output call it.
-        path: a file, or a folder of files.
-        format: of ``FORMATS``.
-        glob: which files of a folder.
-        filters: of ``FILTERS``; a document that one refuses is dropped.
+        name: name in the report and the output.
+        path: file, or folder of files.
+        format: one of ``FORMATS``.
+        glob: pattern of the files in a folder.
+        filters: some of ``FILTERS``; a document that a filter rejects is dropped.
     """
 
     name: str
@@ -42,21 +42,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the cleaned documents.
+    """Settings that determine the cleaned documents.
 
     Attributes:
-        sources: where documents come from.
-        steps: of ``STEPS``, those that are on.
-        policy: keep one of each cluster of duplicates; or keep one and weigh it.
-        on_bad: what happens to lines and files that cannot be read, and to equal ids.
+        sources: sources of documents.
+        steps: enabled steps, some of ``STEPS``.
+        policy: ``drop`` keeps one document of each cluster of duplicates; ``weight`` also gives it a larger weight.
+        on_bad: ``skip`` or ``fail``, for unreadable lines and files and for repeated ids.
         text_key: key or column of the text.
-        tasks: parts that the files are dealt to, which several processes work on.
-        ngram: words of a shingle.
-        buckets, hashes: of MinHash.
-        jaccard: least similarity of duplicates, verified on all shingles.
-        max_weight: of a document that stands for many.
-        sentences: how many in a row must be repeated elsewhere to be removed.
-        min_words: that these have together.
+        tasks: number of tasks among which files are divided, for parallel work.
+        ngram: number of words of a shingle.
+        buckets: number of MinHash buckets.
+        hashes: number of MinHash hashes per bucket.
+        jaccard: smallest Jaccard similarity of duplicates, verified on all shingles.
+        max_weight: largest weight of a document that represents many.
+        sentences: number of consecutive sentences that are removed if they are repeated elsewhere.
+        min_words: smallest number of words of these sentences together.
     """
 
     sources: tuple[Source, ...]
@@ -74,34 +75,34 @@ class Recipe:
     min_words: int = 12
 
     def fingerprint(self) -> str:
-        """Return a hash of the recipe and of the names, sizes and times of its files."""
+        """Return a hash of the recipe and of the names, sizes and modification times of its files."""
         files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for _, path in files_of(self.sources)]
         return hashlib.sha256(json.dumps([dataclasses.asdict(self), files]).encode()).hexdigest()
 
 
 def read_recipe(path: Path | None, inputs: Sequence[str], overrides: Mapping[str, object]) -> Recipe:
-    """Return the recipe of a TOML file, with flags in place of its values.
+    """Return the recipe of a TOML file, with values overridden by flags.
 
     Args:
-        path: the file; None where flags say all.
-        inputs: sources as NAME=PATH; they replace those of the file.
-        overrides: values by the names of the fields, ``filters`` for all sources; None is not given.
+        path: path of the file, or None if flags specify everything.
+        inputs: sources as NAME=PATH, which replace the sources of the file.
+        overrides: values by name of the field, or ``filters`` for all sources; None keeps the value of the file.
 
     Raises:
-        ValueError: a value is unknown or bad, or a source holds no files.
+        ValueError: a value is unknown or invalid, or a source has no files.
     """
     values = _parsed(path) if path is not None else {}
     values |= {name: value for name, value in overrides.items() if value is not None}
     filters = values.pop("filters", [])
-    found = values.pop("source", [])
-    given = [_named(one) for one in inputs] or found
-    if not isinstance(given, list) or not given:
+    in_file = values.pop("source", [])
+    tables = [_named(words) for words in inputs] or in_file
+    if not isinstance(tables, list) or not tables:
         raise ValueError("no sources: give --input NAME=PATH, or [[source]] tables in --recipe")
     known = {field.name for field in dataclasses.fields(Recipe)} - {"sources"}
     unknown = sorted(values.keys() - known)
     if unknown:
         raise ValueError(f"{path}: no setting {unknown[0]} (there are {', '.join(sorted(known))}, filters, [[source]])")
-    sources = tuple(_source(one, filters) for one in given)
+    sources = tuple(_source(table, filters) for table in tables)
     values["steps"] = tuple(_strings("steps", values.get("steps", STEPS), STEPS))
     recipe = Recipe(sources, **values)  # type: ignore[arg-type]  # _check refuses values of wrong types
     _check(recipe)
@@ -111,12 +112,12 @@ def read_recipe(path: Path | None, inputs: Sequence[str], overrides: Mapping[str
 
 
 def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
-    """Return the files of all sources, each with the number of its source, in the order of the recipe.
+    """Return (number of the source, file) of all files, in the order of the recipe.
 
     Raises:
         ValueError: a source does not exist or has no files.
     """
-    found: list[tuple[int, Path]] = []
+    numbered: list[tuple[int, Path]] = []
     for number, source in enumerate(sources):
         path = Path(source.path)
         if not path.exists():
@@ -124,8 +125,8 @@ def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
         files = [path] if path.is_file() else _in_folder(path, source.glob)
         if not files:
             raise ValueError(f"source {source.name}: no file below {path} matches {source.glob!r}: change its glob")
-        found += [(number, one) for one in files]
-    return found
+        numbered += [(number, file) for file in files]
+    return numbered
 
 
 def _in_folder(root: Path, pattern: str) -> list[Path]:
@@ -161,17 +162,18 @@ def _source(table: object, filters: object) -> Source:
     kind = str(table.get("format", guessed))
     if kind not in FORMATS:
         raise ValueError(f"source {name}: no format {kind} (there are {', '.join(FORMATS)})")
-    chosen = _strings(f"source {name}: filters", table.get("filters", filters), FILTERS)
-    return Source(name, path, kind, str(table.get("glob", _GLOBS[kind])), tuple(chosen))
+    names = _strings(f"source {name}: filters", table.get("filters", filters), FILTERS)
+    return Source(name, path, kind, str(table.get("glob", _GLOBS[kind])), tuple(names))
 
 
-def _strings(what: str, values: object, known: Sequence[str]) -> list[str]:
-    if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):
-        raise ValueError(f"{what}: give a list of {', '.join(known)}")
-    bad = [one for one in values if one not in known]
-    if bad:
-        raise ValueError(f"{what}: no {bad[0]} (there are {', '.join(known)})")
-    return [str(one) for one in known if one in values]
+def _strings(setting: str, values: object, known: Sequence[str]) -> list[str]:
+    """Return the known names that ``values`` lists. Raises ValueError for another name or type."""
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{setting}: give a list of {', '.join(known)}")
+    unknown = [value for value in values if value not in known]
+    if unknown:
+        raise ValueError(f"{setting}: no {unknown[0]} (there are {', '.join(known)})")
+    return [name for name in known if name in values]
 
 
 def _check(recipe: Recipe) -> None:
@@ -179,7 +181,7 @@ def _check(recipe: Recipe) -> None:
     if len(set(names)) < len(names):
         raise ValueError(f"two sources are called {max(names, key=names.count)}: give them different names")
     if "near" in recipe.steps and "exact" not in recipe.steps:
-        raise ValueError("steps: near without exact: equal documents are the nearest of all; add exact")
+        raise ValueError("steps: near needs exact, because equal documents are near-duplicates too: add exact")
     for name, known in (("policy", POLICIES), ("on_bad", ON_BAD)):
         if getattr(recipe, name) not in known:
             raise ValueError(f"{name} {getattr(recipe, name)}: give one of {', '.join(known)}")

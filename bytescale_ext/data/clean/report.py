@@ -1,4 +1,4 @@
-"""The report of a cleaned corpus: what each step did to each source, with examples; as JSON and as text."""
+"""Report of a cleaned corpus, as JSON and as text: counts of each step and source, with examples."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ _BAD: Final = ("empty", "binary", "broken", "id again")
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """What happened to the documents of one source.
+    """Counts of the documents of one source.
 
     Attributes:
-        read, read_bytes: documents with text, and bytes of it.
-        bad: documents by what was wrong; those with an id that another one has were kept.
-        filtered: documents by the filter and the rule that refused them.
-        masked: documents with personal data that were masked.
-        exact, near: documents that went as duplicates.
-        sentences, sentence_bytes: documents that lost repeated sentences, and how much.
-        kept, kept_bytes: what is left.
-        weight: the sum of the weights of what is left.
+        read: number of documents with text.
+        read_bytes: bytes of their text.
+        bad: number of unreadable documents by kind, and of kept documents with a repeated id.
+        filtered: number of documents dropped by each filter and rule.
+        masked: number of documents with masked personal data.
+        exact: number of documents dropped as exact duplicates.
+        near: number of documents dropped as near-duplicates.
+        sentences: number of documents that lost repeated sentences.
+        sentence_bytes: bytes of these sentences.
+        kept: number of remaining documents.
+        kept_bytes: bytes of their text.
+        weight: sum of their weights.
     """
 
     read: int
@@ -47,19 +51,27 @@ class SourceReport:
 
     @property
     def duplication(self) -> float:
-        """Share of the documents that passed the filters and went as duplicates."""
+        """Fraction of the documents passing the filters that were dropped as duplicates."""
         passed = self.read - sum(self.filtered.values())
         return (self.exact + self.near) / passed if passed else 0.0
 
     @property
     def quality(self) -> float:
-        """Share of the documents that passed the filters; 1 where there were none."""
+        """Fraction of the documents that passed the filters; 0 without documents."""
         return 1 - sum(self.filtered.values()) / self.read if self.read else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of a corpus. ``data_sets``: name, source, weight, shards, and the prefix of its ``.bin``, or None."""
+    """Report of a corpus.
+
+    Attributes:
+        fingerprint: hash of the recipe and its files.
+        recipe: fields of the recipe.
+        sources: counts of each source.
+        data_sets: name, source, weight and shards of each data set, and the prefix of its ``.bin`` or None.
+        examples: examples of each outcome.
+    """
 
     fingerprint: str
     recipe: dict[str, object]
@@ -69,8 +81,8 @@ class Report:
 
 
 def make_report(recipe: Recipe, work: Path, data_sets: Sequence[DataSet], prefixes: dict[str, str]) -> Report:
-    """Return the report of what the tasks have counted. ``prefixes``: of the written data sets, by name."""
-    tally = merged((work / "told").glob("*.json"))
+    """Return the report of the tasks' tallies. ``prefixes``: prefix of each tokenized data set, by name."""
+    tally = merged((work / "tallies").glob("*.json"))
     sources = {}
     for source in recipe.sources:
         counts = tally.counts.get(source.name, {})
@@ -79,8 +91,8 @@ def make_report(recipe: Recipe, work: Path, data_sets: Sequence[DataSet], prefix
         sources[source.name] = SourceReport(
             read=counts.get("read", 0),
             read_bytes=num_bytes.get("read", 0),
-            bad={what: counts[what] for what in _BAD if what in counts},
-            filtered={what[begin:]: count for what, count in sorted(counts.items()) if what.startswith("filter ")},
+            bad={outcome: counts[outcome] for outcome in _BAD if outcome in counts},
+            filtered={key[begin:]: count for key, count in sorted(counts.items()) if key.startswith("filter ")},
             masked=counts.get("masked", 0),
             exact=counts.get("exact", 0),
             near=counts.get("near", 0),
@@ -88,57 +100,58 @@ def make_report(recipe: Recipe, work: Path, data_sets: Sequence[DataSet], prefix
             sentence_bytes=num_bytes.get("sentences", 0),
             kept=counts.get("kept", 0),
             kept_bytes=num_bytes.get("kept", 0),
-            weight=sum(float(what[weights:]) * n for what, n in counts.items() if what.startswith("weight ")),
+            weight=sum(float(key[weights:]) * count for key, count in counts.items() if key.startswith("weight ")),
         )
     sets: list[dict[str, object]] = [
         {
-            "name": one.name,
-            "source": one.source,
-            "weight": one.weight,
-            "shards": [str(path) for path in one.shards],
-            "prefix": prefixes.get(one.name),
+            "name": data_set.name,
+            "source": data_set.source,
+            "weight": data_set.weight,
+            "shards": [str(path) for path in data_set.shards],
+            "prefix": prefixes.get(data_set.name),
         }
-        for one in data_sets
+        for data_set in data_sets
     ]
     return Report(recipe.fingerprint(), dataclasses.asdict(recipe), sources, sets, tally.examples)
 
 
 def save_report(path: Path, report: Report) -> None:
-    """Write a report, last of all files."""
+    """Write a report."""
     write_whole(path, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
 
 
 def load_report(path: Path) -> Report:
-    """Return a report. Raises ValueError where it is missing or none of ``bytescale data clean``."""
+    """Read a report. Raises ValueError if the file is not a report of ``bytescale data clean``, and OSError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        values["sources"] = {name: SourceReport(**one) for name, one in values["sources"].items()}
+        values["sources"] = {name: SourceReport(**counts) for name, counts in values["sources"].items()}
         return Report(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: not a report of bytescale data clean ({error})") from error
 
 
 def text_of(report: Report) -> str:
-    """Return the report as a table and examples."""
+    """Return the report as a table, followed by details of each source, examples and data sets."""
     lines = [f"{'source':<16}{'read':>9}{'filtered':>10}{'exact':>8}{'near':>8}{'kept':>9}{'bytes':>16}{'of read':>9}"]
-    for name, one in report.sources.items():
-        share = one.kept_bytes / one.read_bytes if one.read_bytes else 0.0
+    for name, source in report.sources.items():
+        share = source.kept_bytes / source.read_bytes if source.read_bytes else 0.0
         lines.append(
-            f"{name:<16}{one.read:>9,}{sum(one.filtered.values()):>10,}{one.exact:>8,}{one.near:>8,}{one.kept:>9,}"
-            f"{one.kept_bytes:>16,}{share:>9.1%}"
+            f"{name:<16}{source.read:>9,}{sum(source.filtered.values()):>10,}{source.exact:>8,}{source.near:>8,}"
+            f"{source.kept:>9,}{source.kept_bytes:>16,}{share:>9.1%}"
         )
-    for name, one in report.sources.items():
-        told = [f"{count:,} {what}" for what, count in {**one.bad, **one.filtered}.items()]
-        told += [f"{one.masked:,} masked"] if one.masked else []
-        told += [f"{one.sentences:,} lost {one.sentence_bytes:,} bytes of repeated sentences"] if one.sentences else []
-        lines += [f"{name}: {', '.join(told)}"] if told else []
-    for what, examples in report.examples.items():
-        for one_example in examples[:1]:
-            more = f" (kept {one_example['kept']}, {one_example['jaccard']})" if "kept" in one_example else ""
-            lines.append(f"for example {what}: {one_example['document']}{more}: {one_example['text']}")
+    for name, source in report.sources.items():
+        details = [f"{count:,} {outcome}" for outcome, count in {**source.bad, **source.filtered}.items()]
+        details += [f"{source.masked:,} masked"] if source.masked else []
+        if source.sentences:
+            details.append(f"{source.sentences:,} lost {source.sentence_bytes:,} bytes of repeated sentences")
+        lines += [f"{name}: {', '.join(details)}"] if details else []
+    for outcome, examples in report.examples.items():
+        for example in examples[:1]:
+            more = f" (kept {example['kept']}, {example['jaccard']})" if "kept" in example else ""
+            lines.append(f"for example {outcome}: {example['document']}{more}: {example['text']}")
     for data_set in report.data_sets:
         shards = data_set["shards"]
         assert isinstance(shards, list), f"{data_set=}"
-        place = data_set["prefix"] or f"{len(shards)} shards"
-        lines.append(f"{data_set['name']}, weight {data_set['weight']:g}: {place}")
+        files = data_set["prefix"] or f"{len(shards)} shards"
+        lines.append(f"{data_set['name']}, weight {data_set['weight']:g}: {files}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Sentences that several documents share stay in one of them: datatrove's steps, for documents of any length."""
+"""Deduplication of sentences by datatrove: sentences that several documents share stay in one of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
 from bytescale_ext.data.clean.words import RULES
 
-_NUMBERED: Final = 1 << 16  # datatrove keeps the number of a sentence in 16 bits
+_MOST_SENTENCES: Final = 1 << 16  # datatrove stores the number of a sentence in 16 bits
 
 
 def sentence_config(recipe: Recipe) -> SentDedupConfig:
-    """Return datatrove's settings; a document stays if any text of it does."""
+    """Return datatrove's settings. A document stays if any of its text remains."""
     return SentDedupConfig(
         n_sentences=recipe.sentences,
         min_doc_words=0,
@@ -31,7 +31,7 @@ def sentence_config(recipe: Recipe) -> SentDedupConfig:
 
 
 class SentenceSignatures(SentenceDedupSignature):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's step without runs of few words, such as closing brackets, and without what it cannot number."""
+    """datatrove's signature step, without sentences past its limit and without short runs such as closing brackets."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         super().__init__(str(folder), config=sentence_config(recipe), language=RULES)
@@ -45,29 +45,32 @@ class SentenceSignatures(SentenceDedupSignature):  # type: ignore[misc]  # datat
             return []
         words = np.convolve(counts, np.ones(size, np.int64), "valid")
         hashes = super().get_hashes(doc, doc_idx)
-        return [one for one in hashes if one[2] < _NUMBERED and words[one[2]] >= self.min_words]
+        return [row for row in hashes if row[2] < _MOST_SENTENCES and words[row[2]] >= self.min_words]
 
 
 class SentenceFilter(SentenceDedupFilter):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's step, which also counts the bytes that it removes."""
+    """datatrove's filter step, which also counts the removed bytes."""
 
-    def __init__(self, recipe: Recipe, folder: Path, told: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, tallies: Path) -> None:
         super().__init__(str(folder), config=sentence_config(recipe), language=RULES)
-        self.told = told
+        self.tallies = tallies
         self.tally = Tally()
 
     def remove_dup_sentences(self, doc: Document, du_lines: np.ndarray) -> tuple[str, str]:
-        """Return the text that stays, and the whole with marks. ``du_lines``: [n] first sentences of repeated runs."""
+        """Return the remaining text, and the whole text with the removed sentences marked.
+
+        ``du_lines``: first sentence of each repeated run, [n].
+        """
         text, marked = super().remove_dup_sentences(doc, du_lines)
         source = str(doc.metadata["source"])
-        sizes = [len(one.encode("utf-8", "surrogatepass")) for one in (doc.text, text)]
-        self.tally.add(source, "sentences", num_bytes=sizes[0] - sizes[1])
+        before, after = (len(part.encode("utf-8", "surrogatepass")) for part in (doc.text, text))
+        self.tally.add(source, "sentences", num_bytes=before - after)
         if not text:
             self.tally.add(source, "sentences only")
         self.tally.example("sentences", doc.id, marked.partition(">>>")[2].partition("<<<")[0])
         return text, marked
 
     def close(self, rank: int) -> None:
-        """Write the counts of a task, and begin anew."""
-        self.tally.save(self.told / f"sentences-{rank:05d}.json")
+        """Write the tally of a task, and start a new tally."""
+        self.tally.save(self.tallies / f"sentences-{rank:05d}.json")
         self.tally = Tally()

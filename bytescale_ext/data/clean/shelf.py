@@ -1,4 +1,4 @@
-"""What tasks keep for each other in the work folder: documents as they were collected, and which of them stay."""
+"""Documents and decisions that tasks exchange through the work folder."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import numpy as np
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-# A document on the shelf: hash of its text (two halves), bytes of it, number of its source, hash of its name.
+# A stored document: hash of its text in two halves, bytes of its text, number of its source, hash of its name.
 ROW: Final = np.dtype([("high", "<u8"), ("low", "<u8"), ("length", "<u8"), ("source", "<u4"), ("name", "<u8")])
-# What was decided: whether a document stays, and how many it stands for, itself included.
+# Decision about a document: whether it stays, and the number of documents that it represents, including itself.
 DECISION: Final = np.dtype([("kept", "?"), ("copies", "<u4")])
 
 
 def shelf_path(work: Path, rank: int) -> Path:
-    """Return the file of a task's documents."""
+    """Return the path of a task's documents."""
     return work / "shelf" / f"{rank:05d}.jsonl"
 
 
 def rows_path(work: Path, rank: int) -> Path:
-    """Return the file of a task's rows, in the order of its documents."""
+    """Return the path of a task's rows, which are in the order of its documents."""
     return work / "shelf" / f"{rank:05d}.npy"
 
 
 def decisions_path(work: Path, rank: int) -> Path:
-    """Return the file of what was decided about a task's documents."""
+    """Return the path of the decisions about a task's documents."""
     return work / "decisions" / f"{rank:05d}.npy"
 
 
 def hashes_of(text: str, size: int = 16) -> tuple[int, ...]:
-    """Return the hash of a text in numbers of 64 bits."""
+    """Return the hash of a text as 64-bit numbers; ``size`` is the size of the hash in bytes."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
-    return tuple(int.from_bytes(digest[place : place + 8], "little") for place in range(0, size, 8))
+    return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, size, 8))
 
 
 def save_array(path: Path, values: np.ndarray) -> None:
-    """Write an array [n]; the file has its name once it is whole."""
+    """Write an array [n] to a temporary file, and rename it when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as stream:
@@ -50,7 +50,7 @@ def save_array(path: Path, values: np.ndarray) -> None:
 
 
 class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Write documents and their rows to the work folder, and pass them on."""
+    """Writes documents and their rows to the work folder, and passes the documents on."""
 
     name = "shelve"
     type = "writer"
@@ -61,7 +61,7 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         self.work = work
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents; a task that is killed leaves no file under its final name."""
+        """Yield the documents. A killed task leaves only temporary files."""
         path, rows = shelf_path(self.work, rank), []
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
@@ -77,14 +77,14 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 
 
 def shelved(work: Path, rank: int) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the documents of a task with their numbers: text, id and the number of the source."""
+    """Yield (number, values) of each document of a task; values are the text, the id and the number of the source."""
     with shelf_path(work, rank).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
             yield number, json.loads(line)
 
 
 class Survivors(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Yield the documents of a task that stay, with how many they stand for."""
+    """Yields the documents of a task that stay, with the number of documents that each represents."""
 
     name = "survivors"
     type = "reader"
@@ -95,7 +95,7 @@ class Survivors(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         self.work = work
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Read the shelf of task ``rank``."""
+        """Read the stored documents of task ``rank``."""
         decisions = np.load(decisions_path(self.work, rank))
         for number, values in shelved(self.work, rank):
             if decisions["kept"][number]:

@@ -1,4 +1,4 @@
-"""The stages of cleaning, each of tasks that any of datatrove's executors runs; a finished task is skipped."""
+"""Stages of cleaning. Each stage has tasks, which any executor of datatrove runs; finished tasks are skipped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Step = Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Steps that run one after the other on the documents of each task."""
+    """Pipeline of steps that each task runs on its documents."""
 
     name: str
     tasks: int
@@ -39,13 +39,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where the stages run.
+    """Executor of the stages.
 
     Attributes:
-        executor: of ``EXECUTORS``.
-        workers: tasks at a time.
-        ray_address: of a cluster; None: Ray is started here.
-        slurm: partition, time, memory_gb of a task and more options of sbatch.
+        executor: one of ``EXECUTORS``.
+        workers: number of tasks that run at the same time.
+        ray_address: address of a Ray cluster; None starts Ray on this machine.
+        slurm: options of sbatch, and partition, time and memory_gb of a task.
     """
 
     executor: str = "local"
@@ -55,71 +55,71 @@ class Where:
 
 
 def stages_of(recipe: Recipe, work: Path, last: Step) -> list[Stage]:
-    """Return the stages in their order; ``last`` runs once, when all documents are in their parts."""
-    names, told = tuple(source.name for source in recipe.sources), work / "told"
+    """Return the stages in order; ``last`` runs once, after all parts are written."""
+    names, tallies = tuple(source.name for source in recipe.sources), work / "tallies"
     near, sentences = "near" in recipe.steps, "sentences" in recipe.steps
-    collect: list[Step] = [Collect(recipe, told), Gate(recipe, told), Shelve(names, work)]
+    collect: list[Step] = [Collect(recipe, tallies), Gate(recipe, tallies), Shelve(names, work)]
     write: list[Step] = [Survivors(names, work), Write(recipe, work)]
     if near:
         collect.append(Signatures(recipe, work / "signatures"))
-    found = [Stage("collect", recipe.tasks, collect)]
+    stages = [Stage("collect", recipe.tasks, collect)]
     if near:
         folders = str(work / "signatures"), str(work / "matches")
-        found.append(Stage("match", recipe.buckets, [MinhashDedupBuckets(*folders, config=minhash_config(recipe))]))
-    found.append(Stage("decide", 1, [Decide(recipe, work)]))
+        stages.append(Stage("match", recipe.buckets, [MinhashDedupBuckets(*folders, config=minhash_config(recipe))]))
+    stages.append(Stage("decide", 1, [Decide(recipe, work)]))
     if sentences:
         signed, repeated = work / "sentences", work / "repeated"
         sign: list[Step] = [Survivors(names, work), SentenceSignatures(recipe, signed)]
         find: list[Step] = [SentenceFindDedups(str(signed), str(repeated), config=sentence_config(recipe))]
-        found += [Stage("sentences", recipe.tasks, sign), Stage("repeated", 1, find)]
-        clean = SentenceFilter(recipe, repeated, told)
+        stages += [Stage("sentences", recipe.tasks, sign), Stage("repeated", 1, find)]
+        clean = SentenceFilter(recipe, repeated, tallies)
         write = [Survivors(names, work), clean, Write(recipe, work, clean.close)]
-    return [*found, Stage("write", recipe.tasks, write), Stage("finish", 1, [last])]
+    return [*stages, Stage("write", recipe.tasks, write), Stage("finish", 1, [last])]
 
 
-def run_stages(stages: list[Stage], work: Path, where: Where) -> None:
-    """Run the stages, or submit them to Slurm, where each waits for the one before it.
+def run_stages(stages: list[Stage], work: Path, settings: Where) -> None:
+    """Run the stages, or submit them to Slurm, where each stage waits for the stage before it.
 
     Raises:
-        ValueError: a task has failed; its log is named unless the input was bad.
+        ValueError: a task has failed. The message names its log, unless the input is invalid.
     """
     before: PipelineExecutor | None = None
-    with _log(work / "log.txt"), _cluster(where):
+    with _log(work / "log.txt"), _cluster(settings):
         for stage in stages:
             logs = work / "stages" / stage.name
-            executor = _executor(stage, logs, where, before)
+            executor = _executor(stage, logs, settings, before)
             try:
                 executor.run()
             except ValueError:
                 raise
-            except subprocess.CalledProcessError as error:  # sbatch, which has told the log why
-                raise ValueError(f"stage {stage.name}: {_said_by_sbatch(work / 'log.txt')}") from error
+            except subprocess.CalledProcessError as error:  # sbatch, whose message is in the log
+                raise ValueError(f"stage {stage.name}: {_sbatch_message(work / 'log.txt')}") from error
             except Exception as error:
-                raise ValueError(f"stage {stage.name}: {_last(error)}; see {logs}/logs") from error
-            if where.executor == "slurm":
+                raise ValueError(f"stage {stage.name}: {_one_line(error)}; see {logs}/logs") from error
+            if settings.executor == "slurm":
                 before = executor
             elif executor.get_incomplete_ranks(skip_completed=True):
                 raise ValueError(f"stage {stage.name}: tasks have failed; see {logs}/logs")
 
 
-def _said_by_sbatch(log: Path) -> str:
-    """Return what sbatch has said about the last job, in one line."""
+def _sbatch_message(log: Path) -> str:
+    """Return the message of sbatch about the last job, in one line."""
     last = log.read_text(encoding="utf-8").rpartition("Launching Slurm job")[2]
-    said = [line for line in last.splitlines() if line.startswith("sbatch:")]
-    return " ".join(said) or f"sbatch has failed; see {log}"
+    lines = [line for line in last.splitlines() if line.startswith("sbatch:")]
+    return " ".join(lines) or f"sbatch has failed; see {log}"
 
 
-def _last(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _executor(stage: Stage, logs: Path, where: Where, before: PipelineExecutor | None) -> PipelineExecutor:
-    workers = min(where.workers, stage.tasks)
-    if where.executor == "local":
+def _executor(stage: Stage, logs: Path, settings: Where, before: PipelineExecutor | None) -> PipelineExecutor:
+    workers = min(settings.workers, stage.tasks)
+    if settings.executor == "local":
         return LocalPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs))
-    if where.executor == "ray":
+    if settings.executor == "ray":
         return RayPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs), mem_per_cpu_gb=0.25)
-    options = dict(where.slurm)
+    options = dict(settings.slurm)
     return SlurmPipelineExecutor(
         stage.steps,
         stage.tasks,
@@ -128,7 +128,7 @@ def _executor(stage: Stage, logs: Path, where: Where, before: PipelineExecutor |
         qos=options.pop("qos", ""),
         mem_per_cpu_gb=int(options.pop("memory_gb", "4")),
         sbatch_args=options,
-        workers=where.workers,
+        workers=settings.workers,
         job_name=f"clean-{stage.name}",
         env_command=f'export PATH="{Path(sys.executable).parent}:$PATH"',
         depends=before,
@@ -137,17 +137,17 @@ def _executor(stage: Stage, logs: Path, where: Where, before: PipelineExecutor |
 
 
 @contextlib.contextmanager
-def _cluster(where: Where) -> Iterator[None]:
-    """Join or start Ray where tasks run there, and leave it at the end."""
-    if where.executor != "ray":
+def _cluster(settings: Where) -> Iterator[None]:
+    """Join or start Ray if it is the executor, and disconnect at the end."""
+    if settings.executor != "ray":
         yield
         return
-    if where.ray_address is None:
+    if settings.ray_address is None:
         stay_on_loopback()
     ray = ray_module()
-    local = {"num_cpus": where.workers, "include_dashboard": False, "object_store_memory": 256 << 20}
+    local = {"num_cpus": settings.workers, "include_dashboard": False, "object_store_memory": 256 << 20}
     with sigterm_kept():
-        ray.init(where.ray_address or "local", log_to_driver=False, **({} if where.ray_address else local))
+        ray.init(settings.ray_address or "local", log_to_driver=False, **({} if settings.ray_address else local))
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ def _cluster(where: Where) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _log(path: Path) -> Iterator[None]:
-    """Send what datatrove and its processes write to standard error to a file."""
+    """Redirect the standard error of datatrove and its processes to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     before = os.dup(2)

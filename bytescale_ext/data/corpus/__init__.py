@@ -1,1 +1,1 @@
-"""Work on a whole corpus before training: its tokens, what its documents are about, and its windows in a file."""
+"""Whole corpora before training: tokens, embeddings of documents, answer masks, and windows of related documents."""

@@ -1,7 +1,7 @@
-"""What pieces of documents are about, as unit vectors: words or tokens weighed by rarity, in few dimensions.
+"""Embeddings of pieces of documents as unit vectors.
 
-The default embedder needs no model: counts of hashed words (of token ids, where tokens are not bytes), TF-IDF, and a
-truncated SVD. ``hf:PATH`` takes a model of sentence-transformers from a folder instead.
+The default embedder needs no model: it counts hashed words (token ids, unless tokens are bytes) and applies TF-IDF and
+a truncated SVD. ``hf:PATH`` selects a sentence-transformers model in a folder instead.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 MODEL: Final = "hf:"
 _FEATURES: Final = 1 << 18
 _DIMENSIONS: Final = 128
-_FITTED: Final = 20_000  # pieces that dimensions are found from
+_FITTED: Final = 20_000  # pieces that the SVD is fitted to, at most
 
 
 def check_embedder(embedder: str | None) -> None:
-    """Raise ValueError unless this machine can embed. ``embedder``: None for the default, or ``hf:PATH``."""
+    """Raise ValueError unless this machine can run an embedder: None for the default, or ``hf:PATH``."""
     if importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("faiss") is None:
         raise ValueError("scikit-learn and faiss are needed: pip install 'bytescale-megatron[data]'")
     if embedder is None:
         return
     path = embedder.removeprefix(MODEL)
     if path == embedder or not path:
-        raise ValueError(f"--embedder {embedder}: give hf:PATH, the folder of a model, or leave it out")
+        raise ValueError(f"--embedder {embedder}: give hf:PATH, the folder of a model, or omit the flag")
     if not Path(path).is_dir():
         raise ValueError(f"--embedder {embedder}: there is no folder {path}")
     if importlib.util.find_spec("sentence_transformers") is None:
@@ -42,16 +42,16 @@ def check_embedder(embedder: str | None) -> None:
 
 
 def embed(corpus: CorpusTokens, table: SampleTable, embedder: str | None, seed: int) -> np.ndarray:
-    """Return a unit vector of each piece, float32 [pieces, d]; zeros where a piece has no words.
+    """Return a unit vector of each piece, float32 [pieces, d]; zeros for a piece without words.
 
     Args:
-        corpus: the tokens.
-        table: the pieces.
-        embedder: as ``check_embedder`` takes it.
-        seed: of the choice of pieces that dimensions are found from, and of the SVD.
+        corpus: tokens of the corpus.
+        table: pieces of documents.
+        embedder: None for the default, or ``hf:PATH``.
+        seed: seed of the SVD, and of the choice of pieces that it is fitted to.
 
     Raises:
-        ValueError: a model needs text, and the tokens are not bytes.
+        ValueError: the embedder needs text, but the tokens are not bytes.
     """
     is_bytes = corpus.is_bytes
     if embedder is None:
@@ -63,7 +63,7 @@ def embed(corpus: CorpusTokens, table: SampleTable, embedder: str | None, seed: 
 
 
 def word_counts(texts: Iterable[str]) -> csr_matrix:
-    """Return how often each hashed word stands in each text: float32 [texts, features]."""
+    """Return the count of each hashed word in each text: float32 [texts, features]."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     hashing = HashingVectorizer(n_features=_FEATURES, alternate_sign=False, norm=None, dtype=np.float32)
@@ -71,22 +71,22 @@ def word_counts(texts: Iterable[str]) -> csr_matrix:
 
 
 def token_counts(pieces: Iterable[np.ndarray]) -> csr_matrix:
-    """Return how often each token id stands in each piece: float32 [pieces, features]. ``pieces``: ids [length]."""
+    """Return the count of each token id in each piece, float32 [pieces, features]; ``pieces``: token ids [length]."""
     from scipy.sparse import csr_matrix
 
     ids, counts = [], []
     for piece in pieces:
-        found, times = np.unique(piece.astype(np.int64) % _FEATURES, return_counts=True)
-        ids.append(found)
-        counts.append(times.astype(np.float32))
-    bounds = np.cumsum([0, *(len(one) for one in ids)])
+        piece_ids, piece_counts = np.unique(piece.astype(np.int64) % _FEATURES, return_counts=True)
+        ids.append(piece_ids)
+        counts.append(piece_counts.astype(np.float32))
+    bounds = np.cumsum([0, *map(len, ids)])
     return csr_matrix((np.concatenate(counts), np.concatenate(ids), bounds), shape=(len(ids), _FEATURES))
 
 
 def reduced(counts: csr_matrix, seed: int) -> np.ndarray:
-    """Return the unit vectors, float32 [n, d], of rows of counts [n, features].
+    """Return unit vectors, float32 [n, d], of rows of counts [n, features].
 
-    Features of a single row say nothing about likeness and are left out.
+    Features that occur in a single row tell nothing about similarity and are dropped.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfTransformer
@@ -103,14 +103,14 @@ def reduced(counts: csr_matrix, seed: int) -> np.ndarray:
 
 
 def by_model(path: str, texts: Iterable[str]) -> np.ndarray:
-    """Return the unit vectors, float32 [texts, d], of a model of sentence-transformers in a folder."""
+    """Return unit vectors, float32 [texts, d], from a sentence-transformers model in a folder."""
     from sentence_transformers import SentenceTransformer
 
     return unit(np.asarray(SentenceTransformer(path, local_files_only=True).encode(list(texts))))
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors [n, d] of length 1, as float32; zeros stay zeros."""
+    """Return vectors [n, d], scaled to length 1, as float32; zeros stay zeros."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     units: npt.NDArray[np.float32] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0).astype(
         np.float32

@@ -1,7 +1,7 @@
-"""Which tokens of a data set are answers: ``PREFIX.mask.bin``, a byte for each token, beside ``PREFIX.mask.json``.
+"""Mask of the answers in a data set: ``PREFIX.mask.bin``, with one byte per token, and its header ``PREFIX.mask.json``.
 
-The second file holds hashes of the first and of the data set's ``.idx``, so that the mask of another data set is
-refused before training. The mask lies as the tokens of the ``.bin`` file do: end to end.
+The header contains hashes of the mask and of the data set's ``.idx``, so that the mask of another data set is refused
+before training. The mask has the order of the tokens in the ``.bin`` file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _AGAIN: Final = "write conversations and masks again with bytescale corpus --sft
 
 @dataclass(frozen=True, slots=True)
 class MaskHeader:
-    """What a mask belongs to.
+    """Header of a mask.
 
     Attributes:
-        num_tokens: tokens of the data set.
-        num_answer_tokens: those of them that are answers.
+        num_tokens: number of tokens of the data set.
+        num_answer_tokens: number of tokens in answers.
         idx_sha256: hash of the ``.idx`` file.
         mask_sha256: hash of the mask.
-        version: of this format.
+        version: version of the format.
     """
 
     num_tokens: int
@@ -44,7 +44,7 @@ class MaskHeader:
 
 
 def write_header(partial: str) -> MaskHeader:
-    """Write ``partial``.mask.json for the mask and the index of that prefix, which are complete; return its content."""
+    """Write ``partial``.mask.json for the complete mask and index of the same prefix, and return the header."""
     mask = np.fromfile(partial + MASK, dtype=np.uint8)
     header = MaskHeader(
         num_tokens=len(mask),
@@ -57,33 +57,33 @@ def write_header(partial: str) -> MaskHeader:
 
 
 def check_mask(prefix: str, whole: bool = True) -> MaskHeader:
-    """Check that a data set has a mask and that it is its own; return the header of the mask.
+    """Check that a data set has a mask that belongs to it, and return the header of the mask.
 
-    ``whole``: also read all of the mask and compare its hash, which is enough on one rank.
+    ``whole`` also reads the mask and compares its hash; one rank is enough for this.
 
     Raises:
         ValueError: a file is missing, damaged or of another data set, or no token is an answer.
     """
     num_tokens = check_indexed_dataset(prefix).num_tokens
-    described = prefix + HEADER
+    header_file = prefix + HEADER
     try:
-        header = MaskHeader(**json.loads(Path(described).read_text(encoding="utf-8")))
+        header = MaskHeader(**json.loads(Path(header_file).read_text(encoding="utf-8")))
         size = os.path.getsize(prefix + MASK)
     except FileNotFoundError as error:
-        raise ValueError(f"{error.filename}: no such file, so nothing says what the answers are: {_AGAIN}") from error
+        raise ValueError(f"{error.filename}: no such file, so the answers are unknown: {_AGAIN}") from error
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{described}: not the header of a mask ({error}): {_AGAIN}") from error
+        raise ValueError(f"{header_file}: not the header of a mask ({error}): {_AGAIN}") from error
     if header.version != _VERSION:
-        raise ValueError(f"{described}: version {header.version}, only version {_VERSION} is read: {_AGAIN}")
+        raise ValueError(f"{header_file}: version {header.version}, only version {_VERSION} is supported: {_AGAIN}")
     if header.num_tokens != num_tokens or header.idx_sha256 != sha256_of(prefix + ".idx"):
-        raise ValueError(f"{prefix + MASK}: the mask of another data set than {prefix}.idx: {_AGAIN}")
+        raise ValueError(f"{prefix + MASK}: the mask belongs to another data set than {prefix}.idx: {_AGAIN}")
     if size != num_tokens or (whole and sha256_of(prefix + MASK) != header.mask_sha256):
-        raise ValueError(f"{prefix + MASK} is not the mask that {Path(described).name} describes: {_AGAIN}")
+        raise ValueError(f"{prefix + MASK} does not match its header {Path(header_file).name}: {_AGAIN}")
     if not header.num_answer_tokens:
         raise ValueError(f"{prefix}: no token is an answer, so there is nothing to train on: {_AGAIN}")
     return header
 
 
 def open_mask(prefix: str) -> np.ndarray:
-    """Return the mask of a data set, mapped from its file: uint8 [num_tokens], 1 for answers."""
+    """Return a memory map of the mask of a data set: uint8 [num_tokens], 1 for answers."""
     return np.asarray(np.memmap(prefix + MASK, dtype=np.uint8, mode="r"))

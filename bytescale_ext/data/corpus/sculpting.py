@@ -1,4 +1,4 @@
-"""Windows of a data set: its tokens, what they are about, the windows, their check and their figures."""
+"""Windows of related documents of a data set: embedding, sculpting and check."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bytescale_ext.plan.sculpt.sculpt import Sculpted, SculptSettings, sculpt
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SculptedCorpus:
-    """The windows of a data set.
+    """Windows of a data set.
 
     Attributes:
-        pieces: its documents, cut at the context.
-        made: the windows and clusters, checked.
-        num_long: documents longer than the context, which no window can hold whole.
+        pieces: pieces of documents of at most one context.
+        made: windows and clusters, which passed their check.
+        num_long: number of documents longer than the context, which no window can contain whole.
     """
 
     pieces: Pieces
@@ -31,32 +31,32 @@ class SculptedCorpus:
 
     @property
     def cluster_tokens(self) -> np.ndarray:
-        """Tokens of each cluster, the largest first: int64 [clusters]."""
+        """Tokens of each cluster, largest first: int64 [clusters]."""
         tokens = np.bincount(self.made.cluster, weights=self.pieces.length)
         return np.sort(tokens.astype(np.int64))[::-1]
 
 
 def embedded_pieces(corpus: CorpusTokens, context: int, embedder: str | None, seed: int) -> Pieces:
-    """Return the documents of a data set, cut at every ``context`` tokens, and what each piece is about."""
+    """Return the documents of a data set, split at every ``context`` tokens, with the embedding of each piece."""
     table = sample_table(corpus.lengths, context)
     vectors = embed(corpus, table, embedder, seed)
     return Pieces(table.document.astype(np.int64), table.start, table.length, vectors)
 
 
 def check_context(lengths: np.ndarray, settings: SculptSettings) -> None:
-    """Raise ValueError where no document may be cut and none fits. ``lengths``: [documents] tokens."""
+    """Raise ValueError if documents must not be split and none fits. ``lengths``: tokens of each document, [n]."""
     shortest = int(lengths[lengths > 0].min())
     if settings.overflow == "none" and shortest > settings.context:
         raise ValueError(
-            f"the shortest document has {shortest} tokens, and a window of --context {settings.context} holds none of "
-            f"them whole: give --context {shortest} or more, or --overflow split"
+            f"the shortest document has {shortest} tokens, so no document fits whole in a window of --context "
+            f"{settings.context}: give --context {shortest} or more, or --overflow split"
         )
 
 
 def sculpt_corpus(corpus: CorpusTokens, settings: SculptSettings, embedder: str | None) -> SculptedCorpus:
-    """Return the windows of a data set, checked. Raises ValueError where none can be made."""
+    """Return the checked windows of a data set. Raises ValueError if no document fits in a window."""
     check_context(corpus.lengths, settings)
     pieces = embedded_pieces(corpus, settings.context, embedder, settings.seed)
-    made = sculpt(pieces, settings, nearest_centres)
-    check_windows(made.table, corpus.lengths, settings.context, settings.overflow)
-    return SculptedCorpus(pieces, made, int(np.count_nonzero(corpus.lengths > settings.context)))
+    sculpted = sculpt(pieces, settings, nearest_centres)
+    check_windows(sculpted.table, corpus.lengths, settings.context, settings.overflow)
+    return SculptedCorpus(pieces, sculpted, int(np.count_nonzero(corpus.lengths > settings.context)))

@@ -1,1 +1,1 @@
-"""Plan steps ahead of training and load this rank's tokens of each step."""
+"""Loading: steps are planned ahead of training, and each rank reads its tokens of each step."""

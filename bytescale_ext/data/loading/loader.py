@@ -1,11 +1,11 @@
-"""Steps planned and read ahead of training, in a background thread.
+"""Loader that plans and reads steps ahead of training, in a background thread.
 
 ::
 
     sample ids -> lengths -> planner -> check -> tokens of this rank --(at most plan_ahead steps)--> next()
     \\______________________ background thread _____________________/
 
-Ranks do not communicate: every rank makes the same plan from the same lengths, and reads its own tokens.
+Ranks do not communicate: every rank computes the same plan from the same lengths, and reads its own tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _JOIN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What ended the thread: the error that ``next()`` raises, ``StopIteration`` at the end of the data."""
+    """Error that ended the thread and that ``next()`` raises; ``StopIteration`` at the end of the data."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Line:
-    """State that the thread and its consumer share. It does not refer to the loader, which can thus be collected.
+class _Shared:
+    """State shared by the thread and its consumer. It has no reference to the loader, so the loader can be collected.
 
     Attributes:
-        free: one permit for each step that may still be made ahead.
-        ready: made steps in order, then a failure.
-        stop: set when the loader is closed.
+        free: one permit for each step that may still be prepared ahead.
+        ready: prepared steps in order, followed by a failure.
+        stop: event that is set when the loader is closed.
     """
 
     free: threading.Semaphore
@@ -49,10 +49,10 @@ class _Line:
 
 
 class StepsAhead(Iterator[StepBatch]):
-    """Iterator over the steps of a ``StepMaker``, made in a background thread up to ``plan_ahead`` steps early.
+    """Iterator over the steps of a ``StepMaker``, prepared in a background thread up to ``plan_ahead`` steps early.
 
-    ``next()`` first returns the steps made before an error, then raises the error of the maker, with its own type, at
-    every call. It raises ``StopIteration`` where the maker has no samples for another step.
+    After an error ``next()`` first returns the steps prepared before it, and then raises the maker's error at every
+    call. It raises ``StopIteration`` if the maker has no samples for another step.
     """
 
     def __init__(self, maker: StepMaker, settings: LoaderSettings) -> None:
@@ -68,74 +68,74 @@ class StepsAhead(Iterator[StepBatch]):
     def __next__(self) -> StepBatch:
         if self._failure is None:
             began = time.perf_counter()
-            item, self._peeked = self._peeked or self._line.ready.get(), None
-            waited = time.perf_counter() - began
+            item, self._peeked = self._peeked or self._shared.ready.get(), None
+            wait_seconds = time.perf_counter() - began
             if isinstance(item, StepBatch):
-                self._line.free.release()
+                self._shared.free.release()
                 self._consumed_samples += len(item.sample_ids)
                 self._next_step = item.step_index + 1
-                return replace(item, wait_seconds=waited)
+                return replace(item, wait_seconds=wait_seconds)
             self._failure = item
         raise self._failure.error
 
     def peek(self) -> StepBatch | None:
-        """Wait for the step that ``next()`` will return, and return it; None where there is no other.
+        """Wait for the step that ``next()`` will return, and return it; None if there is no further step.
 
-        May be called in another thread, as long as no other call runs.
+        May be called in another thread if no other call runs at the same time.
         """
         if self._failure is None and self._peeked is None:
-            self._peeked = self._line.ready.get()
+            self._peeked = self._shared.ready.get()
         return self._peeked if isinstance(self._peeked, StepBatch) else None
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
-        """Return the step of ``batch`` with the simple plan, for use when another rank's planner ran out of time."""
+        """Return the step of ``batch`` with the simple plan, in case another rank's planner ran out of time."""
         return batch if batch.fell_back else self._maker.simple_step(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the next step begins; steps made ahead do not count until they are handed out."""
+        """Return the position of the next step. Steps prepared ahead count only after ``next()`` returned them."""
         return {"consumed_samples": self._consumed_samples, "step_index": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a state; discard the steps made ahead."""
+        """Continue from a state, and discard the steps prepared ahead."""
         self.close()
         self._start(int(state["consumed_samples"]), int(state["step_index"]))
 
     def close(self) -> None:
-        """Stop the thread and wait for it; ``next()`` raises ``RuntimeError`` from now on. May be called twice."""
+        """Stop the thread and wait for it. From now on ``next()`` raises ``RuntimeError``. May be called twice."""
         self._shutdown()
         self._failure = _Failure(RuntimeError("the loader is closed"))
 
     def _start(self, consumed_samples: int, first_step: int) -> None:
         self._consumed_samples, self._next_step = consumed_samples, first_step
         self._failure, self._peeked = None, None
-        self._line: _Line = _Line(threading.Semaphore(self._plan_ahead), queue.SimpleQueue(), threading.Event())
+        self._shared: _Shared = _Shared(threading.Semaphore(self._plan_ahead), queue.SimpleQueue(), threading.Event())
         thread = threading.Thread(
             target=_make_steps,
-            args=(self._maker, self._line, consumed_samples, first_step),
+            args=(self._maker, self._shared, consumed_samples, first_step),
             name="bytescale-loader",
             daemon=True,
         )
         thread.start()
-        # Runs once: in close(), when the loader is collected, or before the interpreter ends.
-        self._shutdown = weakref.finalize(self, _stop, self._line, thread)
+        # Runs once: in close(), when the loader is collected, or before the interpreter exits.
+        self._shutdown = weakref.finalize(self, _stop, self._shared, thread)
 
 
 class StepLoader(StepsAhead):
-    """Iterator over steps of a source in this process. Their order depends on the source and the settings alone.
+    """Iterator over the steps of a source in this process. The order depends only on the source and the settings.
 
-    Ranks that plan under a time limit may fall back differently, so they must agree before they run a step
-    (``StepBatch.fell_back``, ``simple_step``).
+    With a time limit for planning, some ranks may fall back to the simple plan and others not. So ranks must agree
+    before they run a step (``StepBatch.fell_back``, ``simple_step``).
 
     Args:
-        source: samples; on all ranks the same.
-        plans: makes the plan of a step from its lengths.
-        settings: which steps, and how they are read.
-        sequences: returns what a plan places for the samples of a step, by the numbers by which the source reads them;
-            default: the samples themselves.
-        loads: of experts, with which the steps are planned; None: they are not known.
+        source: samples, equal on all ranks.
+        plans: maker of plans.
+        settings: selection of steps, and how they are read.
+        sequences: function from the samples of a step to the sequences that a plan places, numbered as the source reads
+            them; by default the samples themselves.
+        loads: imbalance of experts in earlier steps, which plans take into account; None if it is not measured.
 
     Raises:
-        ValueError: a cyclic source without samples.
+        ValueError: a cyclic source has no samples.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class StepLoader(StepsAhead):
         loads: LoadHistory | None = None,
     ) -> None:
         if settings.cyclic and len(source) == 0:
-            raise ValueError("a data set without samples cannot be repeated: give one with documents")
+            raise ValueError("a data set without samples cannot be repeated: give a data set with documents")
         super().__init__(_LocalSteps(source, plans, settings, sequences, loads), settings)
 
 
@@ -168,16 +168,16 @@ class _LocalSteps:
         return self.settings.sample_ids(consumed_samples, len(self.source))
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:
-        """Plan one step and read this rank's part of it. Never waits, so it ignores ``should_stop``."""
-        return self._made(step_index, sample_ids, self._plans_of(step_index))
+        """Plan one step and read this rank's part of it. Never waits, so ``should_stop`` is ignored."""
+        return self._make(step_index, sample_ids, self._plans_of(step_index))
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
-        return self._made(batch.step_index, batch.sample_ids, self._plans_of(batch.step_index).simple)
+        return self._make(batch.step_index, batch.sample_ids, self._plans_of(batch.step_index).simple)
 
     def _plans_of(self, step_index: int) -> PlanMaker:
         return self.plans if self.loads is None else self.plans.with_expert_imbalance(self.loads.at(step_index))
 
-    def _made(
+    def _make(
         self,
         step_index: int,
         sample_ids: tuple[int, ...],
@@ -200,26 +200,26 @@ class _LocalSteps:
         )
 
 
-def _make_steps(maker: StepMaker, line: _Line, consumed_samples: int, step_index: int) -> None:
-    """Run the thread: make steps while there is room, until the data ends, an error occurs or ``stop`` is set."""
+def _make_steps(maker: StepMaker, shared: _Shared, consumed_samples: int, step_index: int) -> None:
+    """Run the thread: prepare steps until the data ends, an error occurs or the loader is closed."""
     try:
         while True:
-            line.free.acquire()
-            if line.stop.is_set():
+            shared.free.acquire()
+            if shared.stop.is_set():
                 return
             sample_ids = maker.sample_ids(consumed_samples)
             if sample_ids is None:
                 raise StopIteration
-            line.ready.put(maker.step(step_index, sample_ids, line.stop.is_set))
+            shared.ready.put(maker.step(step_index, sample_ids, shared.stop.is_set))
             consumed_samples += len(sample_ids)
             step_index += 1
-    except BaseException as error:  # handed to next(), which raises it
-        line.ready.put(_Failure(error))
+    except BaseException as error:  # next() raises it
+        shared.ready.put(_Failure(error))
 
 
-def _stop(line: _Line, thread: threading.Thread) -> None:
-    line.stop.set()
-    line.free.release()
-    line.ready.put(_Failure(RuntimeError("the loader is closed")))
+def _stop(shared: _Shared, thread: threading.Thread) -> None:
+    shared.stop.set()
+    shared.free.release()
+    shared.ready.put(_Failure(RuntimeError("the loader is closed")))
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)

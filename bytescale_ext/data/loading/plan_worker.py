@@ -1,6 +1,6 @@
-"""A process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
+"""Process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
 
-It reads a pickled planner and then lengths and a load of experts for one step after another from standard input, writes
+It reads a pickled planner from standard input, followed by the lengths and the expert imbalance of each step. It writes
 each plan, or the planner's error, to standard output, and exits when its input ends.
 ``bytescale_ext.data.loading.planning`` starts it.
 """
@@ -16,24 +16,24 @@ from bytescale_ext.data.loading.planning import planner_at
 
 
 def main() -> None:
-    """Plan until the input ends."""
+    """Plan steps until the input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not mix with the answers
     serve(sys.stdin.buffer, answers)
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Write a pickled plan, or the planner's error, for each pickled pair of lengths and load."""
+    """Write a pickled plan, or the planner's error, for each pickled pair of lengths and expert imbalance."""
     planner = pickle.load(requests)
     while True:
         try:
-            lengths, load = pickle.load(requests)
+            lengths, imbalance = pickle.load(requests)
         except EOFError:
             return
         answer: object
         try:
-            answer = planner_at(planner, load)(lengths)
-        except Exception as error:  # raised by the process that asked
+            answer = planner_at(planner, imbalance)(lengths)
+        except Exception as error:  # the requesting process raises it
             answer = error
         pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()

@@ -1,4 +1,4 @@
-"""Makes the plan of a step: checked, within a time limit, and in a separate process where planning is slow."""
+"""Planning of a step: with a check and a time limit, and in a separate process if planning is slow."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 
-_SLOW_SECONDS = 0.05  # of processor time: a plan that takes longer moves planning to another process
-_LOOK_SECONDS = 0.02  # between two calls of should_stop
+_SLOW_SECONDS = 0.05  # processor time of a plan above which planning moves to another process
+_POLL_SECONDS = 0.02  # between two calls of should_stop
 _PACKAGES = Path(__file__).parents[3]
 
 
 class Planner(Protocol):
-    """Makes the plan of a step from its lengths: pure, equal on every rank (``plan.hdp.planner.HdpPlanner``)."""
+    """Computes the plan of a step from its lengths, equally on every rank (``plan.hdp.planner.HdpPlanner``)."""
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
-        """Return the plan; raise ``OutOfTime`` soon after ``should_stop`` returns True."""
+        """Return the plan. Raises ``OutOfTime`` soon after ``should_stop`` returns True."""
         ...
 
     def fallback(self, lengths: Sequence[int]) -> StepPlan:
-        """Return a simple plan of the same sequences, made at once."""
+        """Return a simple plan of the same sequences, without a search."""
         ...
 
 
 @runtime_checkable
 class LoadedPlanner(Planner, Protocol):
-    """A planner that counts with loads of experts."""
+    """A planner that takes the imbalance of experts into account."""
 
     def with_expert_imbalance(self, load: float) -> Planner:
-        """Return the planner of a step in which the slowest rank's experts take ``load`` times the mean."""
+        """Return the planner of a step. The experts of its slowest rank take ``load`` times the mean."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMaker:
-    """Makes the checked plan of a step from its lengths; takes the simple plan when time runs out.
+    """Makes the checked plan of a step from its lengths, or the simple plan if time runs out.
 
     Attributes:
-        planner: makes the plans.
-        check: called with each plan, raises on a bad one; None: plans are trusted.
-        plan_seconds: time limit of the planner for one step; None: no limit.
+        planner: planner of the steps.
+        check: function that raises an error for an invalid plan; None trusts all plans.
+        plan_seconds: time limit for one plan; None for no limit.
     """
 
     planner: Planner
@@ -60,11 +60,11 @@ class PlanMaker:
     plan_seconds: float | None = None
 
     def with_expert_imbalance(self, load: float) -> PlanMaker:
-        """Return what makes the plans of a step with this load of experts; 1 changes nothing."""
+        """Return the maker of plans for a step with this imbalance of experts."""
         return replace(self, planner=planner_at(self.planner, load))
 
     def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
-        """Return the checked plan of a step, and whether it is the simple one because time ran out."""
+        """Return the checked plan of a step, and whether it is the simple plan because time ran out."""
         if self.plan_seconds is None:
             return self._checked(self.planner(lengths), lengths), False
         deadline = time.perf_counter() + self.plan_seconds
@@ -85,19 +85,22 @@ class PlanMaker:
 
 
 def without_tables(plan: StepPlan) -> StepPlan:
-    """Return the plan without the tables that it has computed from its arrays: small enough to send or to save."""
+    """Return the plan without the tables that were computed from its arrays, to send or save less data."""
     return replace(plan, ranks=replace(plan.ranks)) if isinstance(plan.ranks, PlacedRanks) else plan
 
 
 class PlannerInProcess:
-    """A ``Planner`` that moves to a separate process once a plan was slow. Its plans stay the same.
+    """A ``Planner`` that moves to a separate process after a slow plan, and returns the same plans there.
 
-    Python runs one thread at a time: while the loader's thread plans, the training thread launches its kernels several
-    times slower. If the process dies, the thread makes the plan.
+    Python runs one thread at a time. While the loader's thread plans, the training thread launches kernels several
+    times slower. If the process dies, planning returns to the thread.
     """
 
     def __init__(self, planner: Planner, slow_seconds: float = _SLOW_SECONDS) -> None:
-        """``planner`` can be pickled; a plan of more than ``slow_seconds`` of processor time starts the process."""
+        """Wrap a planner that can be pickled.
+
+        A plan that takes more than ``slow_seconds`` of processor time starts the process.
+        """
         self._planner = planner
         self._slow_seconds = slow_seconds
         self._is_slow = False
@@ -109,13 +112,13 @@ class PlannerInProcess:
         return self.plan(lengths, should_stop)
 
     def with_expert_imbalance(self, load: float) -> Planner:
-        """See ``LoadedPlanner``: the same process makes the plans of all loads."""
+        """See ``LoadedPlanner``. One process plans for every imbalance."""
         return _AtLoad(self, load)
 
     def plan(
         self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None, load: float = 1.0
     ) -> StepPlan:
-        """Return the plan of a step with this load of experts; raises the planner's own errors."""
+        """Return the plan of a step with this imbalance of experts; raises the planner's own errors."""
         planner = planner_at(self._planner, load)
         if not self._is_slow:
             began = time.thread_time()
@@ -126,7 +129,7 @@ class PlannerInProcess:
         try:
             answer = self._ask((tuple(lengths), load), should_stop)
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended
-            if self._end is not None and not self._end.alive:  # the interpreter ends too
+            if self._end is not None and not self._end.alive:  # the interpreter is exiting too
                 raise
             self._close()
             return planner(lengths, should_stop)
@@ -143,9 +146,9 @@ class PlannerInProcess:
         requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         pickle.dump(step, requests, pickle.HIGHEST_PROTOCOL)
         requests.flush()
-        while should_stop is not None and not select.select([answers], [], [], _LOOK_SECONDS)[0]:
+        while should_stop is not None and not select.select([answers], [], [], _POLL_SECONDS)[0]:
             if should_stop():
-                self._close()  # the next plan must not wait for this one
+                self._close()  # the next plan must not wait for this plan
                 raise OutOfTime("the planner was told to stop")
         return pickle.load(answers)
 
@@ -156,7 +159,7 @@ class PlannerInProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C must not reach it; it ends with its input
+            start_new_session=True,  # Ctrl-C must not reach the process, which exits when its input ends
         )
         self._end = weakref.finalize(self, _end, process)
         pickle.dump(self._planner, cast(IO[bytes], process.stdin), pickle.HIGHEST_PROTOCOL)
@@ -170,7 +173,7 @@ class PlannerInProcess:
 
 @dataclass(frozen=True, slots=True)
 class _AtLoad:
-    """A ``Planner`` in a process, of a step with this load of experts."""
+    """Planner in a process, for steps with this imbalance of experts."""
 
     process: PlannerInProcess
     load: float
@@ -183,7 +186,7 @@ class _AtLoad:
 
 
 def planner_at(planner: Planner, load: float) -> Planner:
-    """Return the planner of a step with this load of experts; 1 asks nothing of a planner."""
+    """Return the planner for a step with this imbalance of experts. For an imbalance of 1 any planner will do."""
     if load == 1.0:
         return planner
     assert isinstance(planner, LoadedPlanner), f"{planner=} {load=}"

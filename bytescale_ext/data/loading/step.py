@@ -1,4 +1,4 @@
-"""The step of one rank as plain data, and the settings by which every loader makes it."""
+"""One rank's step as plain data, and the settings of the loaders that make it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from bytescale_ext.plan.step.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """Which steps a loader makes, and how it reads this rank's part of them.
+    """Selection of steps, and how a loader reads this rank's part of them.
 
     Attributes:
         rank: HDP rank whose micro-batches are read.
-        samples_per_step: samples of one step on all ranks, where ``tokens_per_step`` is None.
-        schedule: (samples consumed before, samples of a step from then on), in place of ``samples_per_step``; empty:
-            all steps have as many.
-        tokens_per_step: most tokens of one step on all ranks, at least those of the longest sample; a step is the next
-            samples up to it. None: samples are counted.
-        consumed_samples: samples used before; the first step begins with the next one.
+        samples_per_step: samples of one step on all ranks; unused with ``tokens_per_step``.
+        consumed_samples: samples used before the first step.
         first_step: ``step_index`` of the first step.
-        cyclic: begin again at the end of the data (evaluation) instead of stopping.
-        plan_ahead: steps made before they are asked for, at least 1.
-        rows_multiple: rows of each micro-batch are padded to a multiple of this.
-        vocab_size: token ids must be below it; None: not checked.
-        pin_memory: keep micro-batches in page-locked memory (CUDA).
-        slice_rule: how micro-batches are cut into slices, those of the plan if it names any; None: they stay whole.
-        window: of layers with a sliding window, the most keys before its own that a token sees; None: none has one.
-        future_tokens: tokens after the label that draft heads, or layers of multi-token prediction, guess.
-        weighs_future: read the weights of their losses too (multi-token prediction).
-        grams: of models with an n-gram memory, which rows belong to a token; None: there is no memory.
+        cyclic: whether to start again at the end of the data (evaluation) instead of stopping.
+        plan_ahead: number of steps prepared ahead, at least 1.
+        rows_multiple: number to whose multiple the rows of a micro-batch are padded.
+        vocab_size: upper limit of token ids; None skips the check.
+        pin_memory: whether micro-batches are in page-locked memory (CUDA).
+        slice_rule: rule that splits micro-batches into slices, unless the plan has its own; None leaves them whole.
+        window: number of earlier tokens that a token attends to in layers with a sliding window; None without them.
+        schedule: (consumed samples, samples per step from then on), which replaces ``samples_per_step`` if not empty.
+        tokens_per_step: limit of the tokens of one step on all ranks, at least the longest sample; a step takes as many
+            of the next samples as fit. None counts samples instead.
+        future_tokens: number of tokens after the label that draft heads or multi-token prediction predict.
+        weighs_future: whether to read the weights of their losses too (multi-token prediction).
+        grams: rule of the model's n-gram memory; None without one.
 
     Raises:
         ValueError: a number is out of range.
@@ -71,23 +70,23 @@ class LoaderSettings:
         if self.consumed_samples < 0:
             raise ValueError(f"consumed_samples {self.consumed_samples}: give 0 or more")
         if self.plan_ahead < 1:
-            raise ValueError(f"plan_ahead {self.plan_ahead}: at least one step must be made ahead, give 1 or more")
+            raise ValueError(f"plan_ahead {self.plan_ahead}: at least one step is prepared ahead, give 1 or more")
         if self.rows_multiple < 1:
             raise ValueError(f"rows_multiple {self.rows_multiple}: give 1 or more")
 
     def sample_ids(self, consumed_samples: int, num_samples: int) -> tuple[int, ...] | None:
-        """Return the step's samples after ``consumed_samples`` of ``num_samples``; None when too few are left.
+        """Return the samples of the step after ``consumed_samples``, or None if too few of ``num_samples`` remain.
 
-        Samples are counted; ``samples_within`` counts tokens.
+        This counts samples; ``samples_within`` counts tokens.
         """
-        parts = [size for begin, size in self.schedule if begin <= consumed_samples]
-        ids = range(consumed_samples, consumed_samples + (parts[-1] if parts else self.samples_per_step))
+        sizes = [size for begin, size in self.schedule if begin <= consumed_samples]
+        ids = range(consumed_samples, consumed_samples + (sizes[-1] if sizes else self.samples_per_step))
         if self.cyclic:
             return tuple(i % num_samples for i in ids)
         return tuple(ids) if ids.stop <= num_samples else None
 
     def units(self, plan: StepPlan) -> tuple[Unit, ...]:
-        """Return this rank's micro-batches of a plan, or their slices, in running order."""
+        """Return this rank's micro-batches of a plan, or their slices, in execution order."""
         assert 0 <= self.rank < plan.num_ranks, f"{self.rank=} {plan.num_ranks=}"
         rule = self.slice_rule
         if plan.slicing is not None:
@@ -98,56 +97,62 @@ class LoaderSettings:
     def read(
         self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
     ) -> tuple[PackedMicroBatch, ...]:
-        """Read the tokens of units; ``sample_ids`` and ``lengths`` of each sequence of their plan.
+        """Read the tokens of units. If the source is an ``AnswerSource``, only answers have a loss.
 
-        Where the source knows which tokens are answers, only these have a loss.
+        Args:
+            units: units of a plan.
+            source: samples.
+            sample_ids: sample of each sequence of the plan.
+            lengths: tokens of each sequence of the plan.
         """
-        packed = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
+        batches = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
         if isinstance(source, AnswerSource):
-            packed = [with_answers_only(one, source, sample_ids) for one in packed]
+            batches = [with_answers_only(packed, source, sample_ids) for packed in batches]
         if self.future_tokens:
-            where = (source, sample_ids, lengths)
-            packed = [self._with_future(one, *where) for one in packed]
+            batches = [self._with_future(packed, source, sample_ids, lengths) for packed in batches]
         if self.grams is not None:
-            packed = [with_gram_rows(one, self.grams, source, sample_ids) for one in packed]
-        return tuple(one.pinned() if self.pin_memory else one for one in packed)
+            batches = [with_gram_rows(packed, self.grams, source, sample_ids) for packed in batches]
+        return tuple(packed.pinned() if self.pin_memory else packed for packed in batches)
 
     def _with_future(
         self, packed: PackedMicroBatch, source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
     ) -> PackedMicroBatch:
-        """Return a unit with the tokens after its labels, and the weights of their losses if they are wanted."""
-        where = (packed.micro_batch, source, sample_ids, lengths, packed.num_rows, self.future_tokens)
-        weights = future_weights(*where) if self.weighs_future else None
-        return replace(packed, future=future_tokens(*where), future_weights=weights)
+        """Return a micro-batch with the tokens after its labels and, for multi-token prediction, their weights."""
+        inputs = (packed.micro_batch, source, sample_ids, lengths, packed.num_rows, self.future_tokens)
+        weights = future_weights(*inputs) if self.weighs_future else None
+        return replace(packed, future=future_tokens(*inputs), future_weights=weights)
 
 
 def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) -> tuple[int, ...] | None:
-    """Return the next samples up to so many tokens, at least one; None when the source ends before these tokens do."""
-    left = num_tokens
+    """Return the next samples with at most ``num_tokens`` tokens, but at least one sample.
+
+    Returns None if the remaining samples of the source do not exceed ``num_tokens``.
+    """
+    remaining = num_tokens
     for sample in range(consumed_samples, len(source)):
-        left -= source.length(sample)
-        if left < 0:
+        remaining -= source.length(sample)
+        if remaining < 0:
             return tuple(range(consumed_samples, max(sample, consumed_samples + 1)))
     return None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepBatch:
-    """One optimizer step of one rank. Plain data: Megatron saves it in checkpoints to run the step again.
+    """One optimizer step of one rank. Megatron saves it in checkpoints, so that the step can run again.
 
     Attributes:
         step_index: number of the step, counted from the loader's ``first_step``.
-        sample_ids: samples of the step on all ranks, in order. Entry ``seq`` is the plan's sequence ``seq``, unless
+        sample_ids: samples of the step on all ranks, in order. Sequence i of the plan is sample i of this list, unless
             the plan places parts of samples (``StepLoader``).
-        plan: the plan of all ranks.
-        micro_batches: this rank's micro-batches, or their slices, in running order; may be empty.
-        plan_seconds: time for lengths, plan and check, in the background.
-        read_seconds: time for reading and packing this rank's tokens, in the background.
-        wait_seconds: time for which ``next()`` waited.
-        fell_back: the planner ran out of time, so this is its simple plan.
-        places: where the samples lie, which the remote loader needs to read them again: ``PLACE`` [n], else None.
+        plan: plan of all ranks.
+        micro_batches: this rank's micro-batches, or their slices, in execution order; may be empty.
+        plan_seconds: background time for lengths, plan and check.
+        read_seconds: background time for reading and packing this rank's tokens.
+        wait_seconds: time that ``next()`` waited.
+        fell_back: whether this is the simple plan, because the planner ran out of time.
+        places: locations of the samples, which the remote loader needs to read them again: ``PLACE`` [n], else None.
         num_tokens: tokens of the step on all ranks.
-        row_counts: rows of each of ``micro_batches``.
+        row_counts: number of rows of each micro-batch or slice.
     """
 
     step_index: int
@@ -168,26 +173,26 @@ class StepBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence of the step."""
+        """Length of each sequence of the step in tokens."""
         return self.plan.lengths
 
     def __reduce__(self) -> tuple[type[StepBatch], tuple[object, ...]]:
-        """Pickle and copy the fields, the plan without its tables."""
-        values = (getattr(self, one.name) for one in fields(self) if one.init)
-        return StepBatch, tuple(without_tables(one) if isinstance(one, StepPlan) else one for one in values)
+        """Pickle and copy the step with a plan without tables."""
+        values = (getattr(self, entry.name) for entry in fields(self) if entry.init)
+        return StepBatch, tuple(without_tables(value) if isinstance(value, StepPlan) else value for value in values)
 
 
 class StepMaker(Protocol):
-    """Makes each step of a loader."""
+    """Makes the steps of a loader."""
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
-        """Return the next step's samples, None when not enough are left."""
+        """Return the samples of the next step, or None if too few remain."""
         ...
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool]) -> StepBatch:
-        """Plan one step and read this rank's part of it. If that blocks, raise soon after ``should_stop``."""
+        """Plan one step and read this rank's part of it. If it blocks, it raises soon after ``should_stop``."""
         ...
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
-        """Make the step of ``batch`` again by the planner's simple plan."""
+        """Make the step of ``batch`` again with the planner's simple plan."""
         ...

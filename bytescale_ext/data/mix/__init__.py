@@ -1,1 +1,1 @@
-"""Mixtures of data sets: weights from what is known of each source, and from small training runs."""
+"""Mixtures of data sets: weights from properties of each source, and from small training runs."""

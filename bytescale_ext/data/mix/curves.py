@@ -1,8 +1,8 @@
-"""Loss curves of small runs on each source, and what they say about its weight, with intervals; pure.
+"""Loss curves of small runs on each source, and the weights that they propose, with confidence intervals.
 
-A source whose loss still falls gives more for a token than one that is learned. Curves are fitted as
-``E + B n^-b`` over the tokens n (the form of scaling laws), and the gain of a source is how much its fitted loss falls
-when the tokens are doubled once more.
+A token of a source with a falling loss is worth more than a token of a source that is already learned. Curves have the
+form ``E + B n^-b`` of scaling laws, where n is the number of tokens. The gain of a source is the decrease of its fitted
+loss if the number of tokens is doubled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 EXPONENTS: Final = np.linspace(0.05, 1.5, 30)
-_BLOCK: Final = 4  # residuals of neighbouring steps belong together
+_BLOCK: Final = 4  # steps of a block of residuals; neighbouring residuals are correlated
 LEAST_STEPS: Final = 8
 
 
@@ -27,23 +27,23 @@ class Curve:
     exponent: float
 
     def loss(self, tokens: np.ndarray | float) -> np.ndarray:
-        """Return the loss after ``tokens``: a number or an array [n]; the same shape."""
+        """Return the loss after ``tokens``, a scalar or [n], in the same shape."""
         return self.floor + self.scale * np.asarray(tokens, float) ** -self.exponent
 
     def gain(self, tokens: float) -> float:
-        """Return how much the loss falls from ``tokens`` to twice as many."""
+        """Return the decrease of the loss from ``tokens`` to twice as many tokens."""
         return float(self.loss(tokens) - self.loss(2 * tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the runs say about the share of a source.
+    """Proposed change to the share of a source.
 
     Attributes:
-        gain: how much its loss falls when its tokens are doubled.
-        factor: its gain over the mean gain, by which its share is multiplied.
-        low, high: the interval that holds 80 % of the factors of resampled runs.
-        is_clear: whether the interval lies on one side of 1. If not, the share stays as it was.
+        gain: decrease of the loss if the tokens of the source are doubled.
+        factor: multiplier of the share: gain over the mean gain of all sources.
+        low: lower end of the interval of 80 % of the factors of resampled runs.
+        high: upper end of the interval.
     """
 
     gain: float
@@ -53,12 +53,12 @@ class Proposal:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the runs tell this source from the mean."""
+        """Whether the interval excludes 1. If not, the share does not change."""
         return self.low > 1 or self.high < 1
 
 
 def fit(tokens: np.ndarray, losses: np.ndarray) -> Curve:
-    """Return the curve with least squares, with a floor and a scale of 0 or more. ``tokens``, ``losses``: [n]."""
+    """Return the least-squares curve with non-negative floor and scale. ``tokens`` and ``losses``: [n]."""
     best, least = Curve(float(losses.mean()), 0.0, 1.0), float(((losses - losses.mean()) ** 2).sum())
     for exponent in EXPONENTS.tolist():
         powers = tokens**-exponent
@@ -76,34 +76,38 @@ def fit(tokens: np.ndarray, losses: np.ndarray) -> Curve:
 def propose(
     runs: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], draws: int = 200, seed: int = 1234
 ) -> dict[str, Proposal]:
-    """Return what the runs say about each source.
+    """Return the proposal for each source.
 
     Args:
-        runs: (tokens [n], losses [n]) of the runs of each source, one for each seed. The first quarter of a run, in
-            which any loss falls, is left out.
-        draws: of the resampling: runs are drawn again, and blocks of their residuals.
-        seed: of the resampling.
+        runs: (tokens [n], losses [n]) of the runs of each source, which differ by their seed. The first quarter of each
+            run is ignored, because there every loss falls.
+        draws: number of bootstrap samples, which draw runs and blocks of their residuals with replacement.
+        seed: seed of the bootstrap.
 
     Raises:
         ValueError: a run has too few steps, or no loss falls.
     """
-    cut = {name: [_settled(*one) for one in several] for name, several in runs.items()}
-    fitted = {name: [fit(*one) for one in several] for name, several in cut.items()}
-    gains = _gains(cut, fitted)
+    settled = {name: [_settled(*run) for run in of_source] for name, of_source in runs.items()}
+    curves = {name: [fit(*run) for run in of_source] for name, of_source in settled.items()}
+    gains = _gains(settled, curves)
     if not gains.sum() > 0:
         raise ValueError("no loss falls in the small runs: give more --proxy-steps")
     random, factors = np.random.RandomState(seed), []
     for _ in range(draws):
-        drawn = {name: [_resampled(cut[name], fitted[name], random) for _ in several] for name, several in cut.items()}
-        again = _gains(drawn, {name: [fit(*one) for one in several] for name, several in drawn.items()})
-        if again.sum() > 0:
-            factors.append(again / again.mean())
+        sample = {
+            name: [_resampled(of_source, curves[name], random) for _ in of_source]
+            for name, of_source in settled.items()
+        }
+        sample_gains = _gains(sample, {name: [fit(*run) for run in of_source] for name, of_source in sample.items()})
+        if sample_gains.sum() > 0:
+            factors.append(sample_gains / sample_gains.mean())
     low, high = np.quantile(np.array(factors), (0.1, 0.9), axis=0)
-    own = gains / gains.mean()
-    return {name: Proposal(*map(float, (gains[i], own[i], low[i], high[i]))) for i, name in enumerate(runs)}
+    factor = gains / gains.mean()
+    return {name: Proposal(*map(float, (gains[i], factor[i], low[i], high[i]))) for i, name in enumerate(runs)}
 
 
 def _settled(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and losses, [m], of a run [n] without its first quarter."""
     if len(tokens) < LEAST_STEPS:
         raise ValueError(f"a small run has {len(tokens)} steps: give --proxy-steps {LEAST_STEPS} or more")
     begin = len(tokens) // 4
@@ -113,15 +117,15 @@ def _settled(tokens: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.nda
 def _gains(
     runs: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], curves: Mapping[str, Sequence[Curve]]
 ) -> np.ndarray:
-    """Return the mean gain of each source at the fewest tokens that any run ends with: float64 [sources]."""
-    end = min(float(tokens[-1]) for several in runs.values() for tokens, _ in several)
-    return np.array([np.mean([curve.gain(end) for curve in several]) for several in curves.values()])
+    """Return the mean gain of each source at the end of the shortest run: float64 [sources]."""
+    end = min(float(tokens[-1]) for of_source in runs.values() for tokens, _ in of_source)
+    return np.array([np.mean([curve.gain(end) for curve in of_source]) for of_source in curves.values()])
 
 
 def _resampled(
     runs: Sequence[tuple[np.ndarray, np.ndarray]], curves: Sequence[Curve], random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return one of the runs, drawn at random, with its residuals drawn again in blocks."""
+    """Return a random run with its residuals resampled in blocks."""
     number = random.randint(len(runs))
     tokens, losses = runs[number]
     smooth = curves[number].loss(tokens)

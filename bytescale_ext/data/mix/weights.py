@@ -1,13 +1,13 @@
-"""Weights of sources in a mixture, from size, duplication, quality and a temperature; pure.
+"""Weights of sources in a mixture, from their size, duplication and quality and a temperature.
 
 BaichuanSEED (arXiv 2408.15079) deduplicates globally and sets its mixture by experiments; its rule is not public. These
-weights are a start that can be read: each factor is printed beside them.
+weights are a transparent starting point: each factor is printed with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,11 +17,11 @@ class Part:
     """A data set of a mixture.
 
     Attributes:
-        prefix: of its files.
-        source: that its documents are of; weights are given to sources.
-        tokens: that it has.
-        samples: that one epoch of it has.
-        weight: how often each document of it counts, against the other data sets of its source.
+        prefix: prefix of its files.
+        source: source of its documents; shares are assigned to sources.
+        tokens: number of tokens.
+        samples: number of samples of one epoch.
+        weight: weight of its documents relative to the other data sets of the source.
     """
 
     prefix: str
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a source: shares of its documents that went as duplicates, and that passed the filters."""
+    """Fractions of a source's documents that were dropped as duplicates, and that passed the filters."""
 
     duplication: float = 0.0
     quality: float = 1.0
@@ -41,12 +41,12 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Temper:
-    """How strongly each property counts; 0 is not at all.
+    """Influence of each property on the shares.
 
     Attributes:
-        temperature: 1 leaves shares as they are, more makes them even.
-        duplication: exponent of the share that was no duplicate.
-        quality: exponent of the share that passed the filters.
+        temperature: 1 leaves the shares as they are, a higher temperature makes them more even.
+        duplication: exponent of the fraction of documents that are not duplicates; 0 ignores it.
+        quality: exponent of the fraction of documents that passed the filters; 0 ignores it.
     """
 
     temperature: float = 1.0
@@ -56,14 +56,15 @@ class Temper:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The weight of a source and its reason.
+    """Share of a source in the mixture, and the factors behind it.
 
     Attributes:
-        source: its name.
-        tokens: that it has, those of weighed documents counted as often as they weigh.
-        size: its share of all of these tokens.
-        duplication, quality: the factors of these.
-        share: of the tokens that a training sees.
+        source: name of the source.
+        tokens: number of tokens, each multiplied by the weight of its document.
+        size: fraction of these tokens of all sources.
+        duplication: factor for duplication.
+        quality: factor for quality.
+        share: fraction of the training tokens.
     """
 
     source: str
@@ -74,56 +75,59 @@ class Weighed:
     share: float
 
 
-def weigh(parts: Sequence[Part], known: dict[str, Known], temper: Temper) -> list[Weighed]:
-    """Return the weight of each source, in the order in which sources appear.
+def weigh(data_sets: Sequence[Part], qualities: Mapping[str, Known], exponents: Temper) -> list[Weighed]:
+    """Return the share of each source, in order of first appearance.
 
-    The share of a source is ``(tokens x (1 - duplication)^a x quality^b)^(1 / T)`` over the sum of these.
+    The share of a source is proportional to ``(tokens x (1 - duplication)^a x quality^b)^(1 / temperature)``.
+
+    Args:
+        data_sets: data sets of the mixture.
+        qualities: quality of each source; a missing source has no duplicates and passed all filters.
+        exponents: influence of each property.
 
     Raises:
-        ValueError: no share is left, because no source has documents that passed.
+        ValueError: all shares are 0, because no source has documents that passed the filters.
     """
-    sources = list(dict.fromkeys(part.source for part in parts))
-    tokens = np.array([sum(part.tokens * part.weight for part in parts if part.source == one) for one in sources])
-    about = [known.get(one, Known()) for one in sources]
-    duplication = np.array([(1 - one.duplication) ** temper.duplication for one in about])
-    quality = np.array([one.quality**temper.quality for one in about])
-    tempered = (tokens * duplication * quality) ** (1 / temper.temperature)
+    names = list(dict.fromkeys(item.source for item in data_sets))
+    tokens = np.array([sum(item.tokens * item.weight for item in data_sets if item.source == name) for name in names])
+    known = [qualities.get(name, Known()) for name in names]
+    duplication = np.array([(1 - source.duplication) ** exponents.duplication for source in known])
+    quality = np.array([source.quality**exponents.quality for source in known])
+    tempered = (tokens * duplication * quality) ** (1 / exponents.temperature)
     if not tempered.sum() > 0:
         raise ValueError("no source has any weight: none has documents that passed the filters")
     shares = tempered / tempered.sum()
     sizes = tokens / tokens.sum()
-    columns = zip(sources, tokens, sizes, duplication, quality, shares, strict=True)
+    columns = zip(names, tokens, sizes, duplication, quality, shares, strict=True)
     return [Weighed(name, *map(float, values)) for name, *values in columns]
 
 
-def reweigh(weighed: Sequence[Weighed], factors: dict[str, float]) -> list[Weighed]:
-    """Return the weights with the shares times these factors, and a sum of 1."""
-    shares = np.array([one.share * factors.get(one.source, 1.0) for one in weighed])
-    shares /= shares.sum()
-    return [
-        Weighed(one.source, one.tokens, one.size, one.duplication, one.quality, float(share))
-        for one, share in zip(weighed, shares, strict=True)
-    ]
+def reweigh(shares: Sequence[Weighed], factors: Mapping[str, float]) -> list[Weighed]:
+    """Return the shares, multiplied by the factor of each source and normalized to a sum of 1."""
+    scaled = np.array([item.share * factors.get(item.source, 1.0) for item in shares])
+    scaled /= scaled.sum()
+    return [replace(item, share=float(share)) for item, share in zip(shares, scaled, strict=True)]
 
 
-def blend(parts: Sequence[Part], weighed: Sequence[Weighed]) -> list[tuple[float, str]]:
-    """Return (weight, prefix) of each data set, as Megatron blends them: by samples, not by tokens. The sum is 1.
+def blend(data_sets: Sequence[Part], shares: Sequence[Weighed]) -> list[tuple[float, str]]:
+    """Return (weight, prefix) of each data set. The weights sum to 1.
 
-    A source whose samples are long gets fewer of them, so that its share of the tokens is the one it was given.
+    Megatron blends by samples, not by tokens. So a source with long samples gets fewer samples, and its share of the
+    tokens is as given.
     """
-    share = {one.source: one.share for one in weighed}
-    of_source = {one.source: one.tokens for one in weighed}
-    wanted = [share[part.source] * part.tokens * part.weight / of_source[part.source] for part in parts]
-    samples = np.array([tokens * part.samples / part.tokens for tokens, part in zip(wanted, parts, strict=True)])
-    return [(float(one), part.prefix) for one, part in zip(samples / samples.sum(), parts, strict=True)]
+    by_source = {item.source: item for item in shares}
+    samples = []
+    for item in data_sets:
+        source = by_source[item.source]
+        tokens = source.share * item.tokens * item.weight / source.tokens
+        samples.append(tokens * item.samples / item.tokens)
+    weights = np.array(samples) / np.array(samples).sum()
+    return [(float(weight), item.prefix) for weight, item in zip(weights, data_sets, strict=True)]
 
 
-def epochs(parts: Sequence[Part], weighed: Sequence[Weighed], budget: int) -> dict[str, float]:
-    """Return how often a training of ``budget`` tokens sees each data set, by prefix."""
-    shares = np.array([weight * part.tokens / part.samples for (weight, _), part in _paired(parts, weighed)])
-    shares /= shares.sum()
-    return {part.prefix: float(share * budget / part.tokens) for share, part in zip(shares, parts, strict=True)}
-
-
-def _paired(parts: Sequence[Part], weighed: Sequence[Weighed]) -> list[tuple[tuple[float, str], Part]]:
-    return list(zip(blend(parts, weighed), parts, strict=True))
+def epochs(data_sets: Sequence[Part], shares: Sequence[Weighed], budget: int) -> dict[str, float]:
+    """Return the number of epochs of each data set, by prefix, in a training run of ``budget`` tokens."""
+    weights = [weight for weight, _ in blend(data_sets, shares)]
+    parts = np.array([weight * item.tokens / item.samples for weight, item in zip(weights, data_sets, strict=True)])
+    parts /= parts.sum()
+    return {item.prefix: float(part * budget / item.tokens) for part, item in zip(parts, data_sets, strict=True)}

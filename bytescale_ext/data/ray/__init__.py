@@ -1,1 +1,1 @@
-"""Load and plan in Ray actors: servers that hold texts, a scheduler that plans, loaders that fetch."""
+"""Remote loading in Ray actors: servers tokenize texts, a scheduler plans steps, and loaders fetch both."""

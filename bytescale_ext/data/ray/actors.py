@@ -1,13 +1,13 @@
-"""Starts and joins the actors of the remote loader (ByteScale section 7), which read, tokenize and plan ahead.
+"""Actors of the remote loader (ByteScale section 7), which read, tokenize and plan ahead.
 
 ::
 
     rank 0    starts or joins Ray; starts servers and scheduler; indexes the files    session.py, actors.py
-    servers   text -> tokens, kept in a bounded cache                                 server.py
-    scheduler samples of a step -> lengths -> plan, ahead                             scheduler.py
+    servers   text -> tokens, in a cache of limited size                              server.py
+    scheduler samples of a step -> lengths -> plan, ahead of training                 scheduler.py
     each rank fetches the plan of a step, then its own token ranges from the servers  loader.py, fetching.py
 
-Ray restarts an actor that dies, and repeats its unanswered calls; servers and scheduler then return the same answers.
+Ray restarts an actor that dies and repeats its unanswered calls. Servers and scheduler then return the same answers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 
 @dataclass(frozen=True)
 class RemoteText:
-    """The text to train on, and how it becomes tokens.
+    """Text to train on, and its tokenizer.
 
     Attributes:
-        paths: JSONL files.
+        paths: paths of JSONL files.
         longest: tokens of the longest sample.
-        tokenizer: describes the tokenizer; part of the key under which an index is kept.
-        build_encode: makes the function from text to tokens, in each server; picklable.
-        cache_folder: where the index of each file is kept, or None.
+        tokenizer: description of the tokenizer, which is part of the key of a cached index.
+        build_encode: picklable function that builds the function from text to tokens, in each server.
+        cache_folder: folder for the index of each file, or None.
     """
 
     paths: tuple[str, ...]
@@ -54,12 +54,12 @@ class RemoteText:
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """How a rank finds the actors of this run; sent from rank 0 to the others.
+    """Address of this run's actors, which rank 0 sends to the other ranks.
 
     Attributes:
         ray: host:port of Ray.
-        namespace: Ray's namespace of this run's actors.
-        num_servers: number of servers in it.
+        namespace: Ray namespace of the actors.
+        num_servers: number of servers.
         auth_mode: ``RAY_AUTH_MODE`` of a Ray that rank 0 started; None in a cluster, where each process has its own.
     """
 
@@ -70,7 +70,7 @@ class RemoteAddress:
 
 
 class ServerHandle(Protocol):
-    """The methods of a ``TokenServer`` in its own process."""
+    """Methods of a ``TokenServer`` in its own process."""
 
     @property
     def index(self) -> RemoteMethod[[int, int, int], LineIndex]: ...
@@ -85,7 +85,7 @@ class ServerHandle(Protocol):
 
 
 class SchedulerHandle(Protocol):
-    """The methods of a ``StepScheduler`` in its own process."""
+    """Methods of a ``StepScheduler`` in its own process."""
 
     @property
     def plan_step(self) -> RemoteMethod[[int, str, int, int, int], list[Reference[PlannedStep]]]: ...
@@ -100,10 +100,10 @@ class _ActorClass[Handle](Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RemoteActors:
-    """Handles of the actors of this run.
+    """Handles of this run's actors.
 
     Attributes:
-        address: where they are.
+        address: address of the actors.
         servers: handles of ``TokenServer``.
         scheduler: handle of ``StepScheduler``.
     """
@@ -114,9 +114,9 @@ class RemoteActors:
 
 
 class RemoteServers:
-    """The servers of a run, started by rank 0, which also starts Ray unless it is given an address.
+    """Servers of a run. Rank 0 starts them, and starts Ray unless the configuration has an address.
 
-    The actors end with this process, or at ``close``; so does a Ray that was started here.
+    The actors end at ``close`` or with this process; so does a Ray that was started here.
 
     Raises:
         ValueError: Ray cannot be started or joined.
@@ -127,7 +127,7 @@ class RemoteServers:
         self._text = text
         namespace = f"bytescale-{uuid.uuid4().hex[:12]}"
         ray_address = start_ray(config.address, namespace)
-        auth_mode = os.environ.get("RAY_AUTH_MODE") if config.address is None else None  # chosen by Ray when it started
+        auth_mode = os.environ.get("RAY_AUTH_MODE") if config.address is None else None  # set by Ray when it started
         self.address = RemoteAddress(ray_address, namespace, config.num_servers, auth_mode)
         arguments = (text.paths, config.json_key, text.longest, config.server_tokens, text.build_encode)
         actors: list[_ActorClass[ServerHandle]] = [
@@ -136,21 +136,21 @@ class RemoteServers:
         self._servers = tuple(actor.remote(*arguments) for actor in actors)
 
     def index_files(self) -> tuple[LineIndex, ...]:
-        """Return the index of each file, made by all servers together or kept from an earlier run.
+        """Return the index of each file, from the cache or computed by all servers together.
 
         Raises:
-            ValueError: a line of a file is bad (the first one is named), or a file has no text.
+            ValueError: a line of a file is invalid (the message names the first), or a file has no text.
         """
-        wanted = [self._begin_index(number, path) for number, path in enumerate(self._text.paths)]
-        found = []
-        for path, (file, kept, parts) in zip(self._text.paths, wanted, strict=True):
-            index = kept or join_indices([fetch_first(part) for part in parts])
+        begun = [self._begin_index(number, path) for number, path in enumerate(self._text.paths)]
+        indices = []
+        for path, (file, cached, parts) in zip(self._text.paths, begun, strict=True):
+            index = cached or join_indices([fetch_first(part) for part in parts])
             if not len(index):
                 raise ValueError(f"{path}: no text under the key {self._config.json_key!r}: give a file with documents")
-            if file is not None and kept is None:
+            if file is not None and cached is None:
                 save_index(file, index)
-            found.append(index)
-        return tuple(found)
+            indices.append(index)
+        return tuple(indices)
 
     def start_scheduler(
         self,
@@ -158,14 +158,14 @@ class RemoteServers:
         make_plan: MakePlan,
         num_clients: int,
     ) -> RemoteActors:
-        """Start the scheduler; ``num_clients`` ranks will ask for each step."""
+        """Start the scheduler for ``num_clients`` ranks. Every rank requests every step."""
         limits = Limits(num_clients, self._config.num_servers * self._config.server_tokens)
         # A client that waits for a step occupies one concurrent call of the actor.
         actor: _ActorClass[SchedulerHandle] = _actor(_SchedulerActor, "scheduler", 1000 + num_clients)
-        # Keep the reference: a restarted scheduler reads the samples again.
+        # The reference keeps the samples alive, because a restarted scheduler reads them again.
         self._samples = ray_module().put(samples)
         scheduler = actor.remote([self._samples], self._servers, make_plan, limits)
-        fetch_first(scheduler.held_tokens.remote())  # started before other ranks look for it
+        fetch_first(scheduler.held_tokens.remote())  # waits until the scheduler has started, so other ranks find it
         return RemoteActors(self.address, self._servers, scheduler)
 
     def close(self) -> None:
@@ -173,20 +173,20 @@ class RemoteServers:
         ray_module().shutdown()
 
     def _begin_index(self, number: int, path: str) -> tuple[Path | None, LineIndex | None, list[Reference[LineIndex]]]:
-        """Return (the file for the index or None, the kept index or None, the calls that make it if none is kept)."""
+        """Return the file of an index or None, the cached index or None, and the calls that compute a missing index."""
         text, servers = self._text, self._servers
         file = None
         if text.cache_folder is not None:
             file = index_file(text.cache_folder, path, self._config.json_key, text.longest, text.tokenizer)
-            kept = load_index(file)
-            if kept is not None:
-                return file, kept, []
+            cached = load_index(file)
+            if cached is not None:
+                return file, cached, []
         ranges = chunks(path)
         return file, None, [servers[i % len(servers)].index.remote(number, *part) for i, part in enumerate(ranges)]
 
 
 class _SchedulerActor(StepScheduler):
-    """``StepScheduler`` that reads its samples from Ray's object store and puts its steps there."""
+    """``StepScheduler`` that reads its samples from Ray's object store and stores its steps there."""
 
     def __init__(
         self, samples: list[Reference[Samples]], servers: Sequence[ServerHandle], make_plan: MakePlan, limits: Limits
@@ -195,8 +195,8 @@ class _SchedulerActor(StepScheduler):
 
 
 def join_actors(address: RemoteAddress) -> RemoteActors:
-    """Find the actors that rank 0 has started, from any process of the same Ray cluster."""
-    if address.auth_mode is not None:  # Ray reads it once, when it is imported
+    """Return the actors that rank 0 has started, in any process of the same Ray cluster."""
+    if address.auth_mode is not None:  # Ray reads the variable once, on import
         os.environ.setdefault("RAY_AUTH_MODE", address.auth_mode)
         stay_on_loopback()
     ray = ray_module()

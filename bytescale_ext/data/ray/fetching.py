@@ -1,4 +1,4 @@
-"""Waits for the answers of actors, repeats calls whose answers do not come, and raises the actors' own errors."""
+"""Answers of actors: waiting with a timeout, repeated calls, and errors with their original type."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Protocol
 from bytescale_ext.data.ray.session import ray_module
 
 _POLL_SECONDS = 0.5  # between two calls of should_stop
-_ANSWER_SECONDS = 600.0  # more than any call takes, restart included
-_PATIENCE_SECONDS = 120.0  # then a call that can be repeated is made again
-_SHARED_SECONDS = 10.0  # for a value that is in the object store already
+_ANSWER_SECONDS = 600.0  # more than any call takes, including a restart
+_REPEAT_SECONDS = 120.0  # time without an answer after which a call is repeated
+_SHARED_SECONDS = 10.0  # time limit for a value that is in the object store already
 _ATTEMPTS = 5
 
 
 class Reference[Value](Protocol):
-    """The answer of an actor's method that has been called; Ray's ``ObjectRef``."""
+    """Future answer of an actor's method; Ray's ``ObjectRef``."""
 
     def __await__(self) -> Generator[object, None, Value]: ...
 
 
 class RemoteMethod[**Arguments, Value](Protocol):
-    """A method of an actor, as its handle offers it."""
+    """Method of an actor's handle."""
 
     def remote(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Reference[Value]:
-        """Call the method in the actor's process and return at once."""
+        """Start a call of the method in the actor's process."""
 
 
 def fetch[Value](
     reference: Reference[Value], should_stop: Callable[[], bool] = bool, seconds: float = _ANSWER_SECONDS
 ) -> Value:
-    """Return the value of a reference, as ``ray.get`` does; raise the actor's error with its own type.
+    """Return the value of a reference, like ``ray.get``, but raise the actor's error with its original type.
 
     Raises:
-        TimeoutError: no answer for ``seconds``.
+        TimeoutError: there is no answer for ``seconds``.
         RuntimeError: ``should_stop`` returned True.
     """
     ray = ray_module()
@@ -60,7 +60,7 @@ def fetch[Value](
 def fetch_answers[Value](
     calls: Sequence[Callable[[], Reference[Value]]], should_stop: Callable[[], bool] = bool
 ) -> list[Value]:
-    """Make all calls at once and return their answers; a call without an answer is made again, a few times."""
+    """Start all calls together and return their answers. A call without an answer is repeated a few times."""
     begun = [call() for call in calls]
     return [_answer(call, reference, should_stop) for call, reference in zip(calls, begun, strict=True)]
 
@@ -70,22 +70,22 @@ def _answer[Value](
 ) -> Value:
     for _ in range(_ATTEMPTS - 1):
         try:
-            return fetch(reference, should_stop, _PATIENCE_SECONDS)
+            return fetch(reference, should_stop, _REPEAT_SECONDS)
         except TimeoutError:
             reference = call()
-    return fetch(reference, should_stop, _PATIENCE_SECONDS)
+    return fetch(reference, should_stop, _REPEAT_SECONDS)
 
 
 def fetch_shared[Value](
     call: Callable[[], Reference[list[Reference[Value]]]], should_stop: Callable[[], bool] = bool
 ) -> Value:
-    """Return the shared value. ``call()`` returns a list with its reference, or an empty list: call again.
+    """Return a shared value, given a call that returns a list with its reference.
 
-    Also calls again when the value is lost: with the actor that made it, or in a process that drops one reference to it
-    while it receives another.
+    The call is repeated if it returns an empty list, or if the value is lost. A value is lost with the actor that made
+    it, or if a process drops one reference to the value while it receives another.
 
     Raises:
-        TimeoutError: no answer, or lost each time.
+        TimeoutError: there is no answer, or the value cannot be fetched in any attempt.
     """
     ray = ray_module()
     attempts_left = _ATTEMPTS
@@ -103,11 +103,11 @@ def fetch_shared[Value](
 
 
 def fetch_first[Value](reference: Reference[Value]) -> Value:
-    """Return an actor's first answer. Raises ValueError where the actor cannot start."""
+    """Return an actor's first answer. Raises ValueError if the actor cannot start."""
     try:
         return fetch(reference)
     except ray_module().exceptions.RayActorError as error:
-        said = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().splitlines()[-1]
         raise ValueError(
-            f"--hdp-loader ray: an actor cannot start ({said}): install this package on every machine of the cluster"
+            f"--hdp-loader ray: an actor cannot start ({reason}): install this package on every machine of the cluster"
         ) from error

@@ -1,9 +1,8 @@
-"""Finds the documents of a JSONL file, and how many samples each gives, while tokenizing only the long ones.
+"""Index of the documents of a JSONL file and of their numbers of samples. Only long documents are tokenized for it.
 
-With any common tokenizer, a text of n bytes gives at most n tokens and a few special ones, so a short text is one
-sample. Only a text that may be longer than a sample is tokenized and counted. The order of all samples is then known
-before training, and equals the order of ``bytescale corpus`` and the local loader. Empty texts and blank lines are
-skipped by all of them.
+With any common tokenizer, a text of n bytes gives at most n tokens plus a few special tokens, so a short text is one
+sample. Only a text that may be longer than a sample is tokenized. So the order of all samples is known before training,
+and it equals the order of ``bytescale corpus`` and the local loader, which also skip empty texts and blank lines.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from bytescale_ext.data.samples.texts import Encode, json_text
 
-# Special tokens that a tokenizer may add to a text: begin, end, end of document.
+# Limit of the special tokens that a tokenizer adds to a text, such as begin, end and end of document.
 MARK_TOKENS = 8
 CHUNK_BYTES = 32 << 20
 _FORMAT = 1
@@ -27,14 +26,14 @@ _FORMAT = 1
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LineIndex:
-    """The documents of a file, in its order: one entry for each line that has a text.
+    """Documents of a file in its order, one per line with a text.
 
     Attributes:
-        offsets: first byte of the line in the file, int64 [num_documents].
-        num_bytes: bytes of the line, int64 [num_documents].
-        tokens: tokens of the document with its end token where ``is_counted``, else an upper bound:
-            int64 [num_documents].
-        is_counted: the text was tokenized: bool [num_documents].
+        offsets: first byte of each line in the file, int64 [num_documents].
+        num_bytes: bytes of each line, int64 [num_documents].
+        tokens: tokens of each document, including its end token, if ``is_counted``; else an upper bound; int64
+            [num_documents].
+        is_counted: whether the text was tokenized, bool [num_documents].
     """
 
     offsets: np.ndarray
@@ -47,7 +46,7 @@ class LineIndex:
 
     @property
     def table_lengths(self) -> np.ndarray:
-        """Lengths for ``sample_table``: the true length where it was counted, else 1 (one sample): [num_documents]."""
+        """Lengths for ``sample_table``: the length of counted documents, else 1 (a single sample); [num_documents]."""
         return np.where(self.is_counted, self.tokens, 1)
 
 
@@ -58,38 +57,38 @@ def join_indices(parts: Sequence[LineIndex]) -> LineIndex:
 
 
 def chunks(path: str, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
-    """Return byte ranges of a file to be indexed separately; a line belongs to the range in which it begins."""
+    """Return byte ranges of a file that are indexed separately. A line belongs to the range of its first byte."""
     size = os.path.getsize(path)
     return [(start, min(start + chunk_bytes, size)) for start in range(0, max(size, 1), chunk_bytes)]
 
 
 def index_lines(path: str, start: int, stop: int, key: str, longest: int, encode: Encode) -> LineIndex:
-    """Index the documents whose lines begin in bytes [start, stop) of a file; parses every line.
+    """Return the index of the documents whose lines start in bytes [start, stop) of a file. Parses every line.
 
     Args:
-        path: the file.
+        path: path of the file.
         start: first byte, see ``chunks``.
-        stop: end of the bytes.
+        stop: end of the byte range.
         key: key of the text in each line.
         longest: tokens of the longest sample; a text that may be longer is tokenized.
-        encode: turns text into tokens.
+        encode: function from text to tokens.
 
     Raises:
-        ValueError: a line is bad (the message names it), or the file cannot be read.
+        ValueError: a line is invalid (the message names it), or the file cannot be read.
     """
     rows: list[tuple[int, int, int, bool]] = []
     try:
         with open(path, "rb") as stream:
             offset = 0
-            if start:  # skip to the first line that begins at ``start`` or later
+            if start:  # skip to the first line that starts at ``start`` or later
                 stream.seek(start - 1)
                 offset = start - 1 + len(stream.readline())
             while offset < stop and (line := stream.readline()):
                 text = text_of_line(path, offset, line, key)
                 if text:
-                    most = len(text) + MARK_TOKENS
-                    is_counted = most > longest
-                    tokens = len(encode_text(path, offset, text, encode)) if is_counted else most
+                    bound = len(text) + MARK_TOKENS
+                    is_counted = bound > longest
+                    tokens = len(encode_text(path, offset, text, encode)) if is_counted else bound
                     rows.append((offset, len(line), tokens, is_counted))
                 offset += len(line)
     except OSError as error:
@@ -99,7 +98,7 @@ def index_lines(path: str, start: int, stop: int, key: str, longest: int, encode
 
 
 def text_of_line(path: str, offset: int, line: bytes, key: str) -> bytes:
-    """Return the text of the line at byte ``offset``. Raises ValueError, naming the line, for a bad one."""
+    """Return the text of the line at byte ``offset``. Raises ValueError, which names the line, if it is invalid."""
     try:
         return json_text(line, key, path)
     except ValueError:
@@ -107,7 +106,7 @@ def text_of_line(path: str, offset: int, line: bytes, key: str) -> bytes:
 
 
 def encode_text(path: str, offset: int, text: bytes, encode: Encode) -> np.ndarray:
-    """Return the tokens of a text: [n]. Raises ValueError, naming the line, where the tokenizer fails."""
+    """Return the tokens of a text: [n]. Raises ValueError, which names the line, if the tokenizer fails."""
     try:
         return encode(text)[0]
     except Exception as error:
@@ -121,7 +120,7 @@ def unreadable(path: str, error: OSError) -> ValueError:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Return the number, from 1, of the line at byte ``offset``. Reads the file: for messages only."""
+    """Return the number of the line at byte ``offset``, counted from 1. Reads the file, so only for messages."""
     number = 1
     with open(path, "rb") as stream:
         while offset > 0 and (block := stream.read(min(offset, CHUNK_BYTES))):
@@ -131,26 +130,26 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def index_file(folder: str, path: str, key: str, longest: int, tokenizer: str) -> Path:
-    """Return the file in ``folder`` that keeps the index of ``path``, named by a hash of all inputs of the index."""
+    """Return the cache file of an index in ``folder``. Its name is a hash of everything that the index depends on."""
     stat = os.stat(path)
     parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, key, longest, tokenizer)
     return Path(folder) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}-lines.npz"
 
 
 def load_index(file: Path) -> LineIndex | None:
-    """Read a kept index; None where it is missing or unreadable."""
+    """Return a cached index, or None if it is missing or unreadable."""
     try:
-        with np.load(file) as kept:
-            return LineIndex(*(kept[field.name] for field in fields(LineIndex)))
+        with np.load(file) as columns:
+            return LineIndex(*(columns[field.name] for field in fields(LineIndex)))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
 
 
 def save_index(file: Path, index: LineIndex) -> None:
-    """Write an index under another name, then rename it, so that a killed run leaves no partial file.
+    """Write an index to a temporary file and rename it, so that a killed run leaves no partial index.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder is not writable.
     """
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""The loader of one rank with ``--hdp-loader ray``: the steps of ``StepLoader``, planned and tokenized by actors."""
+"""Loader of one rank with ``--hdp-loader ray``: the same steps as ``StepLoader``, planned and tokenized by actors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RemoteSplit:
-    """The samples of one split, for the clients.
+    """Samples of one split, for the clients.
 
     Attributes:
-        actors: the actors that load it.
+        actors: actors that load the split.
         name: name of the split in the scheduler.
-        num_samples: samples in it.
-        paths: the files; ``file`` of a place is an index into them.
+        num_samples: number of samples.
+        paths: paths of the files, which ``file`` of a place indexes.
     """
 
     actors: RemoteActors
@@ -36,17 +36,17 @@ class RemoteSplit:
 
 
 class _FetchedSource:
-    """The fetched token ranges of one step, as a ``TokenSource`` whose samples are the sequences of the step."""
+    """Fetched token ranges of one step, as a ``TokenSource`` whose samples are the sequences of the step."""
 
     def __init__(self, planned: PlannedStep, paths: Sequence[str]) -> None:
         self._planned = planned
         self._paths = paths
-        self._read: dict[tuple[int, int, int], np.ndarray] = {}
+        self._tokens: dict[tuple[int, int, int], np.ndarray] = {}
 
-    def add(self, wanted: Sequence[tuple[int, int, int]], tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Add the tokens that a server read for ranges (seq, start, stop); ``counts``: tokens of each range, [n]."""
+    def add(self, ranges: Sequence[tuple[int, int, int]], tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Add the tokens [total] of ranges (seq, start, stop); ``counts``: tokens of each range, [n]."""
         ends = np.cumsum(counts)[:-1]
-        self._read.update(zip(wanted, np.split(tokens.astype(np.int64), ends), strict=True))
+        self._tokens.update(zip(ranges, np.split(tokens.astype(np.int64), ends), strict=True))
 
     def __len__(self) -> int:
         return len(self._planned.places)
@@ -55,7 +55,7 @@ class _FetchedSource:
         return self._planned.plan.lengths[sample_id]
 
     def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        return self._read[sample_id, start, stop]
+        return self._tokens[sample_id, start, stop]
 
     def describe(self, sample_id: int) -> str:
         place = self._planned.places[sample_id]
@@ -79,8 +79,8 @@ class _RemoteSteps:
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool]) -> StepBatch:
         began = time.perf_counter()
-        asked = self.client, self.split.name, step_index, sample_ids[0], len(sample_ids)
-        planned = fetch_shared(lambda: self.split.actors.scheduler.plan_step.remote(*asked), should_stop)
+        request = self.client, self.split.name, step_index, sample_ids[0], len(sample_ids)
+        planned = fetch_shared(lambda: self.split.actors.scheduler.plan_step.remote(*request), should_stop)
         seconds = time.perf_counter() - began
         return replace(self._read(step_index, sample_ids, planned, should_stop), plan_seconds=seconds)
 
@@ -108,40 +108,40 @@ class _RemoteSteps:
         )
 
     def _fetch(
-        self, planned: PlannedStep, mine: Sequence[MicroBatch], should_stop: Callable[[], bool]
+        self, planned: PlannedStep, micro_batches: Sequence[MicroBatch], should_stop: Callable[[], bool]
     ) -> _FetchedSource:
-        """Fetch the token ranges of the shards, each with its label token, one call to each server that has any."""
+        """Fetch the token ranges of micro-batches, including label tokens, with one call to each server involved."""
         source = _FetchedSource(planned, self.split.paths)
-        shards = (shard for micro_batch in mine for shard in micro_batch.shards)
-        wanted = [(shard.seq, start, stop + 1) for shard in shards for start, stop in shard.ranges]
-        if not wanted:
+        shards = (shard for micro_batch in micro_batches for shard in micro_batch.shards)
+        ranges = [(shard.seq, start, stop + 1) for shard in shards for start, stop in shard.ranges]
+        if not ranges:
             return source
-        rows = np.array(wanted, dtype=np.int64)
+        rows = np.array(ranges, dtype=np.int64)
         if not self.reads_tokens:
             counts = rows[:, 2] - rows[:, 1] - 1
-            source.add(wanted, np.zeros(int(counts.sum()), dtype=np.int64), counts)
+            source.add(ranges, np.zeros(int(counts.sum()), dtype=np.int64), counts)
             return source
         places = planned.places[rows[:, 0]]
         servers = server_of(places, len(self.split.actors.servers))
-        asked = [np.flatnonzero(servers == number) for number in np.unique(servers)]
+        requests = [np.flatnonzero(servers == number) for number in np.unique(servers)]
         calls = [
-            partial(self.split.actors.servers[servers[here[0]]].read.remote, places[here], rows[here, 1:])
-            for here in asked
+            partial(self.split.actors.servers[servers[request[0]]].read.remote, places[request], rows[request, 1:])
+            for request in requests
         ]
-        for here, (tokens, counts) in zip(asked, fetch_answers(calls, should_stop), strict=True):
-            source.add([wanted[i] for i in here], tokens, counts)
+        for request, (tokens, counts) in zip(requests, fetch_answers(calls, should_stop), strict=True):
+            source.add([ranges[i] for i in request], tokens, counts)
         return source
 
 
 class RemoteStepLoader(StepsAhead):
-    """``StepLoader`` over remote actors: the same steps for the same data, seed and planner.
+    """``StepLoader`` over remote actors, with the same steps for the same data, seed and planner.
 
     Args:
-        split: the samples, and the actors that load them.
-        plans: makes the simple plans; an equal one in the scheduler makes all others.
+        split: samples, and the actors that load them.
+        plans: maker of simple plans; an equal maker in the scheduler makes all other plans.
         client: number of this process among all clients.
-        settings: as for ``StepLoader``.
-        reads_tokens: fetch tokens; else they are 0 and only the plan is used (middle stages of a pipeline).
+        settings: settings of the loader.
+        reads_tokens: whether to fetch tokens; if not, tokens are 0 and only the plan is used (middle pipeline stages).
     """
 
     def __init__(

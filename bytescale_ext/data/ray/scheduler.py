@@ -1,13 +1,13 @@
-"""The scheduler of the remote loader: it orders the samples and plans each step. Runs as a Ray actor.
+"""Scheduler of the remote loader: it orders the samples and plans each step. Runs as a Ray actor.
 
 ::
 
     client: plan_step(first sample) --> places of the samples --> servers: lengths --> planner, check --> PlannedStep
 
-A step is planned once, however many clients ask for it. The next step begins at once, so servers tokenize ahead of the
-clients. Back-pressure: a step begins when its tokens, with those of all unfinished steps, fit the servers' caches; the
-oldest step always begins, so that training goes on under any limit. A restarted scheduler rebuilds its state from the
-clients' calls. A call that has waited long returns empty and is made again, so a missing answer means a failure.
+A step is planned once for all clients. Then the next step starts, so servers tokenize ahead of the clients. A step
+starts when the tokens of all unfinished steps fit the servers' caches; the oldest step always starts, so that training
+continues under any limit. A restarted scheduler rebuilds its state from the clients' calls. A call that has waited long
+returns an empty list, and the client repeats it. So a missing answer always means a failure.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from bytescale_ext.plan.step.plan import StepPlan
 
 _TOKENIZE_SECONDS = 600.0
 
-MakePlan = Callable[[tuple[int, ...]], tuple[StepPlan, bool]]  # lengths -> (checked plan, whether it is the simple one)
+MakePlan = Callable[[tuple[int, ...]], tuple[StepPlan, bool]]
+"""Function from lengths to (checked plan, whether it is the simple plan)."""
 
-_Key = tuple[str, int, int, int]  # split, number of the step, its first sample, number of samples
+_Key = tuple[str, int, int, int]  # split, number of the step, first sample, number of samples
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FileSamples:
-    """The samples of one split of one file.
+    """Samples of one split of one file.
 
     Attributes:
         file: number of the file.
         documents: document of each row of the sample table, [num_rows].
         starts: first token of each row in its document, [num_rows].
-        order: row of each sample.
+        order: order of the rows over all epochs.
     """
 
     file: int
@@ -53,13 +54,13 @@ class FileSamples:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SplitSamples:
-    """The samples of one split: of one file, or of a blend of several.
+    """Samples of one split of one file, or of a blend of several files.
 
     Attributes:
-        num_samples: samples of all epochs.
-        files: the parts.
-        part: for a blend, the part of each sample, [num_samples]; else None.
-        inner: for a blend, the number of each sample in its part, [num_samples]; else None.
+        num_samples: number of samples of all epochs.
+        files: samples of each file.
+        part: index in ``files`` of each sample of a blend, [num_samples]; None for a single file.
+        inner: number of each sample of a blend in its file, [num_samples]; None for a single file.
     """
 
     num_samples: int
@@ -68,19 +69,21 @@ class SplitSamples:
     inner: np.ndarray | None = None
 
     def places(self, samples: np.ndarray, indices: Sequence[LineIndex]) -> np.ndarray:
-        """Return where samples lie: ``PLACE`` [len(samples)]."""
-        found = np.zeros(len(samples), dtype=PLACE)
+        """Return the location of each sample: ``PLACE`` [len(samples)]."""
+        places = np.zeros(len(samples), dtype=PLACE)
         parts = np.zeros(len(samples), dtype=np.int64) if self.part is None else self.part[samples]
         inner = samples if self.inner is None else self.inner[samples]
         for number in np.unique(parts):
-            here, one = parts == number, self.files[number]
-            rows = one.order.rows(inner[here])
-            documents, index = one.documents[rows], indices[one.file]
-            found["file"][here], found["start"][here] = one.file, one.starts[rows]
-            found["document"][here] = documents
-            found["offset"][here], found["num_bytes"][here] = index.offsets[documents], index.num_bytes[documents]
-            found["tokens"][here], found["is_counted"][here] = index.tokens[documents], index.is_counted[documents]
-        return found
+            in_part, file = parts == number, self.files[number]
+            rows = file.order.rows(inner[in_part])
+            documents, index = file.documents[rows], indices[file.file]
+            places["file"][in_part], places["start"][in_part] = file.file, file.starts[rows]
+            places["document"][in_part] = documents
+            places["offset"][in_part] = index.offsets[documents]
+            places["num_bytes"][in_part] = index.num_bytes[documents]
+            places["tokens"][in_part] = index.tokens[documents]
+            places["is_counted"][in_part] = index.is_counted[documents]
+        return places
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -88,7 +91,7 @@ class Samples:
     """All samples of a run.
 
     Attributes:
-        splits: samples of each split by name.
+        splits: samples of each split, by name.
         indices: index of each file.
     """
 
@@ -96,7 +99,7 @@ class Samples:
     indices: tuple[LineIndex, ...]
 
     def places(self, split: str, first: int, count: int) -> np.ndarray:
-        """Return where ``count`` samples of a split lie; after its end, samples begin again: ``PLACE`` [count]."""
+        """Return the locations of ``count`` samples of a split, which repeats after its end: ``PLACE`` [count]."""
         samples = self.splits[split]
         return samples.places(np.arange(first, first + count) % samples.num_samples, self.indices)
 
@@ -106,9 +109,9 @@ class Limits:
     """Limits of the scheduler.
 
     Attributes:
-        num_clients: clients that ask for each step.
-        limit_tokens: most tokens of all unfinished steps together.
-        wait_seconds: a call that has waited this long for room, or for its step, returns an empty list.
+        num_clients: number of clients. Every client requests every step.
+        limit_tokens: largest number of tokens of all unfinished steps together.
+        wait_seconds: time after which a waiting call returns an empty list.
     """
 
     num_clients: int
@@ -118,12 +121,12 @@ class Limits:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedStep:
-    """A step as all clients get it.
+    """Planned step, shared by all clients.
 
     Attributes:
-        places: where its samples lie, ``PLACE`` [n].
-        plan: the plan; its lengths are the tokens of the samples.
-        fell_back: the planner ran out of time, so this is its simple plan.
+        places: locations of the samples, ``PLACE`` [n].
+        plan: plan of the step, with the lengths of the samples.
+        fell_back: whether this is the simple plan, because the planner ran out of time.
     """
 
     places: np.ndarray
@@ -132,19 +135,19 @@ class PlannedStep:
 
 
 def server_of(places: np.ndarray, num_servers: int) -> np.ndarray:
-    """Return the server of each sample, [n]: a document has one server, which keeps its tokens."""
+    """Return the server of each sample, [n]. All samples of a document have one server, which caches its tokens."""
     servers: np.ndarray = (places["file"] + places["document"]) % num_servers
     return servers
 
 
 @dataclass(eq=False, slots=True)
 class _Step:
-    """An unfinished step: some client still needs it.
+    """An unfinished step, which some client still needs.
 
     Attributes:
-        places: where its samples lie, ``PLACE`` [n].
+        places: locations of the samples, ``PLACE`` [n].
         most_tokens: upper bound of the tokens of their documents.
-        task: plans the step; None until there is room.
+        task: task that plans the step; None until there is room.
     """
 
     places: np.ndarray
@@ -154,7 +157,12 @@ class _Step:
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """The last step that each client asked for, and the number of clients at each step."""
+    """Progress of the clients.
+
+    Attributes:
+        of_clients: last step that each client requested.
+        num_clients: number of clients at each step.
+    """
 
     of_clients: dict[int, int] = field(default_factory=dict)
     num_clients: Counter[int] = field(default_factory=Counter)
@@ -169,11 +177,11 @@ class _Progress:
 
 
 class LengthServer(Protocol):
-    """What the scheduler calls of a server."""
+    """Methods of a server that the scheduler calls."""
 
     @property
     def lengths(self) -> RemoteMethod[[np.ndarray], np.ndarray]:
-        """The method from ``PLACE`` [n] to the tokens of each sample, [n]."""
+        """Method from ``PLACE`` [n] to the number of tokens of each sample, [n]."""
 
 
 class StepScheduler:
@@ -181,10 +189,10 @@ class StepScheduler:
 
     Args:
         servers: handles whose ``lengths.remote(places)`` can be awaited.
-        samples: of all splits.
-        make_plan: plans and checks a step; pure but for its time limit.
-        limits: number of clients, tokens under way, waiting time.
-        share: puts a planned step where all clients can fetch it (``ray.put``).
+        samples: samples of all splits.
+        make_plan: function that plans and checks a step.
+        limits: limits of the scheduler.
+        share: function that stores a planned step for all clients (``ray.put``).
     """
 
     def __init__(
@@ -208,11 +216,11 @@ class StepScheduler:
     async def plan_step(
         self, client: int, split: str, step_index: int, first: int, count: int
     ) -> list[Reference[PlannedStep]]:
-        """Return the step of ``count`` samples from ``first`` on, as a list of one shared reference.
+        """Return a list with one reference to the step of ``count`` samples from ``first`` on.
 
-        A client that asks for a step has fetched all steps of lower ``step_index``. After the end of the split, samples
-        begin again. Waits while there is no room; an empty list means: ask again. Raises the error of a server, the
-        planner or the check.
+        A client that requests a step must have fetched all steps of lower ``step_index``. The split repeats after its
+        end. The call waits for room, and returns an empty list if it has waited long; the client then repeats it.
+        Raises the error of a server, the planner or the check.
         """
         key = split, step_index, first, count
         async with self._room:
@@ -229,13 +237,13 @@ class StepScheduler:
         if not task.done():
             return []
         if task.exception() is not None and self._steps.get(key) is step:
-            del self._steps[key]  # the next call tries again
+            del self._steps[key]  # the next call plans the step again
         shared = task.result()
         self._begin_ahead((split, step_index + 1, first + count, count))
         return [shared]
 
     async def held_tokens(self) -> tuple[int, int]:
-        """Return the upper bound of the tokens of all unfinished steps: (now, highest so far)."""
+        """Return (current, highest so far) upper bound of the tokens of all unfinished steps."""
         return self._held_tokens(), self._peak_tokens
 
     def _held_tokens(self) -> int:
@@ -249,21 +257,21 @@ class StepScheduler:
         return self._steps[key]
 
     def _has_room(self, key: _Key, step: _Step) -> bool:
-        """Return whether the step fits, or is the oldest of its split."""
+        """Return whether the step fits the limit or is the oldest of its split."""
         split, step_index = key[:2]
         fits = self._held_tokens() + step.most_tokens <= self._limits.limit_tokens
         return fits or all(other[0] != split or other[1] >= step_index for other in self._steps)
 
     def _begin(self, step: _Step) -> asyncio.Task[Reference[PlannedStep]]:
         if step.task is None:
-            step.task = asyncio.get_running_loop().create_task(self._planned(step.places))
+            step.task = asyncio.get_running_loop().create_task(self._plan_at(step.places))
             # plan_step raises the error; reading it here only avoids asyncio's warning.
             step.task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._peak_tokens = max(self._peak_tokens, self._held_tokens())
         return step.task
 
     def _begin_ahead(self, key: _Key) -> None:
-        """Begin a step before a client asks for it, if there is room."""
+        """Start a step before a client requests it, if there is room."""
         split, _, first, count = key
         if first + count <= self._samples.splits[split].num_samples and key not in self._steps:
             step = self._step(key)
@@ -271,7 +279,7 @@ class StepScheduler:
                 self._begin(step)
 
     def _forget_finished(self, split: str) -> None:
-        """Drop the steps that every client has passed, and wake the calls that wait for room."""
+        """Drop the steps that every client has passed, and wake calls that wait for room."""
         progress = self._progress[split]
         if len(progress.of_clients) < self._limits.num_clients:
             return
@@ -280,7 +288,7 @@ class StepScheduler:
             del self._steps[key]
             self._room.notify_all()
 
-    async def _planned(self, places: np.ndarray) -> Reference[PlannedStep]:
+    async def _plan_at(self, places: np.ndarray) -> Reference[PlannedStep]:
         servers = server_of(places, len(self._servers))
         used = [number for number in range(len(self._servers)) if (servers == number).any()]
         calls = asyncio.gather(*(self._servers[n].lengths.remote(places[servers == n]) for n in used))

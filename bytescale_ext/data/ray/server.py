@@ -1,6 +1,6 @@
-"""The server of the remote loader: it reads lines, tokenizes them and serves token ranges. Runs as a Ray actor.
+"""Server of the remote loader: it reads lines, tokenizes them and serves token ranges. Runs as a Ray actor.
 
-Its only state is a cache, so a call repeated after a restart gives the same answer.
+Its only state is a cache, so a call that is repeated after a restart gives the same answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 from bytescale_ext.data.ray.lines import LineIndex, encode_text, index_lines, text_of_line, unreadable
 from bytescale_ext.data.samples.texts import Encode
 
-# Where a sample lies. ``tokens`` and ``is_counted`` as in ``LineIndex``; ``start``: its first token in the document.
+# Location of a sample: file, document and line; ``tokens`` and ``is_counted`` of the document as in ``LineIndex``; and
+# ``start``, the sample's first token in the document.
 PLACE = np.dtype(
     [
         ("file", np.int32),
@@ -29,7 +30,7 @@ PLACE = np.dtype(
 
 
 class TokenCache:
-    """Tokens of the most recently used documents, at most ``limit_tokens`` together."""
+    """Cache of the tokens of recently used documents, with at most ``limit_tokens`` tokens."""
 
     def __init__(self, limit_tokens: int) -> None:
         self.limit_tokens = limit_tokens
@@ -39,13 +40,13 @@ class TokenCache:
 
     def get(self, key: tuple[int, int]) -> np.ndarray | None:
         """Return the tokens of a document, [n], or None."""
-        found = self._documents.get(key)
-        if found is not None:
+        tokens = self._documents.get(key)
+        if tokens is not None:
             self._documents.move_to_end(key)
-        return found
+        return tokens
 
     def put(self, key: tuple[int, int], tokens: np.ndarray) -> None:
-        """Keep the tokens of a document, [n], and drop the least recently used. One above the limit is not kept."""
+        """Store the tokens of a document, [n], unless it exceeds the limit, and evict the least recently used."""
         if len(tokens) > self.limit_tokens or key in self._documents:
             return
         while self.held_tokens + len(tokens) > self.limit_tokens:
@@ -56,14 +57,14 @@ class TokenCache:
 
 
 class TokenServer:
-    """Reads and tokenizes documents. Calls may come from several threads.
+    """Reads and tokenizes documents. Its methods are thread-safe.
 
     Args:
-        paths: the files; ``file`` of a place is an index into them.
+        paths: paths of the files, which ``file`` of a place indexes.
         key: key of the text in each line.
         longest: tokens of the longest sample (``--seq-length``).
-        limit_tokens: most tokens in the cache.
-        build_encode: makes the function from text to tokens; called once.
+        limit_tokens: largest number of tokens in the cache.
+        build_encode: function that builds the function from text to tokens; called once.
     """
 
     def __init__(
@@ -77,29 +78,29 @@ class TokenServer:
         self._lock = threading.Lock()
 
     def index(self, file: int, start: int, stop: int) -> LineIndex:
-        """Index a byte range of a file, see ``index_lines``."""
+        """Return the index of a byte range of a file; see ``index_lines``."""
         with self._lock:
             return index_lines(self._paths[file], start, stop, self._key, self._longest, self._encode)
 
     def lengths(self, places: np.ndarray) -> np.ndarray:
-        """Return the tokens of each sample, int64 [n]. Tokenizes its document and keeps it for the reads that follow.
+        """Return the number of tokens of each sample, int64 [n]. Tokenizes the documents, and caches them for ``read``.
 
         Raises:
-            ValueError: a line is bad, or the length of a document differs from its index.
+            ValueError: a line is invalid, or the length of a document differs from its index.
         """
         ends = np.array([len(self._document(place)) for place in places], dtype=np.int64)
         lengths: np.ndarray = np.minimum(ends - places["start"], self._longest)
         return lengths
 
     def read(self, places: np.ndarray, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [start, stop) of samples, end to end, and how many each gave: ([total], int64 [n]).
+        """Return (tokens of all ranges end to end, [total]; number of tokens of each range, int64 [n]).
 
-        ``stop`` may be one past the end of a sample. That token is the next one of the document, and is left out where
-        the document ends.
+        The stop of a range may be one past the end of its sample, to include the next token of the document. At the end
+        of the document that token is missing.
 
         Args:
-            places: ``PLACE`` [n].
-            ranges: start and stop of each, int64 [n, 2].
+            places: location of the sample of each range, ``PLACE`` [n].
+            ranges: start and stop of each range in its sample, int64 [n, 2].
         """
         parts = [
             self._document(place)[int(place["start"]) + start : int(place["start"]) + stop]
@@ -108,12 +109,12 @@ class TokenServer:
         return np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64)
 
     def held_tokens(self) -> tuple[int, int]:
-        """Return the tokens in the cache: (now, highest so far)."""
+        """Return (current, highest so far) number of tokens in the cache."""
         return self._cache.held_tokens, self._cache.peak_tokens
 
     def _document(self, place: np.void) -> np.ndarray:
         key = int(place["file"]), int(place["offset"])
-        with self._lock:  # one text at a time: tokenizers are not safe to share between threads
+        with self._lock:  # tokenizers are not thread-safe
             tokens = self._cache.get(key)
             if tokens is None:
                 tokens = self._tokenize(place)
@@ -131,7 +132,7 @@ class TokenServer:
         text = text_of_line(path, offset, line, self._key)
         tokens = encode_text(path, offset, text, self._encode) if text else np.zeros(0, dtype=np.int64)
         if (place["is_counted"] and len(tokens) != place["tokens"]) or not len(tokens):
-            raise ValueError(f"{path}: document {place['document']} has changed since the start: start again")
+            raise ValueError(f"{path}: document {place['document']} has changed since the start: restart the run")
         if not place["is_counted"] and len(tokens) > self._longest:
             raise ValueError(
                 f"{path}: document {place['document']} has {len(tokens)} tokens but fewer bytes, and "

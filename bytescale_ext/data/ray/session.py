@@ -1,4 +1,4 @@
-"""Check, start or join Ray. Only this module imports Ray, which is an optional package."""
+"""Check, start or join Ray. Ray is an optional package, which only this module imports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bytescale_ext.config.remote import RemoteConfig
 
 _CONNECT_SECONDS = 5.0
 _OBJECT_STORE_BYTES = 256 << 20
-_START_ATTEMPTS = 3  # Ray gives its processes 30 s to start, which a busy machine may exceed
+_START_ATTEMPTS = 3  # Ray's processes must start within 30 s, which a busy machine may exceed
 _NOT_INSTALLED = "--hdp-loader ray: Ray is not installed: pip install '.[ray]', or use --hdp-loader local"
 
 
 def ray_module() -> ModuleType:
-    """Return the module ``ray``. Raises ValueError where it is not installed."""
+    """Return the module ``ray``. Raises ValueError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -29,7 +29,7 @@ def ray_module() -> ModuleType:
 
 
 def check_remote(config: RemoteConfig) -> None:
-    """Check, on every rank at start, that Ray is installed and answers at its address. Raises ValueError."""
+    """Raise ValueError unless Ray is installed and reachable at its address. Every rank calls this at the start."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(_NOT_INSTALLED)
     if config.address is None:
@@ -41,28 +41,29 @@ def check_remote(config: RemoteConfig) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"--hdp-ray-address {config.address}: nothing answers there ({error}): start Ray with `ray start --head`, "
-            "or leave the flag out to have it started on this machine"
+            f"--hdp-ray-address {config.address}: cannot connect ({error}): start Ray with `ray start --head`, or omit "
+            "the flag to start Ray on this machine"
         ) from error
 
 
 def stay_on_loopback() -> None:
-    """Keep a Ray of this machine off its networks, by Ray's own switch, which is the default on macOS and Windows.
+    """Restrict Ray to the loopback interface, by a switch of Ray that is the default on macOS and Windows.
 
-    Each process that starts or joins that Ray calls this before it imports the module.
+    Each process that starts or joins such a Ray must call this before it imports ``ray``.
     """
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def start_ray(address: str | None, namespace: str) -> str:
-    """Join the Ray at ``address``, or start one here that ends with this process. Returns its address.
+    """Join the Ray at ``address``, or start Ray on this machine until this process ends. Returns the address.
 
-    One that is started here listens on the loopback interface alone, with Ray's token authentication.
+    A Ray that is started here listens only on the loopback interface, with Ray's token authentication. Raises
+    ValueError if Ray cannot be started or joined.
     """
     if address is None:
         stay_on_loopback()
     ray = ray_module()
-    # Actors import this package from where this process did.
+    # Actors import this package from the same path as this process.
     paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
     options: dict[str, object] = {
         "namespace": namespace,
@@ -79,7 +80,7 @@ def start_ray(address: str | None, namespace: str) -> str:
             try:
                 context = ray.init(address=address, **options)
                 break
-            except Exception as error:  # Ray documents no types for these
+            except Exception as error:  # Ray does not document the types of these errors
                 ray.shutdown()
                 if not attempts_left:
                     raise _no_ray(address, error) from error
@@ -88,18 +89,18 @@ def start_ray(address: str | None, namespace: str) -> str:
 
 def _no_ray(address: str, error: Exception) -> ValueError:
     """Return the error for a Ray that cannot be started ("local") or joined."""
-    said = " ".join(f"{error} {error.__cause__ or ''}".split())
+    reason = " ".join(f"{error} {error.__cause__ or ''}".split())
     if address == "local":
-        return ValueError(f"--hdp-loader ray: Ray cannot be started on this machine: {said}")
+        return ValueError(f"--hdp-loader ray: Ray cannot be started on this machine: {reason}")
     return ValueError(
-        f"--hdp-ray-address {address}: cannot join ({said}): every machine of the run must be part of that cluster "
+        f"--hdp-ray-address {address}: cannot join ({reason}): every machine of the run must be part of that cluster "
         f"(`ray start --address {address}`), with this version of Ray and the same RAY_AUTH_MODE"
     )
 
 
 @contextlib.contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Restore the handler of SIGTERM that Ray replaces: ``--exit-signal-handler`` and the launcher rely on it."""
+    """Restore the SIGTERM handler, which Ray replaces, because ``--exit-signal-handler`` and the launcher need it."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

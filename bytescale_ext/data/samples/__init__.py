@@ -1,1 +1,1 @@
-"""Lengths and texts of documents, epochs, and the packed micro-batches made of them."""
+"""Documents and samples: lengths, texts, epochs, and packed micro-batches."""

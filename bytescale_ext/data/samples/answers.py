@@ -1,6 +1,6 @@
-"""Losses of answers alone: supervised fine-tuning trains on the tokens that an assistant has written.
+"""Loss mask for supervised fine-tuning, which trains only on answers: the tokens written by the assistant.
 
-The mask is of tokens; a row of a micro-batch has a loss if its *label* is an answer, wherever the next token lies.
+A row of a micro-batch has a loss if its *label* is an answer, even if the label token is on another rank.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from bytescale_ext.data.samples.packed import PackedMicroBatch
 
 @runtime_checkable
 class AnswerSource(Protocol):
-    """A ``TokenSource`` that knows which tokens are answers."""
+    """A ``TokenSource`` that tells which tokens are answers."""
 
     def answers(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        """Return whether tokens [start, stop) of a sample are answers, bool [stop - start]; False past its end."""
+        """Return whether each of the tokens [start, stop) of a sample is an answer: bool [stop - start].
+
+        Positions past the end of the sample are False.
+        """
         ...
 
 
 def with_answers_only(packed: PackedMicroBatch, source: AnswerSource, sample_ids: Sequence[int]) -> PackedMicroBatch:
-    """Return a micro-batch, or a slice, whose loss mask is 0 where the label is no answer.
+    """Return a micro-batch or slice with a loss mask of 0 in every row whose label is not an answer.
 
     Args:
-        packed: its token ranges lie end to end; its loss mask is [num_rows].
-        source: the samples.
+        packed: micro-batch or slice, whose token ranges are contiguous in the rows [num_rows].
+        source: samples.
         sample_ids: sample of each sequence of the plan.
     """
     mask = packed.loss_mask.numpy().copy()

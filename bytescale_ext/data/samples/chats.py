@@ -1,7 +1,7 @@
-"""Conversations of a JSONL file, and their token ids with a mask of the answers. No Megatron.
+"""Conversations of a JSONL file, and their token ids with a mask of the answers.
 
 A line is an object with the key ``messages``: a list of {"role", "content"}. As in Megatron's ``SFTDataset``, a system
-message begins a new conversation, so a line may hold several.
+message starts a new conversation, so a line may contain several conversations.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Conversation = list[dict[str, str]]
 EncodeChat = Callable[[Conversation], tuple[np.ndarray, np.ndarray]]
 ROLES: Final = ("system", "user", "assistant", "tool")
 IGNORED: Final = -100
-"""The target with which Megatron's SFT tokenizer marks tokens that are no answers."""
+"""Target of tokens that are not answers, as set by Megatron's SFT tokenizer."""
 
 
 class ConversationTokenizer(Protocol):
-    """The part of Megatron's SFT tokenizer that is used here."""
+    """Interface of Megatron's SFT tokenizer, as far as it is used."""
 
     pad: int | None
 
@@ -32,14 +32,14 @@ class ConversationTokenizer(Protocol):
 
 
 class EncodedText(TypedDict):
-    """Token ids of a text, and the characters [first, end) of each."""
+    """Token ids of a text, and the character range [start, stop) of each token."""
 
     input_ids: list[int]
     offset_mapping: list[tuple[int, int]]
 
 
 class TemplateTokenizer(Protocol):
-    """The part of a tokenizer of transformers that is used here."""
+    """Interface of a tokenizer of the transformers library, as far as it is used."""
 
     is_fast: bool
     chat_template: str | None
@@ -52,11 +52,14 @@ class TemplateTokenizer(Protocol):
 
 
 def conversations(line: bytes, where: str) -> list[Conversation]:
-    """Return the conversations of one line; none for a blank line.
+    """Return the conversations of one line, [] for a blank line.
+
+    Args:
+        line: one line of the file.
+        where: ``path:line``, for error messages.
 
     Raises:
-        ValueError: the line is not JSON, has no messages, or a message is not one that can be trained on; the error
-            begins with ``where``, its ``path:line``.
+        ValueError: the line is not JSON or has no messages, or a message is unsuitable for training.
     """
     if not line.strip():
         return []
@@ -66,26 +69,26 @@ def conversations(line: bytes, where: str) -> list[Conversation]:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        content = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise ValueError(
-            f"{where}: no list under the key 'messages' (found: {found}): give chats of roles and contents"
+            f"{where}: no list under the key 'messages' (found: {content}): give chats of roles and contents"
         )
-    found_all: list[Conversation] = []
+    chats: list[Conversation] = []
     for number, message in enumerate(messages, start=1):
         place = f"{where}: message {number}"
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{place} has no text under 'role' and 'content'")
         if message["role"] not in ROLES:
             raise ValueError(f"{place} has the role {message['role']!r}: give one of {', '.join(ROLES)}")
-        if message["role"] == "system" or not found_all:
-            found_all.append([])
-        _check_answer(message, found_all[-1], place)
-        found_all[-1].append({"role": message["role"], "content": message["content"]})
-    return found_all
+        if message["role"] == "system" or not chats:
+            chats.append([])
+        _check_answer(message, chats[-1], place)
+        chats[-1].append({"role": message["role"], "content": message["content"]})
+    return chats
 
 
 def _check_answer(message: dict[str, str], before: Conversation, place: str) -> None:
-    """Raise ValueError for an answer to nothing, or an empty one."""
+    """Raise ValueError for an empty answer, or an answer that follows no user or tool message."""
     if message["role"] != "assistant":
         return
     if not before or before[-1]["role"] not in ("user", "tool"):
@@ -95,9 +98,9 @@ def _check_answer(message: dict[str, str], before: Conversation, place: str) -> 
 
 
 def encode_by_megatron(tokenizer: ConversationTokenizer) -> EncodeChat:
-    """Return a function from a conversation to (token ids [n], whether each is an answer, bool [n]).
+    """Return a function from a conversation to (token ids [n], mask of answers, bool [n]).
 
-    It marks what Megatron's ``SFTDataset`` would train on with this tokenizer: padding inside is left out.
+    The mask selects the tokens on which Megatron's ``SFTDataset`` would train, without padding.
     """
 
     def encode(conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
@@ -116,12 +119,12 @@ def encode_by_megatron(tokenizer: ConversationTokenizer) -> EncodeChat:
 
 
 def encode_by_template(tokenizer: TemplateTokenizer) -> EncodeChat:
-    """Return a function from a conversation to (token ids [n], whether each is an answer, bool [n]).
+    """Return a function from a conversation to (token ids [n], mask of answers, bool [n]).
 
-    An answer is what the tokenizer's chat template writes after the prompt for it, end mark included.
+    An answer is the text that the tokenizer's chat template writes after the prompt, including its end mark.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or does not know where in the text its tokens are.
+        ValueError: the tokenizer has no chat template, or cannot map tokens to characters.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -130,31 +133,31 @@ def encode_by_template(tokenizer: TemplateTokenizer) -> EncodeChat:
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer cannot say where its tokens are in a text: give one with a tokenizer.json")
 
-    def written(messages: Conversation, prompt: bool) -> str:
+    def render(messages: Conversation, prompt: bool) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
     def encode(conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        text = written(conversation, False)
+        text = render(conversation, False)
         spans = []
         for turn, message in enumerate(conversation):
             if message["role"] == "assistant":
-                prompt, answer = written(conversation[:turn], True), written(conversation[: turn + 1], False)
+                prompt, answer = render(conversation[:turn], True), render(conversation[: turn + 1], False)
                 if not (text.startswith(answer) and answer.startswith(prompt)):
                     raise ValueError(
-                        "the chat template writes earlier messages anew, so answers cannot be found: use another "
-                        "template, or cut the conversation after each answer"
+                        "the chat template rewrites earlier messages, so answers cannot be located: use another "
+                        "template, or split the conversation after each answer"
                     )
                 spans.append((len(prompt), len(answer)))
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
-        return np.array(found["input_ids"], dtype=np.int64), _inside(starts, spans)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+        return np.array(encoded["input_ids"], dtype=np.int64), _inside(starts, spans)
 
     return encode
 
 
 def _inside(starts: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return whether each of ``starts`` [n] lies in one of the spans: bool [n]."""
+    """Return whether each of ``starts``, [n], is inside a span [start, stop): bool [n]."""
     inside = np.zeros(len(starts), dtype=bool)
-    for first, end in spans:
-        inside |= (starts >= first) & (starts < end)
+    for start, stop in spans:
+        inside |= (starts >= start) & (starts < stop)
     return inside

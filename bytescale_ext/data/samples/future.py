@@ -1,6 +1,6 @@
-"""The tokens after the next one, which draft heads and multi-token prediction learn to guess.
+"""Tokens after the next token, which draft heads and multi-token prediction learn to predict.
 
-They are read from the sample itself, so a ring shard needs no neighbour for the tokens after its end.
+They are read from the sample, so a ring shard needs no communication for tokens past its end.
 """
 
 from __future__ import annotations
@@ -25,26 +25,34 @@ def future_tokens(
     num_rows: int,
     count: int,
 ) -> torch.Tensor:
-    """Return the ``count`` tokens after the label of each row, int64 [num_rows, count]; ``NO_TOKEN`` where none is.
+    """Return the ``count`` tokens after the label of each row, int64 [num_rows, count].
 
-    A sample has no tokens beyond the label of its last token, so they never cross the end of a document. Arguments as
-    ``pack_micro_batch`` has them; rows after those of the micro-batch are padding.
+    Padding, and positions past the label of a sample's last token, are ``NO_TOKEN``. So the tokens never extend past
+    the end of a document.
+
+    Args:
+        micro_batch: token ranges of the step's plan.
+        source: samples.
+        sample_ids: sample of each sequence of the plan.
+        lengths: tokens of each sequence of the plan.
+        num_rows: number of rows, including padding.
+        count: number of tokens per row.
     """
     future = np.full((num_rows, count), NO_TOKEN, dtype=np.int64)
     row = 0
     for shard in micro_batch.shards:
         for start, stop in shard.ranges:
             last = min(stop + count, lengths[shard.seq]) + 1
-            read = source.read(sample_ids[shard.seq], start, last)
+            tokens = source.read(sample_ids[shard.seq], start, last)
             for ahead in range(count):
-                found = read[ahead + 2 :][: stop - start]
-                future[row : row + len(found), ahead] = found
+                column = tokens[ahead + 2 :][: stop - start]
+                future[row : row + len(column), ahead] = column
             row += stop - start
     return torch.from_numpy(future)
 
 
 def no_future(num_rows: int, count: int) -> torch.Tensor:
-    """Return the tokens after the labels of padding: none, int64 [num_rows, count]."""
+    """Return ``future_tokens`` of padding: ``NO_TOKEN`` everywhere, int64 [num_rows, count]."""
     return torch.full((num_rows, count), NO_TOKEN)
 
 
@@ -56,28 +64,28 @@ def future_weights(
     num_rows: int,
     count: int,
 ) -> torch.Tensor:
-    """Return the weights of the losses of ``future_tokens``, float32 [num_rows, count]; 0 where there is no loss.
+    """Return the weights of the losses of ``future_tokens``, float32 [num_rows, count]; 0 means no loss.
 
-    A document with n labels has m of them left at a depth, and there each has the weight n / m: the mean loss of a
-    depth counts as much as that of the next token. The whole document decides, so that weights do not depend on the
-    plan. Megatron computes the same for a micro-batch of one document under ``--calculate-per-token-loss``. Where the
-    source knows which tokens are answers, only these have a loss.
+    If a document has n labels and m of them remain at some depth, each of the m has the weight n / m. So the mean loss
+    of every depth counts as much as the mean loss of the next token. Weights depend on the whole document and not on
+    the plan. Megatron computes the same for a micro-batch of one document under ``--calculate-per-token-loss``. If the
+    source is an ``AnswerSource``, only answers have a loss. Arguments as in ``future_tokens``.
     """
     weights = np.zeros((num_rows, count), dtype=np.float32)
     row = 0
     for shard in micro_batch.shards:
-        of_labels = _has_loss(source, sample_ids[shard.seq], lengths[shard.seq])
-        left = [int(of_labels[ahead:].sum()) for ahead in range(count + 1)]
+        has_loss = _has_loss(source, sample_ids[shard.seq], lengths[shard.seq])
+        remaining = [int(has_loss[ahead:].sum()) for ahead in range(count + 1)]
         for start, stop in shard.ranges:
             for ahead in range(1, count + 1):
-                found = of_labels[start + ahead : stop + ahead]
-                weights[row : row + len(found), ahead - 1] = found * (left[0] / max(left[ahead], 1))
+                column = has_loss[start + ahead : stop + ahead]
+                weights[row : row + len(column), ahead - 1] = column * (remaining[0] / max(remaining[ahead], 1))
             row += stop - start
     return torch.from_numpy(weights)
 
 
 def _has_loss(source: TokenSource, sample_id: int, length: int) -> np.ndarray:
-    """Return whether the label of each token of a sample has a loss, bool [length]."""
+    """Return whether the label of each token of a sample has a loss: bool [length]."""
     if isinstance(source, AnswerSource):
         return np.asarray(source.answers(sample_id, 1, length + 1))
     has_label = np.ones(length, dtype=bool)

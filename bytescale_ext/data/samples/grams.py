@@ -1,7 +1,7 @@
-"""Rows of an n-gram memory: hashes of the last tokens of one document, which the loader makes beside the tokens.
+"""Row numbers of an n-gram memory: hashes of the last few tokens of a document, computed by the loader.
 
-Engram (Cheng et al. 2026) looks up embeddings by hashes of the last tokens. Rows follow from token ids alone, so they
-are known before the micro-batch is computed, on every pipeline stage and tensor-parallel rank, without communication.
+Engram (Cheng et al. 2026) looks up embeddings by hashes of the last few tokens. Row numbers depend only on token ids.
+So every pipeline stage and tensor-parallel rank knows them before the forward pass, without communication.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _WORD: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class GramRule:
-    """Which rows of a table belong to a token.
+    """Rule that maps a token to rows of a table.
 
     Attributes:
-        orders: an n-gram is the token and the n - 1 before it, for each n of these.
-        heads: rows of each n-gram, by different hashes.
-        num_rows: of the table.
-        seed: of the hashes.
+        orders: lengths n of the n-grams; an n-gram consists of the token and the n - 1 tokens before it.
+        heads: number of rows of each n-gram, given by different hashes.
+        num_rows: number of rows of the table.
+        seed: seed of the hashes.
     """
 
     orders: tuple[int, ...]
@@ -34,32 +34,32 @@ class GramRule:
 
     @property
     def num_columns(self) -> int:
-        """Rows of each token."""
+        """Number of rows of each token."""
         return len(self.orders) * self.heads
 
     @property
     def num_before(self) -> int:
-        """The most tokens before a token that its rows depend on."""
+        """Number of earlier tokens on which the rows of a token depend."""
         return max(self.orders) - 1
 
     @property
     def fingerprint(self) -> int:
-        """A number of 63 bits that other rules do not share."""
+        """63-bit hash of the rule."""
         return _scrambled_word(*self.orders, 0, self.heads, self.num_rows, self.seed) >> 1
 
     def rows_of(self, tokens: np.ndarray, num_before: int = 0) -> np.ndarray:
-        """Return the rows int64 [n, num_columns] of tokens: order by order, head by head.
+        """Return the rows of tokens, int64 [n, num_columns], ordered by n-gram length and then by head.
 
-        Where the document has fewer tokens, the missing ones count as one more token id, the same for all documents.
+        Positions before the start of the document count as a special token, which is the same for all documents.
 
         Args:
-            tokens: ids [num_before + n] of one document.
-            num_before: how many of them are only read as the beginning of n-grams; fewer than ``self.num_before`` only
-                if the document begins with them.
+            tokens: token ids of one document, [num_before + n].
+            num_before: number of leading tokens that are context only. It may be smaller than ``self.num_before`` only
+                if ``tokens`` begins at the start of the document.
         """
         reach = self.num_before
-        known = tokens[max(0, num_before - reach) :].astype(np.uint64) + np.uint64(1)
-        ids = np.concatenate([np.zeros(reach - min(num_before, reach), np.uint64), known])
+        shifted = tokens[max(0, num_before - reach) :].astype(np.uint64) + np.uint64(1)
+        ids = np.concatenate([np.zeros(reach - min(num_before, reach), np.uint64), shifted])
         num_tokens = len(tokens) - num_before
         columns = []
         for order in self.orders:
@@ -72,22 +72,22 @@ class GramRule:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return numbers written as "2,3", each once and ascending. Raises ValueError for anything else, and below 1."""
-    found = tuple(sorted({int(part) for part in text.split(",")}))
-    if found[0] < 1:
+    """Return the distinct numbers of a text such as "2,3", ascending. Raises ValueError for other text and below 1."""
+    values = tuple(sorted({int(part) for part in text.split(",")}))
+    if values[0] < 1:
         raise ValueError(f"{text} are not numbers from 1 on")
-    return found
+    return values
 
 
 def _scrambled(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return 64-bit words [n] whose bits all depend on all bits (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Return hashes of 64-bit words [n] (the finalizer of SplitMix64, Steele et al. 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _scrambled_word(*numbers: int) -> int:
-    """Return one 64-bit word that depends on some small numbers and their order."""
+    """Return a 64-bit hash of a sequence of small numbers."""
     word = np.zeros(1, np.uint64)
     for number in numbers:
         word = _scrambled(word + np.uint64((number + 1) * _GOLDEN & _WORD))

@@ -1,4 +1,4 @@
-"""Reads the lengths of documents from Megatron's ``.idx`` files, without tokens, and cuts documents into samples.
+"""Document lengths of Megatron's ``.idx`` files, read without tokens, and the samples that documents are split into.
 
 Layout of an ``.idx`` file (Megatron's ``IndexedDatasetBuilder``, little endian)::
 
@@ -10,9 +10,9 @@ Layout of an ``.idx`` file (Megatron's ``IndexedDatasetBuilder``, little endian)
     34       int32    [num_sequences]      tokens of each sequence
              int64    [num_sequences]      byte offset of each sequence in the .bin file
              int64    [num_documents + 1]  first sequence of each document, then num_sequences
-             int8     [num_sequences]      modes, in multimodal files only; not read here
+             int8     [num_sequences]      modes, in multimodal files only; ignored
 
-The ``.bin`` file holds the sequences end to end, so the tokens of a document are contiguous.
+The ``.bin`` file contains the sequences without gaps, so the tokens of a document are contiguous.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class IndexedInfo:
 
     Attributes:
         prefix: path without ``.idx`` and ``.bin``.
-        num_documents: documents, empty ones included.
-        num_empty: documents without a token.
+        num_documents: number of documents, including empty documents.
+        num_empty: number of documents without tokens.
         num_tokens: tokens of all documents.
         max_tokens: tokens of the longest document.
-        dtype: type in which tokens are stored.
+        dtype: type of the stored tokens.
     """
 
     prefix: str
@@ -55,13 +55,13 @@ class IndexedInfo:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleTable:
-    """The samples of one epoch, in file order; row i is one document or one piece of it.
+    """Samples of one epoch in file order. A sample is a document or a piece of a document.
 
     Attributes:
-        document: int32 or int64 [num_samples], number of the document.
-        start: int64 [num_samples], first token of the piece in its document.
-        length: int64 [num_samples], tokens of the piece, at least 1.
-        num_empty: documents without a token; they give no sample.
+        document: document of each sample, int32 or int64 [num_samples].
+        start: first token of each sample in its document, int64 [num_samples].
+        length: tokens of each sample, at least 1, int64 [num_samples].
+        num_empty: number of documents without tokens, which give no sample.
     """
 
     document: np.ndarray
@@ -81,7 +81,7 @@ class _Index:
     document_indices: np.ndarray
 
     def document_offsets(self) -> np.ndarray:
-        """First token of each document in the ``.bin`` file, then the number of tokens: int64 [num_documents + 1]."""
+        """Return the first token of each document, followed by the number of tokens: int64 [num_documents + 1]."""
         ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(self.sequence_lengths, dtype=np.int64, out=ends[1:])
         offsets: np.ndarray = ends[self.document_indices]
@@ -89,10 +89,10 @@ class _Index:
 
 
 def read_idx_lengths(path: str | os.PathLike[str]) -> np.ndarray:
-    """Return the tokens of each document of an ``.idx`` file: int64 [num_documents].
+    """Return the length of each document of an ``.idx`` file in tokens: int64 [num_documents].
 
     Args:
-        path: the file, with or without its ``.idx``.
+        path: path of the file, with or without the suffix ``.idx``.
 
     Raises:
         ValueError: the file is missing, damaged, or not an ``.idx`` file.
@@ -102,12 +102,13 @@ def read_idx_lengths(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexedInfo:
-    """Check that the two files of a data set are whole and fit together; return its sizes.
+    """Check that the two files of a data set are complete and match, and return the sizes of the data set.
 
     Reads the ``.idx`` file and the size of the ``.bin`` file, but no tokens.
 
     Raises:
-        ValueError: a file is missing, cut short, of another format or does not match the other; or there are no tokens.
+        ValueError: a file is missing, truncated, in another format or does not match the other file; or the data set
+            has no tokens.
     """
     name = _prefix_of(prefix)
     index = _read_index(name)
@@ -117,15 +118,15 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexedInfo:
     num_tokens = int(offsets[-1])
     if num_tokens == 0:
         raise ValueError(f"{name}: the data set holds no tokens: {_REBUILD}")
-    expected, found = num_tokens * index.dtype.itemsize, os.path.getsize(name + ".bin")
-    if expected != found:
+    expected_bytes, file_bytes = num_tokens * index.dtype.itemsize, os.path.getsize(name + ".bin")
+    if expected_bytes != file_bytes:
         raise ValueError(
-            f"{name}.bin: {found} bytes, but {name}.idx lists {num_tokens} tokens of {index.dtype} "
-            f"({expected} bytes): copy both files from one data set"
+            f"{name}.bin: {file_bytes} bytes, but {name}.idx lists {num_tokens} tokens of {index.dtype} "
+            f"({expected_bytes} bytes): copy both files from one data set"
         )
     starts = np.cumsum(index.sequence_lengths, dtype=np.int64) - index.sequence_lengths
     if not np.array_equal(starts * index.dtype.itemsize, index.sequence_pointers):
-        raise ValueError(f"{name}.idx: the sequences do not lie end to end in the .bin file: {_REBUILD}")
+        raise ValueError(f"{name}.idx: the sequences are not contiguous in the .bin file: {_REBUILD}")
     lengths = np.diff(offsets)
     return IndexedInfo(
         prefix=name,
@@ -138,15 +139,14 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexedInfo:
 
 
 def check_token_ids(prefix: str | os.PathLike[str], vocab_size: int, limit_tokens: int = 268_435_456) -> int:
-    """Check that token ids lie in [0, vocab_size). Return the number of tokens read.
+    """Check that token ids are in [0, vocab_size), and return the number of tokens read. One rank can check for all.
 
-    Reads all tokens up to ``limit_tokens``. Samples a larger data set: blocks of equal size at equal distances, first
-    and last token included. Reads nothing where the token type cannot hold a bad id. It is enough to call this on one
-    rank.
+    A data set of up to ``limit_tokens`` is read completely. From a larger data set, blocks of equal size at equal
+    distances are read, including the first and the last token. Nothing is read if the token type has no invalid ids.
 
     Raises:
-        ValueError: an id is outside (the message names the document, the token and the id), or as
-            ``check_indexed_dataset``.
+        ValueError: an id is invalid (the message names the document, the token and the id), or the files are damaged
+            (``check_indexed_dataset``).
     """
     info = check_indexed_dataset(prefix)
     limits = np.iinfo(info.dtype)
@@ -171,13 +171,13 @@ def check_token_ids(prefix: str | os.PathLike[str], vocab_size: int, limit_token
 
 
 def sample_table(document_lengths: np.ndarray, seq_length: int) -> SampleTable:
-    """Cut each document of [num_documents] at every ``seq_length`` tokens: each token lies in exactly one sample.
+    """Split documents of the lengths [num_documents] into samples, so that each token is in exactly one sample.
 
-    Documents are never joined. A document of n > seq_length tokens gives ``ceil(n / seq_length)`` samples, of
-    which the last may be shorter. Empty documents give none and are counted.
+    Documents are never joined. A document of n tokens gives ``ceil(n / seq_length)`` samples, and the last sample may
+    be shorter than ``seq_length``.
 
     Raises:
-        ValueError: ``seq_length`` below 1, or a negative length.
+        ValueError: ``seq_length`` is below 1, or a length is negative.
     """
     if seq_length < 1:
         raise ValueError(f"seq_length {seq_length}: a sample needs at least one token, give --seq-length 1 or more")
@@ -208,7 +208,7 @@ def _bad_token(prefix: str, position: int, token: int, vocab_size: int) -> str:
 
 
 def _read_index(prefix: str) -> _Index:
-    """Return the arrays of ``prefix``.idx as views of its memory map."""
+    """Return the arrays of ``prefix``.idx as views of a memory map of the file."""
     path = prefix + ".idx"
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file: give the path of a Megatron data set without .idx and .bin")

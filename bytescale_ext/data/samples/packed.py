@@ -1,4 +1,4 @@
-"""One rank's micro-batch as tensors: its token ranges laid end to end. Reads no other tokens.
+"""Packed tensors of one rank's micro-batch: its token ranges end to end. No other tokens are read.
 
 Rows of a micro-batch with a ring shard of document A (two ranges) and a whole document B::
 
@@ -7,8 +7,8 @@ Rows of a micro-batch with a ring shard of document A (two ranges) and a whole d
     position   | 0 .. n0 | s-n1 .. s| 0 .. n2    | 0 ..       |
     loss_mask  | 1 ...   | 1 .. (0) | 1 ...  (0) | 0 ..       |
 
-The label of a token is the next token of its document, even if that token lies on another rank or in the next
-sample. The last token of a document has no label: label and loss mask are 0 there, marked (0) above.
+The label of a token is the next token of its document, even if that token is on another rank or in the next sample.
+The last token of a document has no label: label and loss mask are 0, marked (0) above.
 """
 
 from __future__ import annotations
@@ -27,46 +27,47 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 
 class TokenSource(Protocol):
-    """Samples that can be read in part. A sample is a document or a piece of one."""
+    """Samples that can be read in parts. A sample is a document or a piece of a document."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
         ...
 
     def length(self, sample_id: int) -> int:
-        """Return the number of tokens of a sample, without reading them."""
+        """Return the number of tokens of a sample, without reading the tokens."""
         ...
 
     def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of a sample, int64 [stop - start].
 
-        ``stop`` may be one past the end of the sample. That token is the next one of the document, left out where the
-        document ends.
+        ``stop`` may be one past the end of the sample, to include the next token of the document as the label of the
+        last token. At the end of the document that token is missing.
         """
         ...
 
     def describe(self, sample_id: int) -> str:
-        """Return where the sample is from, for messages."""
+        """Return the origin of a sample, for messages."""
         ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackedMicroBatch:
-    """The input of one forward pass of one rank. Plain data.
+    """Input of one forward pass of one rank.
 
     Attributes:
-        tokens: int64 [num_rows], token ids; 0 in padding.
-        labels: int64 [num_rows], next token of the same document; 0 where there is none.
-        positions: int64 [num_rows], position in the sample; 0 in padding.
-        loss_mask: float32 [num_rows], 1 where there is a label, else 0.
-        micro_batch: the plan's, or a slice of it; its tokens are the first ``micro_batch.num_tokens`` rows.
-        documents: where each shard is from, for messages.
-        layout: which rows attend to which; set by ``units.py``.
-        counted_lengths: tokens of the sequences that this rank counts; set by ``units.py``.
-        window_layout: as ``layout``, in layers with a window; None in models without them.
-        future: int64 [num_rows, count], the tokens after each label (``future.py``); None where nothing guesses them.
-        future_weights: float32 [num_rows, count], weights of their losses in multi-token prediction; else None.
-        gram_rows: int64 [num_rows, columns], rows of n-grams; set by the loader, None in models without their memory.
+        tokens: token ids, 0 in padding; int64 [num_rows].
+        labels: next token of the same document, 0 without one; int64 [num_rows].
+        positions: position in the sample, 0 in padding; int64 [num_rows].
+        loss_mask: 1 for rows with a label, else 0; float32 [num_rows].
+        micro_batch: micro-batch of the plan or a slice of it, whose tokens are the first ``micro_batch.num_tokens``
+            rows.
+        documents: origin of each shard, for messages.
+        layout: rows that attend to each other, set by ``units.py``.
+        counted_lengths: lengths of the sequences that this rank counts, set by ``units.py``.
+        window_layout: ``layout`` of layers with a sliding window, or None.
+        future: tokens after each label (``future.py``), int64 [num_rows, count]; None if nothing predicts them.
+        future_weights: weights of their losses in multi-token prediction, float32 [num_rows, count]; else None.
+        gram_rows: rows of an n-gram memory, int64 [num_rows, columns]; None in models without one.
     """
 
     tokens: torch.Tensor
@@ -84,20 +85,20 @@ class PackedMicroBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows with padding."""
+        """Number of rows, including padding."""
         return int(self.tokens.shape[0])
 
     def documents_text(self, limit: int = 4) -> str:
-        """Return where the first documents are from, for an error message."""
+        """Return the origin of the first documents, for an error message."""
         more = f" and {len(self.documents) - limit} more" if len(self.documents) > limit else ""
         return ", ".join(self.documents[:limit]) + more or "padding only"
 
     def pinned(self) -> PackedMicroBatch:
-        """Return a copy in page-locked memory, from which copies to a CUDA device run in the background."""
+        """Return a copy in page-locked memory, which allows asynchronous copies to a CUDA device."""
         return self._map(lambda tensor: tensor if tensor.is_pinned() else tensor.pin_memory())
 
     def to(self, device: torch.device | str) -> PackedMicroBatch:
-        """Return a copy on ``device``; to CUDA through page-locked memory, without blocking the host."""
+        """Return a copy on ``device``. A copy to CUDA goes through page-locked memory and does not block the host."""
         target = torch.device(device)
         if target.type != "cuda":
             return self._map(lambda tensor: tensor.to(target))
@@ -125,15 +126,15 @@ def pack_micro_batch(
     lengths: Sequence[int],
     vocab_size: int | None = None,
 ) -> PackedMicroBatch:
-    """Read the token ranges of one micro-batch, each with the label token after it.
+    """Read the token ranges of one micro-batch, each with the label of its last token.
 
     Args:
         micro_batch: token ranges of the step's plan.
-        source: the samples.
-        sample_ids: sample of each ``seq`` of the plan.
-        rows_multiple: padding is added at the end up to a multiple of this.
-        lengths: tokens of each ``seq`` of the plan.
-        vocab_size: token ids must be below it; None: not checked.
+        source: samples.
+        sample_ids: sample of each sequence of the plan.
+        rows_multiple: number to whose multiple the rows are padded.
+        lengths: tokens of each sequence of the plan.
+        vocab_size: upper limit of token ids; None skips the check.
 
     Raises:
         ValueError: a token id is outside the vocabulary; the message names the document.
@@ -147,9 +148,9 @@ def pack_micro_batch(
         for start, stop in shard.ranges:
             assert 0 <= start < stop <= lengths[shard.seq], f"{start=} {stop=} {lengths[shard.seq]=}"
             rows = slice(row, row + stop - start)
-            read = source.read(sample_id, start, stop + 1)
-            _check_read(read, source, sample_id, start, stop, vocab_size)
-            tokens[rows], labels[rows], loss_mask[rows] = shift_labels(read, stop - start)
+            ids = source.read(sample_id, start, stop + 1)
+            _check_ids(ids, source, sample_id, start, stop, vocab_size)
+            tokens[rows], labels[rows], loss_mask[rows] = shift_labels(ids, stop - start)
             positions[rows] = np.arange(start, stop)
             row = rows.stop
     return PackedMicroBatch(
@@ -165,14 +166,14 @@ def pack_micro_batch(
 def with_gram_rows(
     packed: PackedMicroBatch, rule: GramRule, source: TokenSource, sample_ids: Sequence[int]
 ) -> PackedMicroBatch:
-    """Return a micro-batch, or a slice, with the rows of its n-grams; padding has row 0.
+    """Return a micro-batch or slice with the rows of its n-grams; padding has row 0.
 
-    Before a ring's shard or a slice only the few tokens are read that its first n-grams begin with.
+    Of the tokens before a ring shard or slice, only the few that its first n-grams contain are read.
 
     Args:
-        packed: its token ranges lie end to end.
-        rule: which rows belong to a token.
-        source: the samples; n-grams begin where a sample does.
+        packed: micro-batch or slice.
+        rule: rule that maps tokens to rows.
+        source: samples; n-grams do not extend past the start of a sample.
         sample_ids: sample of each sequence of the plan.
     """
     tokens = packed.tokens.numpy()
@@ -189,7 +190,7 @@ def with_gram_rows(
 
 
 def dummy_micro_batch(rows: int) -> PackedMicroBatch:
-    """Return a micro-batch of padding, for a rank without work in a step: its loss mask is 0 everywhere."""
+    """Return a micro-batch of padding, with a loss mask of 0, for a rank without work in a step."""
     zeros = torch.zeros(rows, dtype=torch.int64)
     return PackedMicroBatch(
         tokens=zeros,
@@ -201,38 +202,34 @@ def dummy_micro_batch(rows: int) -> PackedMicroBatch:
     )
 
 
-def shift_labels(read: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens, labels and loss mask of ``num_tokens`` tokens.
+def shift_labels(ids: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens, labels, loss mask), each [num_tokens].
 
-    Args:
-        read: the tokens and the next one, [num_tokens + 1]; [num_tokens] at the end of the document.
-
-    Returns:
-        tokens, labels (as ``read``) and loss mask (float32), each [num_tokens].
+    ``ids``: the tokens and the next token, [num_tokens + 1]; at the end of a document only [num_tokens].
     """
-    tokens, labels = read[:num_tokens], np.zeros(num_tokens, dtype=read.dtype)
+    tokens, labels = ids[:num_tokens], np.zeros(num_tokens, dtype=ids.dtype)
     loss_mask = np.zeros(num_tokens, dtype=np.float32)
-    num_labels = len(read) - 1
-    labels[:num_labels] = read[1:]
+    num_labels = len(ids) - 1
+    labels[:num_labels] = ids[1:]
     loss_mask[:num_labels] = 1.0
     return tokens, labels, loss_mask
 
 
 def padded(num_tokens: int, rows_multiple: int) -> int:
-    """Return ``num_tokens`` rounded up to a multiple."""
+    """Return ``num_tokens``, rounded up to a multiple of ``rows_multiple``."""
     assert rows_multiple >= 1, f"{rows_multiple=}"
     return -(-num_tokens // rows_multiple) * rows_multiple
 
 
-def _check_read(
-    read: np.ndarray, source: TokenSource, sample_id: int, start: int, stop: int, vocab_size: int | None
+def _check_ids(
+    ids: np.ndarray, source: TokenSource, sample_id: int, start: int, stop: int, vocab_size: int | None
 ) -> None:
-    assert len(read) - (stop - start) in (0, 1), f"{len(read)=} {start=} {stop=} {source.describe(sample_id)}"
-    if vocab_size is None or (int(read.max()) < vocab_size and int(read.min()) >= 0):
+    assert len(ids) - (stop - start) in (0, 1), f"{len(ids)=} {start=} {stop=} {source.describe(sample_id)}"
+    if vocab_size is None or (int(ids.max()) < vocab_size and int(ids.min()) >= 0):
         return
-    bad = int(np.argmax((read >= vocab_size) | (read < 0)))
+    bad = int(np.argmax((ids >= vocab_size) | (ids < 0)))
     raise ValueError(
-        f"{source.describe(sample_id)}: token {start + bad} of the sample has the id {int(read[bad])}, outside the "
+        f"{source.describe(sample_id)}: token {start + bad} of the sample has the id {int(ids[bad])}, outside the "
         f"vocabulary of {vocab_size}: train with the tokenizer that wrote the data set, or give its vocabulary with "
         "--vocab-size"
     )

@@ -1,4 +1,4 @@
-"""The documents that ``bytescale corpus`` reads: files, folders and the lines of JSONL files. No Megatron."""
+"""Documents that ``bytescale corpus`` reads: files, folders and lines of JSONL files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytescale_ext.data.samples.texts import json_text
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The text of one document: a file, or the line of a JSONL file that begins at byte ``offset``."""
+    """Location of one document: a file, or line ``line`` of a JSONL file, which starts at byte ``offset``."""
 
     path: Path
     line: int | None = None
@@ -21,7 +21,7 @@ class Entry:
 
 
 def environment_entries(pattern: str = "*.py") -> list[Entry]:
-    """Return the files of the running Python that match: the standard library, then the packages."""
+    """Return the matching files of the running Python: first its standard library, then its packages."""
     paths = sysconfig.get_paths()
     standard = Path(paths["stdlib"])
     installed = dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib"))
@@ -30,7 +30,7 @@ def environment_entries(pattern: str = "*.py") -> list[Entry]:
 
 
 def folder_entries(root: Path, pattern: str) -> list[Entry]:
-    """Return the files below a folder that match, sorted by path, without hidden files and folders.
+    """Return the matching files below a folder, sorted by path, without hidden files and folders.
 
     Raises:
         ValueError: no file matches.
@@ -47,7 +47,7 @@ def folder_entries(root: Path, pattern: str) -> list[Entry]:
 
 
 def file_entries(path: Path) -> list[Entry]:
-    """Return one entry, or one for each line of a ``.jsonl`` file."""
+    """Return one entry for a file, or one entry per line of a ``.jsonl`` file."""
     if path.suffix != ".jsonl":
         return [Entry(path)]
     entries, offset = [], 0
@@ -59,10 +59,10 @@ def file_entries(path: Path) -> list[Entry]:
 
 
 def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
-    """Return the documents of files and folders, in the order given.
+    """Return the documents of files and folders, in the given order.
 
     Raises:
-        ValueError: a source does not exist, or a folder has no file that matches.
+        ValueError: a source does not exist, or a folder has no matching file.
     """
     entries: list[Entry] = []
     for source in map(Path, sources):
@@ -73,19 +73,19 @@ def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
 
 
 def check_first_lines(entries: Sequence[Entry], json_key: str) -> None:
-    """Raise ValueError if the first line of a JSONL file is bad, before anything slow begins."""
+    """Raise ValueError if the first line of a JSONL file is invalid, before slow work starts."""
     for _ in contents([entry for entry in entries if entry.line == 1], json_key):
         pass
 
 
 def contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, bytes]]:
-    """Yield each entry with its text. Raises ValueError for a bad line."""
+    """Yield each entry with its text. Raises ValueError for an invalid line or an unreadable file."""
     for entry, raw in raw_contents(entries):
         yield entry, raw if entry.line is None else json_text(raw, json_key, f"{entry.path}:{entry.line}")
 
 
 def raw_contents(entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
-    """Yield each entry with its file or its line, keeping a JSONL file open from line to line."""
+    """Yield each entry with the bytes of its file or line. A JSONL file stays open from line to line."""
     opened: dict[Path, BinaryIO] = {}
     try:
         for entry in entries:
@@ -111,7 +111,7 @@ def _file_bytes(path: Path) -> bytes:
 
 
 def checked_prefix(prefix: str, flag: str = "--output") -> str:
-    """Return the path of the unfinished files. Raises ValueError, naming the flag, if they cannot be written."""
+    """Return the prefix of the unfinished files. Raises ValueError, which names the flag, if they cannot be written."""
     target = Path(prefix)
     if not target.name or prefix.endswith(("/", ".bin", ".idx")):
         raise ValueError(f"{flag} {prefix}: give a path that ends in a name, without .bin or .idx")

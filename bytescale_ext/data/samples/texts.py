@@ -1,4 +1,4 @@
-"""Turns a line of a JSONL file into token ids, by the same rule in `bytescale corpus` and the remote loader."""
+"""Token ids of the text in a line of a JSONL file, for `bytescale corpus` and the remote loader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Encode = Callable[[bytes], tuple[np.ndarray, bool]]
 
 
 class Tokenizer(Protocol):
-    """The part of a Megatron tokenizer that is used here."""
+    """Interface of a Megatron tokenizer, as far as it is used."""
 
     vocab_size: int
     eod: int
@@ -24,12 +24,12 @@ class Tokenizer(Protocol):
 
 
 def json_text(line: bytes, key: str, where: str) -> bytes:
-    """Return the text under ``key`` of one line, as UTF-8; empty for a blank line.
+    """Return the text under ``key`` of one line as UTF-8, or b"" for a blank line.
 
     Args:
         line: one line of the file, with or without its end.
         key: key of the text.
-        where: ``path:line``, for messages.
+        where: ``path:line``, for error messages.
 
     Raises:
         ValueError: the line is not JSON, or has no text under ``key``.
@@ -43,16 +43,16 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
         if isinstance(value, dict) and isinstance(value.get("messages"), list):
             raise ValueError(f"{where}: a chat under the key 'messages': join its messages to one text under {key!r}")
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{where}: no text under the key {key!r} (found: {found}): change --json-key")
-    # An unpaired surrogate is legal in JSON and not in UTF-8.
+        content = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{where}: no text under the key {key!r} (found: {content}): change --json-key")
+    # JSON allows unpaired surrogates, UTF-8 does not.
     return str(value[key]).encode("utf-8", errors="surrogatepass")
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode:
-    """Return a function from text bytes to (token ids [n], end-of-document id last; whether the bytes were UTF-8).
+    """Return a function from text bytes to (token ids [n] with the end-of-document id, whether the bytes are UTF-8).
 
-    ``tokenizer`` None: a token is a byte.
+    Without a tokenizer each byte is a token.
     """
 
     def as_bytes(raw: bytes) -> tuple[np.ndarray, bool]:

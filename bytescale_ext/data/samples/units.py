@@ -1,4 +1,4 @@
-"""The input of one forward pass of one rank, before its tokens are read: a micro-batch or a slice, with its layout."""
+"""Units of work: micro-batches or slices of one rank with their attention layouts, before their tokens are read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Unit:
-    """A micro-batch, or one slice of it.
+    """Input of one forward pass: a micro-batch, or one slice of it.
 
     Attributes:
-        micro_batch: the token ranges, in memory order.
-        num_rows: rows, padding included.
-        layout: its attention.
-        counted_lengths: tokens of the sequences that this rank counts, as the first rank of their ring. The first slice
-            of a micro-batch counts them all, so that each sequence of a step is counted once.
-        window_layout: its attention in layers with a window; None in models without them.
+        micro_batch: token ranges in memory order.
+        num_rows: number of rows, including padding.
+        layout: attention layout.
+        counted_lengths: lengths of the sequences that this rank counts. The first rank of a ring counts a sequence, in
+            the first slice of the micro-batch, so that each sequence of a step is counted once.
+        window_layout: attention layout of layers with a sliding window, or None.
     """
 
     micro_batch: MicroBatch
@@ -40,7 +40,7 @@ class Unit:
         lengths: Sequence[int],
         vocab_size: int | None = None,
     ) -> PackedMicroBatch:
-        """Read its tokens, as ``pack_micro_batch`` does."""
+        """Read the tokens; see ``pack_micro_batch``."""
         if not self.micro_batch.shards:
             packed = dummy_micro_batch(self.num_rows)
         else:
@@ -48,7 +48,7 @@ class Unit:
         return self._with_layouts(replace(packed, counted_lengths=self.counted_lengths))
 
     def padding(self) -> PackedMicroBatch:
-        """Return a unit of padding with the same layouts."""
+        """Return padding with the same layouts."""
         return self._with_layouts(dummy_micro_batch(self.num_rows))
 
     def _with_layouts(self, packed: PackedMicroBatch) -> PackedMicroBatch:
@@ -63,14 +63,15 @@ def units_of(
     rule: SliceRule | None,
     window: int | None = None,
 ) -> tuple[Unit, ...]:
-    """Return the units of a rank's step, in the order of their forward passes. Pure; no communication.
+    """Return the units of a rank's step in the order of their forward passes. No communication.
 
     Args:
-        micro_batches: of ``rank``; an empty one has no rows, its slices are padding.
+        micro_batches: micro-batches of ``rank``. An empty micro-batch has no rows, and its slices are padding.
         lengths: tokens of each sequence of the step.
-        rows_multiple: rows of each unit are padded to a multiple of this.
-        rule: how micro-batches are cut into slices; None: they stay whole.
-        window: of the layers that have one, the most keys before its own that a token sees; None: no layer has one.
+        rank: HDP rank.
+        rows_multiple: number to whose multiple the rows of a unit are padded.
+        rule: rule that splits micro-batches into slices; None leaves them whole.
+        window: number of earlier tokens that a token attends to in layers with a sliding window; None without them.
     """
     units: list[Unit] = []
     for micro_batch in micro_batches:
@@ -78,8 +79,8 @@ def units_of(
         if rule is None:
             num_rows = padded(micro_batch.num_tokens, rows_multiple)
             layout = attention_layout(micro_batch, rank, lengths, num_rows)
-            limited = None if window is None else attention_layout(micro_batch, rank, lengths, num_rows, window)
-            units.append(Unit(micro_batch, num_rows, layout, counted, limited))
+            windowed = None if window is None else attention_layout(micro_batch, rank, lengths, num_rows, window)
+            units.append(Unit(micro_batch, num_rows, layout, counted, windowed))
         else:
             first, *others = _slices(micro_batch, lengths, rank, rows_multiple, rule, window)
             units += [replace(first, counted_lengths=counted), *others]
@@ -94,23 +95,23 @@ def _slices(
     rule: SliceRule,
     window: int | None,
 ) -> list[Unit]:
-    """Cut a micro-batch into slices of at least one row each, because messages between stages cannot be empty."""
-    cut = rule(micro_batch, lengths)
-    check_document_slices({rank: [cut]}, lengths, rule.slicing, rule.rows_multiple)
-    parts = [cut.slice(index, rank) for index in range(rule.slicing.num_slices)]
+    """Split a micro-batch into slices of at least one row each, because messages between stages must not be empty."""
+    sliced = rule(micro_batch, lengths)
+    check_document_slices({rank: [sliced]}, lengths, rule.slicing, rule.rows_multiple)
+    parts = [sliced.slice(index, rank) for index in range(rule.slicing.num_slices)]
     rows = [padded(max(part.num_tokens, 1), rows_multiple) for part in parts]
-    units = [Unit(*unit) for unit in zip(parts, rows, slice_layouts(cut, rank, rows), strict=True)]
+    units = [Unit(*unit) for unit in zip(parts, rows, slice_layouts(sliced, rank, rows), strict=True)]
     if window is None:
         return units
-    limited = slice_layouts(cut, rank, rows, window)
-    return [replace(unit, window_layout=layout) for unit, layout in zip(units, limited, strict=True)]
+    windowed = slice_layouts(sliced, rank, rows, window)
+    return [replace(unit, window_layout=layout) for unit, layout in zip(units, windowed, strict=True)]
 
 
 def padding_units(num_slices: int, rows: int, window: int | None = None) -> tuple[PackedMicroBatch, ...]:
-    """Return a micro-batch of padding alone, whole or in slices, of ``rows`` rows each; ``window``: as ``units_of``."""
+    """Return a micro-batch of padding, whole or in slices, of ``rows`` rows each; ``window``: see ``units_of``."""
     if num_slices > 1:
         rule = SliceRule(Slicing(num_slices))
         return tuple(unit.padding() for unit in units_of([MicroBatch(())], (), 0, rows, rule, window))
     empty = MicroBatch(())
-    limited = None if window is None else attention_layout(empty, 0, (), rows, window)
-    return (Unit(empty, rows, attention_layout(empty, 0, (), rows), (), limited).padding(),)
+    windowed = None if window is None else attention_layout(empty, 0, (), rows, window)
+    return (Unit(empty, rows, attention_layout(empty, 0, (), rows), (), windowed).padding(),)

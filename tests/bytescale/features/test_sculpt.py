@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 REFUSED = {
     "another data set": (
         "--data-path {in}/b --sculpt-windows {in}/a.windows.npy",
-        "no file of windows is of |b: give",
+        "no file of windows belongs|b: give",
     ),
     "one too many": (
         "--data-path {in}/a --sculpt-windows {in}/a.windows.npy {in}/b.windows.npy",
@@ -45,7 +45,7 @@ REFUSED = {
     ),
     "two of one": (
         "--data-path {in}/a --sculpt-windows {in}/a.windows.npy {in}/a-long.windows.npy",
-        "2 files of windows are of the data set",
+        "2 files of windows belong to the data set",
     ),
     "longer than a sample": (
         "--data-path {in}/a --sculpt-windows {in}/a-long.windows.npy",

@@ -34,8 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # words after the common ones ({in} is the folder), words of the refusal
 REFUSED = {
-    "no mask": ("--data-path {in}/plain", "plain.mask.json: no such file, so nothing says what the answers are: write"),
-    "another's mask": ("--data-path {in}/other", "other.mask.bin: the mask of another data set than |other.idx"),
+    "no mask": ("--data-path {in}/plain", "plain.mask.json: no such file, so the answers are unknown: write"),
+    "another's mask": (
+        "--data-path {in}/other",
+        "other.mask.bin: the mask belongs to another data set than |other.idx",
+    ),
     "no data": ("", "no data: give the --data-path that bytescale corpus --sft has written"),
     "windows": (
         "--data-path {in}/a --sculpt-windows {in}/a.windows.npy",

@@ -96,7 +96,7 @@ def test_ids_that_come_again_are_counted_or_refused(tmp_path: Path) -> None:
     source = type(docs)("lines", str(tmp_path / "a.jsonl"), "jsonl", "*", ())
     run_recipe(Recipe((source,), steps=STEPS), tmp_path / "work")
     assert told(tmp_path / "work").counts["lines"]["id again"] == 2
-    with pytest.raises(ValueError, match=r"source lines: several documents have the id '[01]': give each its own"):
+    with pytest.raises(ValueError, match=r"source lines: several documents have the id '[01]': make ids unique"):
         run_recipe(Recipe((source,), steps=STEPS, on_bad="fail"), tmp_path / "other")
 
 

@@ -124,7 +124,7 @@ def recipe_of(tmp_path: Path, on_bad: str = "skip") -> Recipe:
 
 def test_files_are_dealt_to_tasks_and_counted(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    found = run_steps([Collect(recipe, tmp_path / "told")], recipe.tasks)
+    found = run_steps([Collect(recipe, tmp_path / "tallies")], recipe.tasks)
     assert sorted(one.text for one in found) == ["four", "one", "three", "two"]  # type: ignore[attr-defined]
     counts = told(tmp_path).counts
     assert counts == {"docs": {"read": 3, "empty": 1}, "more": {"read": 1, "broken": 1}}

@@ -74,7 +74,7 @@ def test_formats_follow_from_names(name: str, expected: str, tmp_path: Path) -> 
     ("change", "message"),
     [
         ({"policy": "keep"}, "policy keep: give one of drop, weight"),
-        ({"steps": ["near"]}, "near without exact"),
+        ({"steps": ["near"]}, "near needs exact"),
         ({"steps": ["nearly"]}, "steps: no nearly (there are filters, pii"),
         ({"steps": "near"}, "steps: give a list of"),
         ({"jaccard": 1.5}, "jaccard 1.5: give a number from 0 to 1"),

@@ -31,7 +31,7 @@ def told(work: Path) -> None:
     tally.add("docs", "weight 1.00", 3)
     tally.add("docs", "weight 2.00", 1)
     tally.example("near", "d/1", "a text", kept="d/0", jaccard=0.9)
-    tally.save(work / "told" / "a.json")
+    tally.save(work / "tallies" / "a.json")
 
 
 def test_the_figures_of_each_source(recipe: Recipe, tmp_path: Path) -> None:

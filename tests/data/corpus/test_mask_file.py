@@ -37,19 +37,22 @@ def edit(path: Path, **values: object) -> None:
 
 # what is done to the files of prefix a (b is another data set with a mask), words of the refusal
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no header": (lambda f: (f / f"a{HEADER}").unlink(), "a.mask.json: no such file, so nothing says what the answers"),
+    "no header": (lambda f: (f / f"a{HEADER}").unlink(), "a.mask.json: no such file, so the answers are unknown"),
     "no mask": (lambda f: (f / f"a{MASK}").unlink(), "a.mask.bin: no such file"),
     "no data": (lambda f: (f / "a.idx").unlink(), "a.idx: no such file"),
     "header of words": (lambda f: (f / f"a{HEADER}").write_text("words"), "not the header of a mask"),
     "header of a list": (lambda f: (f / f"a{HEADER}").write_text("[1]"), "not the header of a mask"),
     "unknown entry": (lambda f: edit(f / f"a{HEADER}", more=1), "not the header of a mask .*more"),
-    "version": (lambda f: edit(f / f"a{HEADER}", version=9), "version 9, only version 1 is read"),
-    "cut short": (lambda f: (f / f"a{MASK}").write_bytes(bytes(4)), "a.mask.bin is not the mask that a.mask.json"),
+    "version": (lambda f: edit(f / f"a{HEADER}", version=9), "version 9, only version 1 is supported"),
+    "cut short": (lambda f: (f / f"a{MASK}").write_bytes(bytes(4)), "a.mask.bin does not match its header a.mask.json"),
     "of another data set": (
         lambda f: [(f / f"b{one}").replace(f / f"a{one}") for one in (MASK, HEADER)],
-        "a.mask.bin: the mask of another data set than .*a.idx: write",
+        "a.mask.bin: the mask belongs to another data set than .*a.idx: write",
     ),
-    "another data set": (lambda f: write_data_set(f / "a", [[[9, 9]], [[9] * 3]]), "the mask of another data set"),
+    "another data set": (
+        lambda f: write_data_set(f / "a", [[[9, 9]], [[9] * 3]]),
+        "the mask belongs to another data set",
+    ),
 }
 
 
@@ -70,5 +73,5 @@ def test_other_bytes_are_found_by_the_rank_that_reads_them(tmp_path: Path) -> No
     prefix = masked(tmp_path / "a")
     Path(prefix + MASK).write_bytes(bytes([1, 1, 1, 0, 0]))
     check_mask(prefix, whole=False)
-    with pytest.raises(ValueError, match="is not the mask that a"):
+    with pytest.raises(ValueError, match="does not match its header a"):
         check_mask(prefix)

@@ -72,8 +72,8 @@ def test_damage_is_refused(path: Path) -> None:
         ("{", "not the header of windows"),
         ("[1]", "not the header of windows"),
         ('{"context": 8}', "not the header of windows"),
-        (json.dumps({**json.loads(text), "version": 2}), "version 2, only version 1 is read"),
-        (json.dumps({**json.loads(text), "table_sha256": "0"}), "is not the table that a.windows.json describes"),
+        (json.dumps({**json.loads(text), "version": 2}), "version 2, only version 1 is supported"),
+        (json.dumps({**json.loads(text), "table_sha256": "0"}), "does not match its header a.windows.json"),
     ):
         described.write_text(bad)
         with pytest.raises(ValueError, match=message):

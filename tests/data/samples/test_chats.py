@@ -95,7 +95,7 @@ def test_templates_that_hide_the_answers_are_refused() -> None:
                 conversation[-2:], tokenize=tokenize, add_generation_prompt=add_generation_prompt
             )
 
-    with pytest.raises(ValueError, match="the chat template writes earlier messages anew"):
+    with pytest.raises(ValueError, match="the chat template rewrites earlier messages"):
         encode_by_template(Forgets())(chat("a", "b", "c", "d"))
     assert encode_by_template(Forgets())(chat("a", "b"))[1].any()
     without, slow = Letters(), Letters()

@@ -67,7 +67,7 @@ def _damage(prefix: Path, kind: str) -> None:
         ("bin long", "21 bytes, but"),
         ("document bounds", "end at sequence 7 of 5"),
         ("negative length", "a sequence has -1 tokens"),
-        ("pointers", "do not lie end to end"),
+        ("pointers", "are not contiguous"),
     ],
 )
 def test_a_damaged_data_set_is_named(tmp_path: Path, kind: str, message: str) -> None:

@@ -64,7 +64,7 @@ def test_a_run_that_failed_goes_on(docs: Path, tmp_path: Path, capsys: pytest.Ca
     assert run(docs, tmp_path / "out", "--on-bad", "fail") == 2
     error = capsys.readouterr().err
     assert error.startswith("bytescale data clean: error: ")
-    assert "6.txt: a byte of value 0: this is not text: mend it, or give --on-bad skip" in error
+    assert "6.txt: a byte of value 0: this is not text: fix it, or give --on-bad skip" in error
     assert [one.name for one in (tmp_path / "out").iterdir()] == [".work"]
     assert run(docs, tmp_path / "out") == 2  # another recipe
     assert "it holds unfinished work of another recipe" in capsys.readouterr().err
@@ -78,7 +78,7 @@ def test_bad_calls_are_one_line_before_any_work(
     (full / "mine.txt").write_text("mine")
     out = tmp_path / "out"
     for words, message in (
-        (("--steps", "near"), "near without exact"),
+        (("--steps", "near"), "near needs exact"),
         (("--workers", 0), "--workers 0: give 1 or more"),
         (("--executor", "slurm"), "name the partition: --slurm partition=P"),
         (("--slurm", "partition=a"), "are for the --executor of that name"),
