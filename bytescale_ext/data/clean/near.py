@@ -94,7 +94,7 @@ class Decide(PipelineStep):  # type: ignore[misc]  # datatrove has no types
             candidates = candidate_pairs(self._groups(offsets), first, rank_of)
             pairs, similarities = self._verified(candidates, offsets)
         result = choose(first, rank_of, pairs)
-        by_pair = dict(zip(map(tuple, pairs.tolist()), similarities.tolist(), strict=True))
+        by_pair = {(a, b): share for (a, b), share in zip(pairs.tolist(), similarities.tolist(), strict=True)}
         self._report(rows, result, first, by_pair, offsets)
         for task, (begin, end) in enumerate(pairwise(offsets.tolist())):
             decisions = np.zeros(end - begin, DECISION)
