@@ -1,18 +1,24 @@
-"""The table of all Megatron functions that are replaced or copied. Megatron is not changed in any other way.
+"""The table of all Megatron functions that are replaced or copied, and of all classes that we specialize.
 
-Functions with ``wrap`` are replaced while their feature is enabled. Functions without ``wrap`` stay unchanged: slices
-run copies of the two pipeline schedules with three names bound to functions of ``SliceStep``.
+Nothing else of Megatron is changed. Functions with ``wrap`` are replaced while their feature is on. Functions without
+``wrap`` stay as they are: slices run copies of the two pipeline schedules, in which three names mean functions of
+``SliceStep``. Classes stay as they are too: objects of one run become objects of a ``subclass``.
 """
 
 from __future__ import annotations
 
+from megatron.bytescale.core.distributed.param_and_grad_buffer import HostBucketGroup, HostBuffer, taking_gradients
+from megatron.bytescale.core.models.gpt.multi_token import LaterTokenLayer
 from megatron.bytescale.core.optimizer.distrib_optimizer import (
     wrap_get_megatron_optimizer,
     wrap_load_state_dict,
     wrap_set_main_param_and_optimizer_states,
 )
+from megatron.bytescale.core.optimizer.late import flushing
+from megatron.bytescale.core.optimizer.optimizer import paged
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
+from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.registry import Patch
 from megatron.bytescale.training.initialize import (
     wrap_compile_helpers,
@@ -21,7 +27,8 @@ from megatron.bytescale.training.initialize import (
 )
 from megatron.bytescale.training.training import wrap_check_checkpoint_args, wrap_training_log
 
-ALWAYS, CPU, HDP, SCULPT, SLICES, STATES = "always", "cpu", "hdp", "sculpt", "slices", "states"
+ALWAYS, CPU, HDP, MULTI_TOKEN = "always", "cpu", "hdp", "multi_token"
+SCULPT, SLICES, STATES = "sculpt", "slices", "states"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -133,6 +140,76 @@ PATCHES: tuple[Patch, ...] = (
         features=(HDP, STATES),
         why="a checkpoint with another number of parts ends in a KeyError; Megatron's optimizers have no load hooks",
         source_hash="403774c7dde1",
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
+        subclass=paged,
+        features=(STATES,),
+        why="its float32 copies and states are in pages; Megatron builds the optimizer from a fixed list of classes",
+        source_hash="154e898051f5",
+    ),
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        subclass=paged,
+        features=(STATES,),
+        why="its float32 copies and states are in pages; Megatron builds the optimizer from a fixed list of classes",
+        source_hash="702daca328ed",
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:FP32Optimizer",
+        subclass=taking_gradients,
+        features=(STATES,),
+        why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
+        source_hash="f96aa34a8b63",
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
+        subclass=taking_gradients,
+        features=(STATES,),
+        why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
+        source_hash="ce7a2b529ac2",
+    ),
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        subclass=taking_gradients,
+        features=(STATES,),
+        why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
+        source_hash="ce7a2b529ac2",
+    ),
+    Patch(
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",
+        subclass=HostBuffer,
+        features=(STATES,),
+        why="its gradients are in host memory from stage 2 on; DDP makes the buffer itself",
+        source_hash="01ada38bcb48",
+    ),
+    Patch(
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+        subclass=HostBucketGroup,
+        features=(STATES,),
+        why="it reduces gradients from host memory in chunks; DDP makes the groups itself",
+        source_hash="09eaa194956e",
+    ),
+    Patch(
+        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        subclass=flushing,
+        features=(STATES,),
+        why="late updates end before a save or an evaluation; Megatron calls no hook before either",
+        source_hash="59ee1161acb5",
+    ),
+    Patch(
+        target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",
+        subclass=LaterTokenLayer,
+        features=(MULTI_TOKEN,),
+        why="it shifts rows across the ends of documents; no layer spec names the layer's class",
+        source_hash="6766946edf02",
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter",
+        subclass=DocumentRouter,
+        features=(MULTI_TOKEN,),
+        why="the layer inside multi-token prediction takes its router from Megatron's spec of a plain layer",
+        source_hash="f6d3a119a87d",
     ),
 )
 

@@ -1,8 +1,10 @@
 """Checks, replaces and restores functions of Megatron, for all features.
 
-A ``Patch`` row names one function, gives the reason why no hook of Megatron suffices, and contains the hash of the
-source that it was written for. ``Installation`` checks all rows against the installed Megatron before it applies the
-first row. No other code sets an attribute of a Megatron object (tests/test_layout.py, tests/bytescale/test_patches.py).
+A ``Patch`` row names one function, says why no hook of Megatron suffices, and holds the hash of the source that it was
+written for. A row can also name a class: objects of a run then become objects of a subclass of ours (``specialize``),
+and the hash covers the methods that the subclass overrides. ``Installation`` checks all rows against
+the installed Megatron before it applies the first row. Nothing else sets an attribute of Megatron's functions and
+classes, or the class of an object (tests/test_layout.py, tests/bytescale/test_patches.py).
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from typing import Any
 
 Function = Callable[..., Any]
 Holder = types.ModuleType | type  # owner of a function
+Subclass = type | Callable[[type], type]  # one subclass, or a function from a class of Megatron to its subclass
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One Megatron function that is replaced or copied.
+    """One Megatron function that is replaced or copied, or one class some objects of which are specialized.
 
     Attributes:
-        target: definition of the function, "module:function" or "module:Class.method".
+        target: the definition, "module:function", "module:Class.method" or "module:Class".
         features: names of the features that need the row.
         why: reason why no argument, callable, spec or call site suffices.
-        source_hash: first 12 hex digits of the sha256 of ``inspect.getsource(original)``.
+        source_hash: first 12 hex digits of the sha256 of the source that the row was written for (``hash_of``).
         wrap: (original, runtime) -> replacement. None: the function stays, and ``copy_with_names`` runs a copy of it,
             or replaces its name in such a copy.
         aliases: other modules that import the same function by ``from ... import``.
+        subclass: the subclass that ``specialize`` gives to objects of the class.
     """
 
     target: str
@@ -40,6 +44,7 @@ class Patch:
     source_hash: str
     wrap: Callable[[Function, Any], Function] | None = None
     aliases: tuple[str, ...] = ()
+    subclass: Subclass | None = None
 
 
 def source_hash(function: Function) -> str:
@@ -50,8 +55,28 @@ def source_hash(function: Function) -> str:
         return "none"
 
 
+def hash_of(patch: Patch, original: Any) -> str:
+    """Return the hash of the source that a row depends on: the function, or the methods that its subclass overrides."""
+    if patch.subclass is None:
+        return source_hash(original)
+    line = subclass_of(original, patch.subclass).__mro__
+    ours = {name for kind in line[: line.index(original)] for name in vars(kind)}
+    overridden = [member for name in sorted(ours) if inspect.isfunction(member := getattr(original, name, None))]
+    return hashlib.sha256(" ".join(map(source_hash, overridden)).encode()).hexdigest()[:12]
+
+
+def subclass_of(kind: type, subclass: Subclass) -> type:
+    """Return the subclass of one class of Megatron that a row names or makes."""
+    return subclass if isinstance(subclass, type) else subclass(kind)
+
+
+def specialize(instance: object, subclass: Subclass) -> None:
+    """Turn an object of Megatron into an object of the subclass that a row of the table has for its class."""
+    instance.__class__ = subclass_of(type(instance), subclass)
+
+
 def resolve(target: str) -> tuple[Holder, str, Function]:
-    """Return (module or class, attribute, function) of a row's target. Raises ValueError if it does not exist."""
+    """Return (module or class, attribute, function or class) of a row's target. Raises ValueError if none exists."""
     module_name, _, path = target.partition(":")
     *classes, attribute = path.split(".")
     try:
@@ -68,10 +93,10 @@ def check(patch: Patch) -> None:
     _, attribute, function = resolve(patch.target)
     if inspect.unwrap(function) is not function:  # the wrapper would hide another source
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
-    actual = source_hash(function)
-    if actual != patch.source_hash:
+    installed = hash_of(patch, function)
+    if installed != patch.source_hash:
         raise ValueError(
-            f"{patch.target} has source hash {actual}, the patch was written for {patch.source_hash}; "
+            f"{patch.target} has source hash {installed}, the patch was written for {patch.source_hash}; "
             "install megatron-core==0.19.2, or review the row in megatron/bytescale/patches.py"
         )
     for alias in patch.aliases:
@@ -131,8 +156,10 @@ def describe(patch: Patch) -> str:
     _, _, function = resolve(patch.target)
     original = getattr(function, "__wrapped__", function)
     state = "replaced" if original is not function else "copied" if patch.wrap is None else "untouched"
-    if source_hash(original) != patch.source_hash:
-        state = f"unknown source {source_hash(original)}"
+    if patch.subclass is not None:
+        state = "specialized"
+    if hash_of(patch, original) != patch.source_hash:
+        state = f"unknown source {hash_of(patch, original)}"
     name, features = patch.target.partition(":")[2], ", ".join(patch.features)
     holders = ", ".join((patch.target.replace(":", "."), *patch.aliases))
     return f"{name:45} {state:10} {patch.source_hash}  {features}: {patch.why} [{holders}]"

@@ -43,6 +43,19 @@ FEATURES = {
     "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp, states",
     "ChainedOptimizer.load_state_dict": "hdp, states",
 }
+# (class, features) of each row with a subclass
+SPECIALIZED = [
+    ("Float16OptimizerWithFloat16Params", "states"),
+    ("DistributedOptimizer", "states"),
+    ("FP32Optimizer", "states"),
+    ("Float16OptimizerWithFloat16Params", "states"),
+    ("DistributedOptimizer", "states"),
+    ("_ParamAndGradBuffer", "states"),
+    ("_ParamAndGradBucketGroup", "states"),
+    ("DistributedDataParallel", "states"),
+    ("MultiTokenPredictionLayer", "multi_token"),
+    ("TopKRouter", "multi_token"),
+]
 ALWAYS_REPLACED = {"megatron.core.datasets.utils.compile_helpers"}
 SLICES_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.pipeline_parallel.schedules.get_forward_backward_func",
@@ -72,9 +85,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("corpus") / "docs", copies=1)
 
 
-def check_table(rank: int, world: int) -> dict[str, str]:
+def check_table(rank: int, world: int) -> list[tuple[str, str]]:
     from megatron.bytescale.patches import PATCHES
-    from megatron.bytescale.registry import check, resolve
+    from megatron.bytescale.registry import check, resolve, subclass_of
     from tests.e2e.preload import STAND_INS
 
     assert STAND_INS is not None
@@ -83,20 +96,31 @@ def check_table(rank: int, world: int) -> dict[str, str]:
         check(patch)
         assert len(patch.why) > 20
         owner, attribute, function = resolve(patch.target)
+        if patch.subclass is not None:
+            check_subclass(function, subclass_of(function, patch.subclass))
         if patch.wrap is None or isinstance(owner, type):
             continue
         # No module that the training imports holds the function unless the row says so.
         holders = {name for name, module in list(sys.modules.items())
                    if name.startswith("megatron.") and vars(module).get(attribute) is function}  # fmt: skip
         assert holders == {patch.target.partition(":")[0], *patch.aliases}
-    return {patch.target.partition(":")[2]: ", ".join(patch.features) for patch in PATCHES}
+    return [(patch.target.partition(":")[2], ", ".join(patch.features)) for patch in PATCHES]
+
+
+def check_subclass(kind: type, subclass: type) -> None:
+    """An object of the class can become one of the subclass, and takes some methods from it."""
+    assert subclass is not kind
+    assert issubclass(subclass, kind)
+    instance = kind.__new__(kind)
+    instance.__class__ = subclass
+    own = {name for base in subclass.__mro__[: subclass.__mro__.index(kind)] for name in vars(base)}
+    assert any(callable(getattr(kind, name, None)) for name in own - set(vars(object)) - {"__init__"})
 
 
 @pytest.mark.ranks
 def test_rows_fit_the_installed_megatron_and_name_every_holder() -> None:
     found = run_ranks(check_table, 1, init_group=False)[0]
-    assert found == FEATURES
-    assert list(found) == list(FEATURES)
+    assert found == [*FEATURES.items(), *SPECIALIZED]
 
 
 def callables_of_megatron() -> dict[str, Any]:
@@ -139,8 +163,8 @@ def run_main(corpus: Path, *flags: str) -> tuple[set[str], list[str]]:
 
 
 def states(table: list[str]) -> dict[str, str]:
-    """Return the state of each row by its function."""
-    return {row.split()[0]: row.split()[1] for row in table}
+    """Return the state of each row by its function; rows of classes are left out."""
+    return {name: state for name, state in (row.split()[:2] for row in table) if state != "specialized"}
 
 
 def expected_states(replaced: set[str]) -> dict[str, str]:
@@ -212,7 +236,7 @@ def refuse_changed_rows(rank: int, world: int) -> None:
     assert STAND_INS is not None
     STAND_INS.uninstall()
     before = callables_of_megatron()
-    rows = patches.rows_of("always", "cpu", "hdp", "slices")
+    rows = patches.rows_of("always", "cpu", "hdp", "slices", "states", "multi_token")
     assert tuple(rows) == patches.PATCHES
     for index, row in enumerate(rows):
         changed = [*rows[:index], replace(row, source_hash="0123456789ab"), *rows[index + 1 :]]
@@ -308,4 +332,21 @@ def test_the_module_prints_the_table() -> None:
     on_cpu = not torch.cuda.is_available()
     expected = expected_states(set()) | dict.fromkeys(CPU_ROWS, "replaced" if on_cpu else "untouched")
     assert states(lines) == expected
-    assert all(f" {features}: " in line for features, line in zip(FEATURES.values(), lines, strict=True))
+    rows = [*FEATURES.items(), *SPECIALIZED]
+    assert all(f" {features}: " in line for (_, features), line in zip(rows, lines, strict=True))
+
+
+def test_only_the_registry_changes_the_class_of_an_object() -> None:
+    """Each subclass that ``specialize`` is called with stands in a row of the table."""
+    called: set[str] = set()
+    for path in (ROOT / "megatron" / "bytescale").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
+                assert path.name == "registry.py", f"{path}: line {node.lineno}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "specialize":
+                called.add(ast.unparse(node.args[1]))
+    table = ast.parse((ROOT / "megatron" / "bytescale" / "patches.py").read_text(encoding="utf-8"))
+    keywords = [node for node in ast.walk(table) if isinstance(node, ast.keyword)]
+    rows = {ast.unparse(keyword.value) for keyword in keywords if keyword.arg == "subclass"}
+    assert called == rows
+    assert rows

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import hashlib
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron.bytescale.registry import Installation, Patch, check, describe, source_hash
+from megatron.bytescale.registry import Installation, Patch, check, describe, source_hash, specialize
 
 
 def shout(words: str) -> str:
@@ -130,3 +132,40 @@ def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
     assert f"unknown source {source_hash(shout)}" in describe(row(source_hash="0" * 12))
     modules["upstream"].shout = whisper
     assert f"unknown source {source_hash(whisper)}" in describe(ROWS[0])
+
+
+class Bell:
+    """A class of Megatron, some objects of which become objects of ``LoudBell``."""
+
+    def __init__(self) -> None:
+        self.pitch = "low"
+
+    def ring(self) -> str:
+        return self.pitch
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+class LoudBell(Bell):
+    def ring(self) -> str:
+        return super().ring().upper()
+
+
+def test_a_row_of_a_class_depends_on_the_methods_that_its_subclass_overrides(modules: dict[str, Any]) -> None:
+    modules["upstream"].Bell = Bell  # type: ignore[attr-defined]
+    hashes = " ".join([source_hash(Bell.ring)])
+    expected = hashlib.sha256(hashes.encode()).hexdigest()[:12]
+    bell_row = row("upstream:Bell", wrap=None, aliases=(), subclass=LoudBell, source_hash=expected)
+    check(bell_row)
+    with pytest.raises(ValueError, match=f"upstream:Bell has source hash {expected}, the patch was written for 0"):
+        check(replace(bell_row, source_hash="0" * 12))
+    assert " specialized " in describe(bell_row)
+
+
+@pytest.mark.parametrize("subclass", [LoudBell, lambda kind: LoudBell], ids=["class", "function"])
+def test_specialize_keeps_the_state_of_an_object_and_leaves_others_alone(subclass: Any) -> None:
+    bell, other = Bell(), Bell()
+    specialize(bell, subclass)
+    assert (bell.ring(), other.ring()) == ("LOW", "low")
+    assert type(other) is Bell

@@ -9,6 +9,7 @@ later work (scaling, norm, clipping, Adam on pages) reads host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.collectives import ChunkedCollectives
 from bytescale_ext.states.gradients import GradientSums, host_block
 from bytescale_ext.states.window import LayerWindow
+from megatron.bytescale.registry import specialize
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -86,7 +88,7 @@ class HostGradients:
             for buffer in buffers:
                 self._move(buffer, names, on_cuda)
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                group.__class__ = HostBucketGroup
+                specialize(group, HostBucketGroup)
                 group.host_gradients = self
 
     def _move(self, buffer: _ParamAndGradBuffer, names: dict[torch.nn.Parameter, str], on_cuda: bool) -> None:
@@ -94,7 +96,8 @@ class HostGradients:
         if not getattr(buffer.grad_data, "began_in_host_memory", False):
             buffer.grad_data = host_block(buffer.numel, buffer.grad_dtype, on_cuda)
         whole = buffer.grad_data
-        buffer.__class__, buffer.host_gradients = HostBuffer, self
+        specialize(buffer, HostBuffer)
+        buffer.host_gradients = self
         for bucket in buffer.buckets:
             bucket.grad_data = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
         for parameter in buffer.params:
@@ -177,8 +180,9 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         return ChunkedCollectives(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
 
 
+@cache
 def taking_gradients(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
-    """Return a subclass of one of Megatron's optimizers that takes its gradients from host memory."""
+    """Return the subclass of an optimizer of Megatron for gradients in host memory."""
 
     class TakingGradients(kind):  # type: ignore[misc,valid-type]
         def prepare_grads(self) -> bool:

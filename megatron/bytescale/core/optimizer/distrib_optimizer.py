@@ -24,6 +24,7 @@ from megatron.bytescale.core.distributed.host_build import CopiesInHostMemory
 from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gradients
 from megatron.bytescale.core.optimizer.late import LateUpdates, flush_first
 from megatron.bytescale.core.optimizer.optimizer import page_parts, use_torch_adam
+from megatron.bytescale.registry import specialize
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -55,7 +56,8 @@ def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtim
             runtime.add_parts(late_updates=late_updates)
             flush_first(model_chunks, late_updates)
         for part in parts if gradients is not None else ():
-            part.__class__, part.host_gradients = taking_gradients(type(part)), gradients
+            specialize(part, taking_gradients)
+            part.host_gradients = gradients
         for part in filter(is_over_torch_adam, parts):
             if states is None:
                 begin_state(part.optimizer)

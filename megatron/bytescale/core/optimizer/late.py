@@ -8,9 +8,11 @@ happen on all ranks. On either call a chunk waits for its updates and gathers th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from bytescale_ext.states.lock_free import LockFreeAdam
+from megatron.bytescale.registry import specialize
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +41,9 @@ class LateUpdates:
             part.flush()
 
 
+@cache
 def flushing(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
-    """Return a DDP subclass that flushes ``late_updates`` before it is saved or evaluated.
+    """Return the subclass of a DDP module that flushes its ``late_updates`` before it is saved or evaluated.
 
     Ranks that share the optimizer then gather the module's parameters, which is a collective.
     """
@@ -68,4 +71,5 @@ def flushing(kind: type[DistributedDataParallel]) -> type[DistributedDataParalle
 def flush_first(chunks: Sequence[DistributedDataParallel], late_updates: LateUpdates) -> None:
     """Make these DDP modules flush before they are saved or evaluated."""
     for chunk in chunks:
-        chunk.__class__, chunk.late_updates = flushing(type(chunk)), late_updates
+        specialize(chunk, flushing)
+        chunk.late_updates = late_updates

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,16 +21,17 @@ from bytescale_ext.plan.states.moves import traffic
 from bytescale_ext.states.adam import PagedAdam, PagedParameter
 from bytescale_ext.states.group_counts import GroupCountingAdam
 from bytescale_ext.states.lock_free import LockFreeAdam
+from megatron.bytescale.registry import specialize
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
+@cache
 def paged(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
-    """Return a subclass of one of Megatron's optimizers that keep float32 copies of parameters.
+    """Return the subclass for an optimizer of Megatron that has float32 copies of its parameters.
 
-    ``kind`` is its only base, so that an object's class can change to it. Its ``paged_adam`` also keeps the float32
-    copies in pages.
+    Its ``paged_adam`` keeps these copies in pages too. It has the only base ``kind``, which ``specialize`` needs.
     """
 
     class Paged(kind):  # type: ignore[misc]
@@ -55,8 +56,8 @@ def paged(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
     return Paged
 
 
-PAGED: Final = {kind: paged(kind) for kind in (Float16OptimizerWithFloat16Params, DistributedOptimizer)}
-"""Subclass for each of Megatron's classes. ``FP32Optimizer`` has no float32 copies and needs no subclass."""
+HAVE_COPIES: Final = (Float16OptimizerWithFloat16Params, DistributedOptimizer)
+"""Megatron's optimizers with float32 copies of parameters; ``FP32Optimizer`` has none and keeps its class."""
 
 
 def page_parts(parts: Sequence[MegatronOptimizer], config: StateConfig, on_cuda: bool) -> None:
@@ -71,7 +72,8 @@ def page_parts(parts: Sequence[MegatronOptimizer], config: StateConfig, on_cuda:
         share = config.share(sizes[number] / sum(sizes.values()), any(paged.has_copy for paged in parameters))
         kind = LockFreeAdam if config.update_steps else PagedAdam
         part.paged_adam = kind(part.optimizer, parameters, share, on_cuda, number)
-        part.__class__ = PAGED.get(type(part), type(part))
+        if type(part) in HAVE_COPIES:
+            specialize(part, paged)
         config = config.without(part.paged_adam.host_bytes, part.paged_adam.file_bytes)
         del sizes[number]
         if part.paged_adam.tiers is not None:

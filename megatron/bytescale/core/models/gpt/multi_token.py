@@ -27,6 +27,7 @@ from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
+from megatron.bytescale.registry import specialize
 from megatron.bytescale.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class LaterTokens:
         self.labels: torch.Tensor | None = None
         self.states: torch.Tensor | None = None
         for layer in chunk.mtp.layers:
-            layer.__class__ = LaterTokenLayer
+            specialize(layer, LaterTokenLayer)
             use_document_modules(layer, runtime)
         chunk.register_forward_pre_hook(self.begin, with_kwargs=True)
         chunk.mtp.register_forward_pre_hook(self.use_tables, with_kwargs=True)
@@ -186,7 +187,7 @@ def use_document_modules(layer: MultiTokenPredictionLayer, runtime: Runtime) -> 
     attention.core_attention = new
     if isinstance(layer.mtp_model_layer.mlp, MoELayer):
         router: Router = layer.mtp_model_layer.mlp.router
-        router.__class__ = DocumentRouter
+        specialize(router, DocumentRouter)
         router.runtime = runtime
 
 
