@@ -13,6 +13,7 @@ from megatron.bytescale.arguments.values import Folders, make_folders
 from megatron.bytescale.checkpoints import use_last_whole
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
+from megatron.bytescale.training.buffer_types import BufferTypes
 from megatron.bytescale.training.pretrain_arguments import Training, stock_training
 
 
@@ -31,6 +32,10 @@ def build(args: Any, runtime: Runtime) -> Training:
         print(line)
     for feature in enabled:
         training = feature.build(training, runtime)
+    if enabled:
+        types = BufferTypes()
+        training.model.pre_wrap_hooks.append(types.note)
+        training.model.post_wrap_hooks.append(types.restore)
     if training.dataset_provider is stock.dataset_provider:
         with refusals_of_megatron():
             stock.dataset_config()

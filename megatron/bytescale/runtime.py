@@ -104,6 +104,19 @@ class Parts:
         return self.key_link if self.activations is None else self.activations.link
 
 
+@dataclass(frozen=True)
+class LabelShares:
+    """Labels of a step on all ranks, in proportion; scalars, on the device in a step with auxiliary losses.
+
+    Attributes:
+        per_token: labels divided by tokens.
+        per_guess: labels divided by the tokens that the first draft head guesses.
+    """
+
+    per_token: torch.Tensor | float = 1.0
+    per_guess: torch.Tensor | float = 1.0
+
+
 @dataclass
 class StepState:
     """State of one step.
@@ -113,6 +126,7 @@ class StepState:
         next_batch: function that waits for the batch of the next step; it returns None at the end of the data.
         weight_gradients: weight gradients that wait for idle time (zero bubble), in a step of our schedule; else None.
         expert_loads: routing loads that slices of one micro-batch share; None outside a step of slices.
+        label_shares: labels of the step in proportion to its tokens, and to the first guesses of draft heads.
         active_experts: mean number of experts per token if routers vary it; else None.
         stale_steps: number of steps whose gradients the parameters lack.
     """
@@ -121,6 +135,7 @@ class StepState:
     next_batch: Callable[[], StepBatch | None] | None = None
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
+    label_shares: LabelShares = LabelShares()
     active_experts: float | None = None
     stale_steps: int = 0
 

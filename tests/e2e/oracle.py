@@ -69,8 +69,13 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
 
 
 def train_documents_one_by_one() -> None:
-    """The oracle: stock Megatron in one process, one whole document per micro-batch, its own dense attention."""
+    """The oracle: stock Megatron in one process, one whole document per micro-batch, its own dense attention.
+
+    Stock Megatron sums auxiliary losses over tokens and divides them by labels. They are means over tokens here
+    (``MeanOverTokens``).
+    """
     from megatron.core.enums import ModelType
+    from megatron.core.transformer.moe import router
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
@@ -80,6 +85,7 @@ def train_documents_one_by_one() -> None:
 
     args = parse(sys.argv, on_cpu=True)
     install(None)
+    router.MoEAuxLossAutoScaler = MeanOverTokens  # type: ignore[misc, assignment]
     model = gpt_config_from_args(args)
     model.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
     pretrain(
@@ -105,19 +111,42 @@ def _whole_documents(num_samples: Any, vp_stage: int | None = None) -> tuple[Any
         tokenizer=get_tokenizer(),
     )
     sources = build_document_datasets(config, num_samples, lambda: True)
-    return tuple(source and OneDocument(source) for source in sources)  # type: ignore[return-value]
+    return tuple(source and OneDocument(source, args.global_batch_size) for source in sources)  # type: ignore[return-value]
+
+
+class MeanOverTokens:
+    """Megatron's ``MoEAuxLossAutoScaler`` for losses of the running step.
+
+    Attributes:
+        labels_per_token: labels of the step over its tokens, as the data set counts them.
+    """
+
+    labels_per_token = 1.0
+
+    @classmethod
+    def apply(cls, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        return MoEAuxLossAutoScaler.apply(output, loss * cls.labels_per_token)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def set_loss_scale(scale: torch.Tensor) -> None:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        MoEAuxLossAutoScaler.set_loss_scale(scale)
 
 
 class OneDocument(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """One sample of a source, as Megatron's GPTDataset gives it."""
 
-    def __init__(self, source: Any) -> None:
-        self.source = source
+    def __init__(self, source: Any, batch_size: int) -> None:
+        self.source, self.batch_size = source, batch_size
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.note_labels(index // self.batch_size * self.batch_size)
         length = self.source.length(index)
         read = torch.from_numpy(self.source.read(index, 0, length + 1))
         labels = torch.zeros(length, dtype=torch.int64)
@@ -130,3 +159,10 @@ class OneDocument(torch.utils.data.Dataset):  # type: ignore[type-arg]
             "loss_mask": loss_mask,
             "position_ids": torch.arange(length),
         }
+
+    def note_labels(self, first: int) -> None:
+        """Note the labels of the step that begins with a sample: all but the last token of a document have one."""
+        step = range(first, min(first + self.batch_size, len(self.source)))
+        tokens = [self.source.length(index) for index in step]
+        labels = [len(self.source.read(index, 0, size + 1)) - 1 for index, size in zip(step, tokens, strict=True)]
+        MeanOverTokens.labels_per_token = sum(labels) / sum(tokens)

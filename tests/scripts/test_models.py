@@ -41,9 +41,10 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Surveyed:
-    """Parameters of a recipe's built shapes and of its forecast, and the plan of a step."""
+    """Parameters of a recipe's built shapes and of its forecast, the plan of a step, and types of buffers."""
 
     parameters: int
+    buffers: dict[str, str]
     forecast: float
     num_ranks: int
     widest: int
@@ -100,6 +101,7 @@ def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Su
     each = (built_parameters([*alone, *ONE_RANK, "--num-layers", *other], vocab) - two) * (1 if freq else -1)
     return Surveyed(
         parameters=two + each * (run.shape.num_layers - 2),
+        buffers=built_buffers([*alone, *ONE_RANK, "--num-layers", "2", *freq], vocab),
         forecast=num_parameters(run.shape) + expert_parameters(run.shape),
         num_ranks=plan.num_ranks,
         widest=max(len(shard.ring) for batches in plan.ranks for batch in batches for shard in batch.shards),
@@ -114,6 +116,24 @@ ONE_RANK = (
 
 def built_parameters(words: list[str], vocab: int) -> int:
     """Return the parameters of the model that Megatron builds, on a device without memory."""
+    return sum(parameter.numel() for parameter in built_model(words, vocab).parameters())
+
+
+def built_buffers(words: list[str], vocab: int) -> dict[str, str]:
+    """Return the type of each buffer, by "Class.buffer", once Megatron has wrapped the model; experts have a bias."""
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron.bytescale.training.buffer_types import BufferTypes, buffers_of
+
+    bias = ["--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
+    model, types = built_model([*words, *bias] if "--num-experts" in words else words, vocab), BufferTypes()
+    types.note([model])
+    wrapped = Float16Module(model.config, model)
+    return {name: str(kind).removeprefix("torch.") for name, kind in buffers_of(types.restore([wrapped])).items()}
+
+
+def built_model(words: list[str], vocab: int) -> Any:
+    """Return the model that Megatron builds, on a device without memory."""
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -127,10 +147,10 @@ def built_parameters(words: list[str], vocab: int) -> int:
     config = gpt_config_from_args(args).transformer
     config.perform_initialization = False
     spec, tied = get_gpt_decoder_block_spec(config, False), not args.untie_embeddings_and_output_weights
-    for layer in layers_of(spec) if args.multi_latent_attention else ():  # Megatron's local attention does not build it
+    for layer in layers_of(spec):
         _set_document_modules(layer.submodules, runtime_of(), has_engine=False)
     with torch.device("meta"):
-        model = GPTModel(
+        return GPTModel(
             config,
             spec,
             vocab,
@@ -138,7 +158,6 @@ def built_parameters(words: list[str], vocab: int) -> int:
             position_embedding_type="rope",
             share_embeddings_and_output_weights=tied,
         )
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +189,24 @@ def test_a_recipe_plans_and_has_its_parameters(name: str, surveys: dict[str, Sur
     forecast = recipe.forecast - tied * int(value(path, "VOCAB"))  # it counts both matrices, as on two stages
     is_plain = "--disable-bias-linear" in words and "--qk-layernorm" not in words
     assert forecast == recipe.parameters if is_plain else forecast == pytest.approx(recipe.parameters, rel=1e-3)
+
+
+# (type, sum that it holds) of each buffer of a recipe's model in bf16, with an expert bias
+BUFFERS = {
+    "DocumentAttention.softmax_offset": ("bfloat16", "nothing: a constant"),
+    "SampleRouter.local_tokens_per_expert": ("float32", "tokens of each expert, of all micro-batches of a step"),
+    "SampleRouter.expert_bias": ("float32", "the update of each step"),
+    "YarnRotaryEmbedding.cos_cached": ("float32", "nothing: cosines"),
+    "YarnRotaryEmbedding.sin_cached": ("float32", "nothing: sines"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_buffers_that_hold_sums_are_not_in_half_precision(name: str, surveys: dict[str, Surveyed | str]) -> None:
+    recipe, has_experts = surveys[name], "--num-experts" in shown(RECIPES[NAMES.index(name)], "flags").split()
+    assert isinstance(recipe, Surveyed), recipe
+    assert recipe.buffers == {buffer: BUFFERS[buffer][0] for buffer in recipe.buffers}
+    assert ("SampleRouter.local_tokens_per_expert" in recipe.buffers) == has_experts
 
 
 def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:

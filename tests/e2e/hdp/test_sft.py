@@ -105,7 +105,7 @@ def stock_data_set(folder: str) -> None:
     class OneConversation(torch.utils.data.Dataset):  # type: ignore[type-arg]
         """A sample of ours as Megatron's data set gives it: padded to ``--seq-length``."""
 
-        def __init__(self, source: Any) -> None:
+        def __init__(self, source: Any, batch_size: int) -> None:
             config = GPTDatasetConfig(
                 random_seed=1, sequence_length=256, blend=(["unread"], None), split="1", tokenizer=Recorded(folder),
                 create_attention_mask=False, context_parallel_size=1, **split,

@@ -28,6 +28,7 @@ from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from megatron.bytescale.core.pipeline_parallel.agreement import agree_on_plan
+from megatron.bytescale.core.pipeline_parallel.label_shares import label_shares, weighs_by_labels
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import DataIterators, SliceStep, run_samples, run_schedule
 from megatron.bytescale.runtime import Runtime
@@ -61,6 +62,8 @@ def run_step(
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     training = not options.get("forward_only", False)
     begin_step(runtime, iterators[0], training)
+    if training and weighs_by_labels(runtime, get_model_config(chunks[0])):
+        runtime.step.label_shares = label_shares(runtime)
     with all_parameters_gathering(chunks, training):
         result = run_units(runtime, megatron, chunks, training, options)
     end_step(runtime, training)

@@ -9,16 +9,17 @@ import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.core.models.gpt.draft_loss import report, report_both
+from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.stock import ForwardStep, LossFunction
 
 
-def report_drafts(settings: DraftConfig, forward_step: ForwardStep) -> ForwardStep:
+def report_drafts(settings: DraftConfig, runtime: Runtime, forward_step: ForwardStep) -> ForwardStep:
     """Return ``forward_step_func`` whose loss is that of the heads, and of the model where it is trained too."""
 
     def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         output, of_model = forward_step(data_iterator, model)
         if settings.train_trunk:
-            return output, partial(report_both, settings, of_model)
+            return output, partial(report_both, settings, runtime.step.label_shares, of_model)
         return output, partial(report, settings)
 
     return forward

@@ -139,7 +139,7 @@ def build(training: Training, runtime: Runtime) -> Training:
     config, chunks = run.get(DraftConfig), run.find(LossChunks)
     add = partial(add_draft_heads, config, None if chunks is None else chunks.num_tokens, runtime)
     training.model.pre_wrap_hooks.append(add)
-    return training.wrap_forward_step(partial(report_drafts, config))
+    return training.wrap_forward_step(partial(report_drafts, config, runtime))
 
 
 _FROZEN = "remove it, or train the model too: --draft-train-trunk"

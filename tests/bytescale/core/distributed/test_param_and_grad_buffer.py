@@ -17,6 +17,7 @@ from megatron.bytescale.core.distributed.param_and_grad_buffer import (
     HostGradients,
     taking_gradients,
 )
+from megatron.bytescale.registry import specialize
 from tests.bytescale.core.distributed.chunks import chunk_of
 
 CONFIG = StateConfig(4096, math.inf, stage=2)
@@ -88,7 +89,8 @@ def test_reduced_gradients_are_scaled_and_lent_where_megatron_sums_them_again() 
 def test_an_optimizer_takes_lent_gradients_back() -> None:
     chunk, gradients, sums = with_gradients(shares=False)
     part = object.__new__(FP32Optimizer)
-    part.__class__, part.host_gradients = taking_gradients(FP32Optimizer), gradients
+    specialize(part, taking_gradients)
+    part.host_gradients = gradients
     parameters = [one.float().detach().requires_grad_() for one in parameters_of(chunk)]
     part.optimizer = torch.optim.AdamW(parameters)
     chunk.bucket_groups[0].finish_grad_sync()

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.tiers import least_host_bytes
-from megatron.bytescale.core.optimizer.optimizer import PAGED, page_parts, paged_parameters
+from megatron.bytescale.core.optimizer.optimizer import page_parts, paged, paged_parameters
 
 AMPLE = StateConfig(4096, math.inf)
 CONFIG = SimpleNamespace(timers=None, reuse_grad_buf_for_mxfp8_param_ag=False)
@@ -48,17 +48,17 @@ def float16_part(sizes: Sequence[tuple[int, ...]] = SIZES) -> Any:
 
 
 def test_a_paged_part_steps_as_megatrons() -> None:
-    paged, resident = float16_part(), float16_part()
-    page_parts([paged], AMPLE, on_cuda=False)
-    assert type(paged) is PAGED[Float16OptimizerWithFloat16Params]
+    in_pages, resident = float16_part(), float16_part()
+    page_parts([in_pages], AMPLE, on_cuda=False)
+    assert type(in_pages) is paged(Float16OptimizerWithFloat16Params)
     for _ in range(3):
-        for part in (paged, resident):
+        for part in (in_pages, resident):
             part.prepare_grads()
             part.step_with_ready_grads()
         for groups in ("float16_groups", "fp32_from_float16_groups"):
-            found, expected = ([one for group in vars(part)[groups] for one in group] for part in (paged, resident))
+            found, expected = ([one for group in vars(part)[groups] for one in group] for part in (in_pages, resident))
             assert all(map(torch.equal, found, expected))
-    assert len(paged.paged_adam.table.pages) == 4
+    assert len(in_pages.paged_adam.table.pages) == 4
 
 
 def test_a_shard_returns_to_the_models_parameter() -> None:

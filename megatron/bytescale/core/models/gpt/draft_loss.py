@@ -1,9 +1,10 @@
 """Training of draft heads: the hook of the model's build, the loss, and the figures of the log line.
 
-The loss of a micro-batch is the sum over heads i of ``decay**i`` times the cross entropy of their predictions. With
+The loss of a step is the sum over heads i of ``decay**i`` times the cross entropy of their predictions. With
 ``hidden_weight``, the distance between the heads' states and the model's states is added. The sum is divided once per
 step by the number of tokens that the first head can predict, so the loss does not depend on the layout. If the model is
-trained too, its own loss is added, and the divisor is the model's number of labels.
+trained too, its own loss is added. Megatron then divides by the model's labels, so the sum of the heads is multiplied
+by labels / predictions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.bytescale.core.models.gpt.later_states import LaterStates, later_s
 from megatron.bytescale.core.models.gpt.trunk import HEADS, Trunk, begin_as_last_layer, without_heads
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.spec_utils import layers_of
-from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.runtime import LabelShares, Runtime
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -230,12 +231,18 @@ def report(settings: DraftConfig, sums: torch.Tensor) -> Report:
     return loss.sum(), counts[0].detach().to(torch.int), figures
 
 
-def report_both(settings: DraftConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
-    """Return ``report`` for heads and model together, from the [2 heads + 3] sums and the model's losses [s].
+def report_both(
+    settings: DraftConfig, shares: LabelShares, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor
+) -> Report:
+    """Return what ``report`` does for heads and model together.
 
-    ``of_model``: report of the model alone; its labels are counted.
+    Args:
+        settings: settings of the heads.
+        shares: labels of the running step in proportion to guesses.
+        of_model: the report of the model alone, whose labels are counted.
+        output: [2 heads + 3] sums of the heads, then the losses [s] of the model.
     """
     num_sums = 2 * settings.num_heads + 3
     loss, _, figures = report(settings, output[:num_sums])
     model_loss, num_labels, of_trunk = of_model(output[num_sums:])
-    return model_loss + loss, num_labels, {**of_trunk, **figures}
+    return model_loss + loss * shares.per_guess, num_labels, {**of_trunk, **figures}

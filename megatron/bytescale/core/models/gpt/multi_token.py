@@ -7,7 +7,7 @@ document (``bytescale_ext/data/samples/future.py``). So no shift crosses the end
 no messages are needed. Attention, positions and the output layer are the same as in the model.
 
 For each of the D depths, ``mtp_loss_scaling_factor / D`` times the sum of ``future_weights`` times the cross entropy is
-added to the loss of a micro-batch.
+added to the loss of a micro-batch. The log prints this sum over the labels of the step, without the factor.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import Router
 
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-
-SUMS = 3
-"""Number of sums per depth: weighted losses, losses, and number of losses."""
 
 Inputs = tuple[tuple[object, ...], dict[str, Any]]
 """Positional and keyword arguments of a module, as a hook changes them."""
@@ -132,7 +129,7 @@ class LaterTokens:
     ) -> torch.Tensor:
         """GPTModel's ``output_processor``: return the sums of each depth, followed by the model's losses.
 
-        Collective on the tensor-parallel group. The result is [3 depths + s].
+        Collective on the tensor-parallel group. Returns [depths + s].
 
         Args:
             hidden_states: input of the model's output layer, [s / ranks, 1, h].
@@ -151,8 +148,7 @@ class LaterTokens:
         for depth, (state, target) in enumerate(zip(states, self.targets(packed_seq_params), strict=True)):
             each = self._losses(state, target.clamp_min(0)[None], output_layer, output_weight, model)[0]
             weight = torch.zeros_like(each) if weights is None else weights[:, depth]
-            has_loss = weight > 0
-            sums += [(weight * each).sum(), (each.detach() * has_loss).sum(), has_loss.sum().float()]
+            sums.append((weight * each).sum())
         self.labels = self.states = None
         return torch.cat((torch.stack(sums), own[0]))
 
@@ -197,18 +193,18 @@ def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report
     ``of_model``: report of the model's own losses [s].
     """
     num_depths = settings.num_heads
-    sums = output[: SUMS * num_depths].unflatten(0, (num_depths, SUMS))
-    loss, num_labels, figures = of_model(output[SUMS * num_depths :])
-    loss = loss + settings.loss_scale * sums[:, 0].sum()
-    for depth in range(num_depths):
-        figures[f"mtp_{depth + 1} loss"] = sums[depth, 1:].detach()
+    sums = output[:num_depths]
+    loss, num_labels, figures = of_model(output[num_depths:])
+    loss = loss + settings.loss_scale * sums.sum()
+    for depth, weighted in enumerate(sums.detach(), 1):
+        figures[f"mtp_{depth} loss"] = torch.stack([weighted, num_labels.to(weighted)])
     return loss, num_labels, figures
 
 
 def report_depths(
     settings: MultiTokenConfig, forward_step: Callable[..., tuple[torch.Tensor, Callable[..., Report]]]
 ) -> Callable[..., tuple[torch.Tensor, Callable[..., Report]]]:
-    """Return a ``forward_step_func`` that reports the losses of the model and of all depths, [3 depths + s]."""
+    """Return ``forward_step_func`` that reports the losses of the model and of all depths, [depths + s]."""
 
     def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:
         output, of_model = forward_step(data_iterator, model)

@@ -1,11 +1,15 @@
 """The router of a mixture of experts over documents, with auxiliary losses that ignore padding.
 
-Under hybrid data parallelism micro-batches differ in size and number, and some contain padding. So each loss is a sum
-over tokens, which the step divides by its number of labels, like the language-model loss::
+Under hybrid data parallelism micro-batches differ in size and number, and some contain padding. So each loss is a mean
+over all T tokens of the step::
 
-    aux_loss   sum over micro-batches m of  T_m E sum_i f_i P_i     f, P over the T_m tokens that one rank (with its
-                                                                    tensor-parallel group) routes in m
-    z_loss     sum over tokens of  logsumexp(logits)^2              independent of the plan
+    aux_loss   1/T sum over micro-batches m of  T_m E sum_i f_i P_i     f, P over the T_m tokens that one rank (with its
+                                                                        tensor-parallel group) routes in m
+    z_loss     1/T sum over tokens of  logsumexp(logits)^2              independent of the plan
+
+Megatron divides all gradients of a step by its labels, which may be few (answers alone) or missing (documents of one
+token). So sums over tokens are multiplied by labels / T of the step (``StepState.label_shares``), and a coefficient
+means the same for every loss mask.
 
 Both losses, and the loads that update the expert bias, ignore padding. Megatron computes the same with
 ``--calculate-per-token-loss``, except for padding. There a micro-batch of padding divides by zero (here it adds
@@ -54,7 +58,7 @@ class DocumentRouter(SliceRouter):
             return self.attach(
                 probs,
                 self.balanced("aux_loss", scores_for_aux_loss, routing_map, True),
-                lambda total: coefficient * total.num_tokens,
+                lambda total: coefficient * total.num_tokens * self.labels_per_token,
                 self._record_mean,
             )
         tokens_per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
@@ -71,7 +75,12 @@ class DocumentRouter(SliceRouter):
         )
         loss = mean_loss * num_tokens
         self._record("load_balancing_loss", loss)
-        return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
+        return MoEAuxLossAutoScaler.apply(probs, loss * coefficient * self.labels_per_token)
+
+    @property
+    def labels_per_token(self) -> torch.Tensor | float:
+        """The labels of the step divided by its tokens, on all ranks."""
+        return self.runtime.step.label_shares.per_token
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attach the z loss to logits [rows, experts], and return the logits."""
@@ -79,9 +88,9 @@ class DocumentRouter(SliceRouter):
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
         assert padding_mask is not None
-        loss = z_loss_func(logits, 1.0, padding_mask=padding_mask) * (~padding_mask).sum()
+        loss = z_loss_func(logits.float(), 1.0, padding_mask=padding_mask) * (~padding_mask).sum()
         self._record("z_loss", loss)
-        return MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
+        return MoEAuxLossAutoScaler.apply(logits, loss * coefficient * self.labels_per_token)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         mask = None if padding_mask is None else padding_mask[:, None]

@@ -181,7 +181,7 @@ class SampleRouter(SliceRouter):
         lengths, action = self.runtime.run.get(SliceConfig).lengths, self.loads.action
         assert action is not None, "no slice is running"
         share = lengths[action.slice_index] / sum(lengths)
-        loss = z_loss_func(logits, 1.0) * share
+        loss = z_loss_func(logits.float(), 1.0) * share
         weight = coefficient / self.tp_cp_group.size() * self._divided_by_megatron(logits.shape[0] / share)
         get_moe_metrics_tracker().record(
             "z_loss", loss, self.layer_number, self.config.num_layers, avg_group=self.tp_dp_cp_group

@@ -58,6 +58,42 @@ def gradient(router: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> to
     return router.weight.grad
 
 
+def weighed_by_labels(rank: int, world: int) -> None:
+    """Five labels on 100 tokens: Megatron then divides by 5 what is a mean over 100."""
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    from megatron.bytescale.runtime import LabelShares
+
+    init_num_microbatches_calculator(0, None, 6, 1, 3)
+    mask = torch.arange(10) >= NUM_TOKENS
+    plain = build("ours", dist.group.WORLD)
+    expected, log = gradient(plain, rows(10), mask), logged(plain)
+    few = build("ours", dist.group.WORLD)  # with a new log
+    few.runtime.step.label_shares = LabelShares(per_token=torch.tensor(0.05))
+    torch.testing.assert_close(gradient(few, rows(10), mask), 0.05 * expected)
+    assert logged(few) == pytest.approx(log)
+
+
+def test_few_labels_do_not_change_the_strength_and_the_log() -> None:
+    run_ranks(weighed_by_labels, 1)
+
+
+def in_half_precision(rank: int, world: int) -> None:
+    """Losses are summed in float32, though logits are in bfloat16."""
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    init_num_microbatches_calculator(0, None, 6, 1, 3)
+    router = build("ours", dist.group.WORLD).bfloat16()
+    logits = torch.randn(64, NUM_EXPERTS, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    router.apply_z_loss(logits, padding_mask=torch.zeros(64, dtype=torch.bool))
+    exact = torch.logsumexp(logits.detach().double(), -1).square().sum()
+    assert logged(router)["z_loss"] == pytest.approx(float(exact) * 6 / NUM_TOKENS, rel=1e-6)
+
+
+def test_the_z_loss_is_summed_in_float32() -> None:
+    run_ranks(in_half_precision, 1)
+
+
 def logged(router: Any) -> dict[str, float]:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 

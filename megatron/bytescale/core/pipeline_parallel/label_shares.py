@@ -1,0 +1,49 @@
+"""The labels of a step in proportion to what auxiliary losses are means of.
+
+Megatron divides the gradients of a step by its labels. An auxiliary loss is a mean over other things: tokens (experts),
+or the tokens that the first draft head guesses. Its sum is multiplied by labels / things, counted over the whole step
+before the first backward pass, so its coefficient does not depend on loss masks, micro-batches, slices or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import parallel_state
+
+from bytescale_ext.config.drafts import DraftConfig
+from megatron.bytescale.runtime import LabelShares
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron.bytescale.runtime import Runtime
+
+
+def weighs_by_labels(runtime: Runtime, config: TransformerConfig) -> bool:
+    """Return whether the model has an auxiliary loss in addition to its own, so that the labels must be counted."""
+    drafts = runtime.run.find(DraftConfig)
+    return config.num_moe_experts is not None or (drafts is not None and drafts.train_trunk)
+
+
+def label_shares(runtime: Runtime) -> LabelShares:
+    """Count the labels of the running step on all ranks. Collective on all processes: one sum of two numbers.
+
+    The first rank of each tensor-parallel group of the first pipeline stage counts; middle stages may have no tokens.
+    """
+    step = runtime.step.batch
+    assert step is not None, "no planned step runs"
+    counts = torch.zeros(2, dtype=torch.float64)
+    if (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    ):
+        for packed in step.micro_batches:
+            counts[0] += packed.loss_mask.sum()
+            if packed.future is not None:
+                counts[1] += (packed.future[:, 0] >= 0).sum()
+    counts = counts.to(runtime.device)
+    torch.distributed.all_reduce(counts)
+    labels, guesses = counts.float()
+    return LabelShares(labels / step.num_tokens, labels / guesses.clamp_min(1.0))
