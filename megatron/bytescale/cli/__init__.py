@@ -16,10 +16,13 @@ from collections.abc import Sequence
 
 from megatron.bytescale.cli import (
     activations,
+    convert,
     corpus,
     doctor,
+    draft,
     dry_run,
     memory_plan,
+    ngram,
     plan,
     profile,
     schedule,
@@ -30,11 +33,9 @@ from megatron.bytescale.cli import (
 from megatron.bytescale.cli.data import command as data
 from megatron.bytescale.cli.experts import command as experts
 from megatron.bytescale.cli.generate import command as generate
-from megatron.bytescale.cli.generate import convert, draft
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 from megatron.bytescale.cli.states import command as states
-from megatron.bytescale.cli.states import ngram
 
 COMMANDS = (
     train,

@@ -39,7 +39,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "DATA=data/mine TOKENIZER=": "tests/scripts/test_models.py",
     "bytescale experts ": "tests/bytescale/cli/experts/test_command.py",
     "bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
-    "bytescale draft export ": "tests/bytescale/cli/generate/test_draft.py",
+    "bytescale draft export ": "tests/bytescale/cli/test_draft.py",
     "torchrun --nproc-per-node 2 --no-python bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",

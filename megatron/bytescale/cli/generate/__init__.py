@@ -1,1 +1,1 @@
-"""``bytescale generate``, ``draft`` and ``convert``: their options and what they print."""
+"""``bytescale generate``: its options and what it prints."""
