@@ -192,10 +192,10 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run finished commands again")
     parser.add_argument("--dry-run", action="store_true", help="print the predicted minutes of each command")
     parser.add_argument(
-        "--device-gb", type=float, default=70.0, help="memory for activations, in predictions (%(default)s)"
+        "--activation-gb", type=float, default=70.0, help="memory for activations, in predictions (%(default)s)"
     )
     args = parser.parse_args()
-    commands, limits = gpu_commands(args.device_gb), Limits(args.minutes, args.budget_per_command)
+    commands, limits = gpu_commands(args.activation_gb), Limits(args.minutes, args.budget_per_command)
     print(plan_text(commands, limits))
     if args.dry_run:
         return 0

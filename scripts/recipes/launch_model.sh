@@ -51,7 +51,7 @@ case $action in
         "$OUT/lengths.npy" "$SEQ_LENGTH"
       lengths=(--lengths "$OUT/lengths.npy")
     fi
-    exec "$root/.venv/bin/bytescale" dry-run --world-size $((NODES * GPUS_PER_NODE)) \
+    exec "$root/.venv/bin/bytescale" dry-run --ranks $((NODES * GPUS_PER_NODE)) \
       --ranks-per-node "$GPUS_PER_NODE" "${lengths[@]}" "$@" -- "${model[@]}" "${flags[@]}"
     ;;
   torchrun) exec "${launch[@]}" "$@" ;;

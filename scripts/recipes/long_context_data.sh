@@ -48,7 +48,7 @@ glob = "*.h"
 RECIPE
 if [ ! -e "$OUT/clean/report.json" ]; then
   echo "1. clean: $OUT/clean/report.json"
-  "$BYTESCALE" data clean --recipe "$OUT/recipe.toml" --output "$OUT/clean" --workers "$WORKERS" --tokenize
+  "$BYTESCALE" data clean --recipe "$OUT/recipe.toml" --output "$OUT/clean" --concurrent-tasks "$WORKERS" --tokenize
 fi
 if [ ! -e "$OUT/mixture" ]; then
   echo "2. mix: $OUT/mixture"
@@ -61,7 +61,7 @@ while read -r _ prefix; do
   windows+=("$name.windows.npy")
   [ -e "$name.windows.npy" ] && continue
   echo "3. sculpt: $name.windows.npy"
-  "$BYTESCALE" data sculpt --input "$prefix" --context "$tokens" --output-prefix "$name" < /dev/null
+  "$BYTESCALE" data sculpt --input "$prefix" --seq-length "$tokens" --output "$name" < /dev/null
 done < "$OUT/mixture"
 if [ "$(cat "$OUT/model/latest_checkpointed_iteration.txt" 2> /dev/null || true)" != "$STEPS" ]; then
   echo "4. train: $OUT/train.log"

@@ -137,7 +137,9 @@ def test_training_and_search_decide_alike(
 
 def test_plan_and_simulate_decide_like_training(cost: tuple[ModelCost, Path]) -> None:
     """They know no operators of a model, so training is given fused ones."""
-    options = f"--ranks {RANKS} --tokens-per-rank {TOKENS} --stages {STAGES} --slices auto --lengths unread.npy"
+    options = (
+        f"--ranks {RANKS} --tokens-per-rank {TOKENS} --pipeline-parallel {STAGES} --slices auto --lengths unread.npy"
+    )
     args = of(plan_command.add_arguments, f"{options} --device-memory-gb {DEVICE_GB}")
     planned = decision_of(args, cost[0], LENGTHS)
     setup = training(f"--seq1f1b-slices auto --device-memory-gb {DEVICE_GB}", cost[1])
@@ -146,7 +148,9 @@ def test_plan_and_simulate_decide_like_training(cost: tuple[ModelCost, Path]) ->
 
 
 def test_states_choose_like_training(cost: tuple[ModelCost, Path]) -> None:
-    options = f"--stages {STAGES} --optimizer-ranks {RANKS} --tokens-per-rank {TOKENS} --activation-policy priced"
+    options = (
+        f"--pipeline-parallel {STAGES} --optimizer-ranks {RANKS} --tokens-per-rank {TOKENS} --activation-policy priced"
+    )
     budgets = f"--device-memory-gb {DEVICE_GB} --host-memory-gb {HOST_GB} --cost-file {cost[1]}"
     args = of(add_states, f"--model-flags X {options} {budgets}")
     args.model_flags = MODEL

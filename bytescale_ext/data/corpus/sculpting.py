@@ -48,8 +48,8 @@ def check_context(lengths: np.ndarray, settings: SculptSettings) -> None:
     shortest = int(lengths[lengths > 0].min())
     if settings.overflow == "none" and shortest > settings.context:
         raise ValueError(
-            f"the shortest document has {shortest} tokens, so no document fits whole in a window of --context "
-            f"{settings.context}: give --context {shortest} or more, or --overflow split"
+            f"the shortest document has {shortest} tokens, so no document fits whole in a window of --seq-length "
+            f"{settings.context}: give --seq-length {shortest} or more, or --overflow split"
         )
 
 

@@ -28,7 +28,20 @@ class Renamed:
     where: str = TRAINING
 
 
-RENAMED: Final = (Renamed("--state-update", "--state-update-steps N, 0 for exact updates"),)
+RENAMED: Final = (
+    Renamed("--state-update", "--state-update-steps N, 0 for exact updates"),
+    Renamed("--gpus", "--ranks", "search"),
+    Renamed("--gpus-per-node", "--ranks-per-node", "search"),
+    Renamed("--world-size", "--ranks", "dry-run"),
+    Renamed("--workers", "--ranks", "ngram"),
+    Renamed("--workers", "--concurrent-tasks", "data clean"),
+    Renamed("--microbatches", "--micro-batches", "schedule, states"),
+    Renamed("--context", "--seq-length", "data sculpt, search, simulate, states"),
+    Renamed("--tp", "--tensor-parallel", "schedule"),
+    Renamed("--stages", "--pipeline-parallel", "plan, schedule, simulate, states"),
+    Renamed("--policy", "--activation-policy", "activations"),
+    Renamed("--output-prefix", "--output", "data sculpt"),
+)
 
 
 def refuse_renamed(words: Iterable[str], where: str = TRAINING) -> None:

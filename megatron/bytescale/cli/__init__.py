@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli import (
     activations,
     convert,
@@ -81,15 +82,15 @@ def parser() -> OneLineParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code. Bad input gives one line on standard error and exit code 2."""
+    """Run one subcommand and return its exit code: 2 for bad input, after one line on standard error."""
     prog = "bytescale"
-    warnings.simplefilter("ignore")  # on import Megatron warns about every missing optional package
+    warnings.simplefilter("ignore")  # Megatron warns on import about each missing optional package
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch about nvcc without a GPU
     try:
         args = parse(argv)
         prog = args.prog
         code = int(args.run(args))
-        sys.stdout.flush()  # so that a full device is noticed here
+        sys.stdout.flush()  # a full device raises here
         return code
     except UsageError as error:
         return _refused(error.prog, str(error))
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # what could not be written must not be tried again at exit
+        sys.stdout = open(os.devnull, "w")  # so that Python does not write again at exit
         return _refused(prog, f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
     except KeyboardInterrupt:
         print(f"{prog}: stopped", file=sys.stderr)
@@ -112,12 +113,14 @@ def _refused(prog: str, message: str) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a command line; for ``train`` they are the words in ``flags``, not read here.
+    """Return the options of a command line. The options of ``train`` stay words, in ``flags``.
 
     Raises:
-        UsageError: an option is unknown, missing or of another type.
+        UsageError: an option is unknown, renamed, missing or of another type.
     """
-    args, rest = parser().parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    _check_renamed(words)
+    args, rest = parser().parse_known_args(words)
     if args.command == train.NAME:
         args.flags = rest
     elif rest:
@@ -125,8 +128,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _check_renamed(words: Sequence[str]) -> None:
+    """Raise UsageError for an option of a subcommand in its old spelling."""
+    name = " ".join(words[: 2 if words[:1] == [data.NAME] else 1])
+    options = words[: words.index("--")] if "--" in words else words
+    try:
+        refuse_renamed(options, name)
+    except ValueError as error:
+        raise UsageError(f"bytescale {name}", str(error)) from None
+
+
 class _Version(argparse.Action):
-    """Print the versions that a report of a defect needs, read only when they are asked for."""
+    """Print the versions that a bug report needs; they are read only for this option."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         names = ("bytescale-megatron", "megatron-core", "torch")

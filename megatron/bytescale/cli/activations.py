@@ -1,4 +1,4 @@
-"""``bytescale activations``: predict what each policy keeps, swaps and recomputes, and its time and memory."""
+"""``bytescale activations``: predict kept, swapped and recomputed tensors, time and memory of activation policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
 from bytescale_ext.plan.activation.forecast import Forecast, forecast
@@ -18,12 +17,14 @@ from bytescale_ext.plan.setup.memory import state_bytes
 from bytescale_ext.plan.setup.policy import stage_machine
 from bytescale_ext.plan.setup.setup import Budget, Setup, setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE
-from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count, size
+from megatron.bytescale.cli.shared.inputs import check_picture, count
 from megatron.bytescale.cli.shared.model_flags import setup_of_model
+from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot, add_rates, check_rates
+from megatron.bytescale.cli.shared.slicing import DEFAULT_COST
 
 NAME = "activations"
-HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
-EXAMPLE = "bytescale activations --seq-length 131072 --policy priced"
+HELP = "predict time and memory of activation policies, for lengths from 8K to 1M"
+EXAMPLE = "bytescale activations --seq-length 131072 --activation-policy priced"
 
 LENGTHS = tuple(8192 << power for power in range(8))
 DEFAULT_GB = 100.0
@@ -32,54 +33,25 @@ DEFAULT_GB = 100.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale activations``."""
-    parser.add_argument(
-        "--model-flags",
-        metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string (default: the model of the cost file)",
-    )
-    parser.add_argument(
-        "--cost-file",
-        type=Path,
-        metavar="F.json",
-        help="measured costs of `bytescale profile` (default: those of ByteScale's 7B model; with --model-flags, "
-        "--tflops)",
-    )
-    parser.add_argument("--seq-length", type=size, default=131072, metavar="S", help="tokens for the table of tensors")
+    add_option(parser, "--model-flags", note="default: the model of the cost file")
+    add_option(parser, "--cost-file", note=f"default: {DEFAULT_COST}, or --tflops with --model-flags")
+    add_rates(parser)
+    add_option(parser, "--seq-length", default=131072, note="for the table of tensors")
     parser.add_argument("--ring-width", type=count, default=1, metavar="D", help="ranks that share the sequence (1)")
-    parser.add_argument("--policy", default="auto", metavar="P", help=f"one of {', '.join(POLICIES)} (default: auto)")
-    parser.add_argument(
-        "--device-memory-gb",
-        type=float,
-        metavar="G",
-        help=f"memory of a device, all of it (default: {DEFAULT_GB:g} GB more than the model states)",
-    )
-    parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
-    add_optimizer_ranks(parser)
-    add_link(parser)
-    parser.add_argument("--gpus-per-link", type=count, default=1, metavar="N", help="that share this link (1)")
-    parser.add_argument(
-        "--tflops",
-        type=float,
-        nargs=3,
-        default=(650.0, 600.0, 500.0),
-        metavar=("GEMM", "ATTENTION", "BACKWARD"),
-        help="rates of matrix products, attention forward and attention backward, without a cost file",
-    )
-    parser.add_argument(
-        "--chunked-cross-entropy",
-        type=size,
-        metavar="TOKENS",
-        help="as in training: logits of TOKENS tokens at a time",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="F.png", help="draw time and memory against length, for all policies"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_option(parser, "--activation-policy", default="auto")
+    add_option(parser, "--device-memory-gb", note=f"default: {DEFAULT_GB:g} GB in addition to the model states")
+    add_option(parser, "--host-memory-gb", default=100.0)
+    add_option(parser, "--optimizer-ranks")
+    add_option(parser, "--link-gb-per-second")
+    parser.add_argument("--gpus-per-link", type=count, default=1, metavar="N", help="GPUs that share a link (1)")
+    add_option(parser, "--chunked-cross-entropy")
+    add_plot(parser, "time and memory of all policies against length")
+    add_json(parser)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One policy at one length; without plan and forecast where it does not fit."""
+class PolicyAtLength:
+    """One policy at one length, without plan and forecast if it does not fit."""
 
     load: LayerLoad
     num_tokens: int
@@ -89,7 +61,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict and print.
+    """Predict the policies and print them.
 
     Raises:
         ValueError: sizes out of range, an unknown policy, a bad cost file, or nothing that fits.
@@ -97,41 +69,40 @@ def run(args: argparse.Namespace) -> int:
     check_sizes(args)
     setup = setup_of_options(args)
     machine, load = stage_machine(setup, 0), load_of(args, setup, args.seq_length)
-    plan, states = make_plan(args.policy, load, machine), machine.state_bytes
-    rows = [predict(policy, load_of(args, setup, length), length, machine)
-            for length in LENGTHS for policy in (POLICIES if args.plot else (args.policy,))]  # fmt: skip
+    plan, states = make_plan(args.activation_policy, load, machine), machine.state_bytes
+    rows = [forecast_policy(policy, load_of(args, setup, length), length, machine)
+            for length in LENGTHS for policy in (POLICIES if args.plot else (args.activation_policy,))]  # fmt: skip
     if args.plot:
         from bytescale_ext.draw.activations import draw_policies
 
         draw_policies([(row.num_tokens, row.policy, row.forecast) for row in rows], args.plot)
-    rows = [row for row in rows if row.policy == args.policy]
+    rows = [row for row in rows if row.policy == args.activation_policy]
     if args.json:
         tensors = {"seq_length": args.seq_length, "plan": asdict(plan), "tensors": tensors_json(plan, load, machine)}
         print(json.dumps({**tensors, "lengths": [length_json(row) for row in rows], "state_bytes": states}))
         return 0
     print(tensor_table(plan, load, machine))
-    print(f"\n{plan_text(plan)}\n")
+    print(f"\n{shares_text(plan)}\n")
     print(length_table(rows, states))
-    print(f"\npeak: device, with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
+    print(f"\npeak: device memory with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
     if setup.shape.num_expert_layers:
         print("experts are not planned: their saved tensors stay on the device")
     return 0
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """Raise ValueError for a rate or an amount out of range, or a picture that cannot be written."""
+    """Raise ValueError for a rate or a size out of range, or a picture that cannot be written."""
     check_picture("--plot", args.plot)
     if not 0 < args.link_gb_per_second < math.inf:
         raise ValueError(f"--link-gb-per-second must be positive, got {args.link_gb_per_second}")
     for flag, value in (("--device-memory-gb", args.device_memory_gb), ("--host-memory-gb", args.host_memory_gb)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{flag} must be at least 0, got {value}")
-    if not all(0 < rate < math.inf for rate in args.tflops):
-        raise ValueError(f"--tflops must be positive, got {' '.join(map(str, args.tflops))}")
+    check_rates(args.tflops)
 
 
 def setup_of_options(args: argparse.Namespace) -> Setup:
-    """Return the setup of the options. Raises ValueError for another model than that of the cost file."""
+    """Return the setup of the options. Raises ValueError if the cost file is for another model."""
     if args.model_flags is None:
         setup = setup_of_cost(shipped("bytescale_7b") if args.cost_file is None else read_cost(args.cost_file))
     else:
@@ -155,19 +126,21 @@ def setup_of_options(args: argparse.Namespace) -> Setup:
 
 
 def load_of(args: argparse.Namespace, setup: Setup, length: int) -> LayerLoad:
-    """Return the load of a sequence of ``length`` tokens on the ranks of its ring."""
+    """Return the load of each rank of a ring that shares a sequence of ``length`` tokens."""
     cluster = replace(setup.cluster, tokens_per_rank=-(-length // args.ring_width))
     return stage_load(replace(setup, cluster=cluster, sequences=replace(setup.sequences, longest=length)), 0, ONE_SLICE)
 
 
-def predict(policy: str, load: LayerLoad, num_tokens: int, machine: Machine) -> Row:
+def forecast_policy(policy: str, load: LayerLoad, num_tokens: int, machine: Machine) -> PolicyAtLength:
     """Plan a policy for a sequence of ``num_tokens`` tokens and forecast its time and memory."""
     try:
         plan = make_plan(policy, load, machine)
     except ValueError:
-        return Row(load, num_tokens, policy)
-    found = forecast(plan, load, machine)
-    return Row(load, num_tokens, policy, plan, found) if found.fits(machine) else Row(load, num_tokens, policy)
+        return PolicyAtLength(load, num_tokens, policy)
+    predicted = forecast(plan, load, machine)
+    if not predicted.fits(machine):
+        return PolicyAtLength(load, num_tokens, policy)
+    return PolicyAtLength(load, num_tokens, policy, plan, predicted)
 
 
 def tensor_table(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> str:
@@ -182,7 +155,7 @@ def tensor_table(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> str
     return "\n".join(lines)
 
 
-def plan_text(plan: ActivationPlan) -> str:
+def shares_text(plan: ActivationPlan) -> str:
     """Return the shares of a plan in one line."""
     return (
         f"policy {plan.policy}: alpha {plan.swap:.3f} (swapped), kept {plan.keep:.3f}, recomputed "
@@ -191,26 +164,26 @@ def plan_text(plan: ActivationPlan) -> str:
     )
 
 
-def length_table(rows: list[Row], states: float) -> str:
-    """Return a table with a row for each length: shares, milliseconds, GB; the peak includes the ``states`` bytes."""
+def length_table(rows: list[PolicyAtLength], states: float) -> str:
+    """Return a table with a row for each length: shares, milliseconds and GB; peaks include ``states``, in bytes."""
     lines = [f"{'tokens':>8} {'policy':>8} {'alpha':>6} {'kept':>6} {'layer ms':>9} {'transfer ms':>11} "
              f"{'step ms':>10} {'device GB':>9} {'peak GB':>8} {'host GB':>8}"]  # fmt: skip
     for row in rows:
-        plan, found = row.plan, row.forecast
-        if plan is None or found is None:
+        plan, predicted = row.plan, row.forecast
+        if plan is None or predicted is None:
             lines.append(f"{row.num_tokens:8} does not fit")
             continue
         lines.append(
             f"{row.num_tokens:8} {plan.policy:>8} {plan.swap:6.3f} {plan.keep:6.3f} "
-            f"{1e3 * row.load.forward_seconds:9.2f} {1e3 * found.transfer_seconds:11.2f} "
-            f"{1e3 * found.step_seconds:10.1f} {found.device_bytes / 1e9:9.2f} "
-            f"{(found.device_bytes + states) / 1e9:8.2f} {found.host_bytes / 1e9:8.2f}"
+            f"{1e3 * row.load.forward_seconds:9.2f} {1e3 * predicted.transfer_seconds:11.2f} "
+            f"{1e3 * predicted.step_seconds:10.1f} {predicted.device_bytes / 1e9:9.2f} "
+            f"{(predicted.device_bytes + states) / 1e9:8.2f} {predicted.host_bytes / 1e9:8.2f}"
         )
     return "\n".join(lines)
 
 
 def tensors_json(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> list[dict[str, object]]:
-    """Return the rows of ``tensor_table`` as plain dicts."""
+    """Return the rows of ``tensor_table`` as dicts."""
     return [
         {"name": tensor.name, "bytes_per_token": tensor.bytes_per_token,
          "seconds_per_byte": None if tensor.kind == "input" else load.price(tensor, machine),
@@ -219,7 +192,7 @@ def tensors_json(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> lis
     ]  # fmt: skip
 
 
-def length_json(row: Row) -> dict[str, object]:
-    """Return a row of ``length_table`` as plain dicts."""
-    plan, found = row.plan and asdict(row.plan), row.forecast and asdict(row.forecast)
-    return {"num_tokens": row.num_tokens, "plan": plan, "forecast": found}
+def length_json(row: PolicyAtLength) -> dict[str, object]:
+    """Return a row of ``length_table`` as dicts."""
+    plan, predicted = row.plan and asdict(row.plan), row.forecast and asdict(row.forecast)
+    return {"num_tokens": row.num_tokens, "plan": plan, "forecast": predicted}

@@ -1,4 +1,4 @@
-"""``bytescale convert``: a Hugging Face model as a Megatron checkpoint, and back."""
+"""``bytescale convert``: convert a Hugging Face model to a Megatron checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ import logging
 import shlex
 from pathlib import Path
 
+from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.convert.families import FAMILIES
 
 NAME = "convert"
-HELP = f"make a Megatron checkpoint of a Hugging Face model ({', '.join(FAMILIES)}), or a Hugging Face model of one"
+HELP = f"convert a Hugging Face model ({', '.join(FAMILIES)}) to a Megatron checkpoint, and back"
 EXAMPLE = "bytescale convert --from hf --input Llama-3.1-8B --output checkpoints/llama"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the options of ``bytescale convert``."""
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", choices=("hf",), help="read a Hugging Face model (--input)")
-    direction.add_argument("--to", dest="target", choices=("hf",), help="write a Hugging Face model (of --load)")
+    direction.add_argument("--to", dest="target", choices=("hf",), help="write a Hugging Face model (from --load)")
     parser.add_argument(
         "--input", type=Path, metavar="DIR", help="with --from: a folder of config.json and safetensors"
     )
     parser.add_argument("--load", type=Path, metavar="DIR", help="with --to: a folder of Megatron checkpoints")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the new folder")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="with --from: of the parameters (as they are stored)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="with --from: type of the parameters (default: as stored)"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and say how to go on. Raises ValueError for a model that cannot be converted."""
+    """Convert the model and print the next command. Raises ValueError for a model that cannot be converted."""
     wanted, other = ("--input", "--load") if args.source else ("--load", "--input")
     folders = {"--input": args.input, "--load": args.load}
     if folders[wanted] is None or folders[other] is not None:
         raise ValueError(f"{'--from' if args.source else '--to'} hf needs {wanted}, and no {other}")
     if args.target and args.dtype:
-        raise ValueError("--dtype goes with --from: a Hugging Face model is written as the checkpoint has it")
-    logging.disable(logging.WARNING)  # Megatron's, about what this does not use
+        raise ValueError("--dtype needs --from: a Hugging Face model has the type of the checkpoint")
+    logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
@@ -48,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         if args.source:
             flags, num_parameters = from_hugging_face(args.input, args.output, args.dtype)
-            told = {"output": str(args.output), "parameters": num_parameters, "training_flags": flags}
+            summary = {"output": str(args.output), "parameters": num_parameters, "training_flags": flags}
             text = f"train with --load {args.output} --ckpt-format torch_dist {shlex.join(flags)}"
         else:
             kind, num_parameters = to_folder(args.load, args.output)
-            told = {"output": str(args.output), "parameters": num_parameters, "model_type": kind}
+            summary = {"output": str(args.output), "parameters": num_parameters, "model_type": kind}
             text = f"load with transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})"
-    print(json.dumps(told) if args.json else f"{args.output}: {num_parameters:,} parameters\n{text}")
+    print(json.dumps(summary) if args.json else f"{args.output}: {num_parameters:,} parameters\n{text}")
     return 0

@@ -15,6 +15,7 @@ from bytescale_ext.data.samples.sources import (
     source_entries,
 )
 from megatron.bytescale.cli.shared.inputs import size
+from megatron.bytescale.cli.shared.options import add_json, add_option
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings, training_flags
 
 if TYPE_CHECKING:
@@ -26,27 +27,27 @@ EXAMPLE = "bytescale corpus --output data/python --tokens 20000000"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale corpus``."""
+    """Add the options of ``bytescale corpus``."""
     parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx (replaced)")
     parser.add_argument(
         "--from",
         dest="sources",
         nargs="+",
         metavar="PATH",
-        help="folders, files and .jsonl files; without it the *.py files of the running Python environment",
+        help="folders, files and .jsonl files (default: the *.py files of the running Python environment)",
     )
     parser.add_argument("--glob", metavar="PATTERN", help="files to take from a folder (* with --from, else *.py)")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl (%(default)s)")
+    add_option(parser, "--json-key")
     parser.add_argument(
         "--tokens", type=size, metavar="N", help="take documents in random order up to N tokens (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the random order (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_option(parser, "--seed", note="for the random order")
+    add_json(parser)
     group = parser.add_argument_group("conversations")
     group.add_argument(
         "--sft",
         action="store_true",
-        help="lines of .jsonl files hold chats under the key 'messages'; also write which tokens are answers",
+        help="lines of .jsonl files hold chats under the key 'messages'; also write masks of their answers",
     )
     group.add_argument(
         "--on-bad", choices=("stop", "skip"), help="end at a bad line (default), or leave bad lines out and count them"
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sft-tokenizer-prompt-format",
         choices=("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"),
-        help="of an SFTTokenizer, as in training (nemotron-h-aligned)",
+        help="format of an SFTTokenizer, as in training (nemotron-h-aligned)",
     )
     add_tokenizer_arguments(parser)
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.sft and (args.on_bad or args.sft_tokenizer_prompt_format):
         raise ValueError("--on-bad and --sft-tokenizer-prompt-format need --sft")
     settings = tokenizer_settings(args)
-    entries = entries_of(args)
+    entries = read_sources(args)
     checked_prefix(args.output)
     if args.sft:
         return write_chats(args, entries, settings)
@@ -97,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def entries_of(args: argparse.Namespace) -> list[Entry]:
-    """Return the documents, or the lines of conversations. Raises ValueError for bad sources."""
+def read_sources(args: argparse.Namespace) -> list[Entry]:
+    """Return the documents or conversations of the sources. Raises ValueError for bad sources."""
     if args.sft:
         if not args.sources:
             raise ValueError("--sft needs --from FILE.jsonl, whose lines hold conversations")
         entries = source_entries(args.sources, args.glob or "*.jsonl")
-        if other := next((entry.path for entry in entries if entry.line is None), None):
-            raise ValueError(f"{other}: conversations are lines of files whose names end with .jsonl: change --from")
+        if path := next((entry.path for entry in entries if entry.line is None), None):
+            raise ValueError(f"{path}: conversations are lines of files whose names end with .jsonl: change --from")
         return entries
     entries = (
         source_entries(args.sources, args.glob or "*") if args.sources else environment_entries(args.glob or "*.py")
@@ -114,7 +115,7 @@ def entries_of(args: argparse.Namespace) -> list[Entry]:
 
 
 def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[str, object]) -> int:
-    """Write conversations with the mask of their answers, and print their figures. Raises ValueError for bad ones."""
+    """Write conversations and masks of their answers, and print figures. Raises ValueError for a bad conversation."""
     from megatron.bytescale.core.datasets import conversations
 
     tokenizer = conversations.chat_tokenizer(settings)
@@ -135,13 +136,13 @@ def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[s
 
 
 def print_json(summary: CorpusSummary, flags: list[str]) -> int:
-    """Print everything as JSON."""
+    """Print a summary as JSON."""
     print(json.dumps({**dataclasses.asdict(summary), "training_flags": flags}, indent=2))
     return 0
 
 
 def print_sizes(args: argparse.Namespace, summary: CorpusSummary) -> None:
-    """Print tokens, lengths and files."""
+    """Print the numbers of tokens and files, and the lengths of documents."""
     print(f"tokens     {summary.num_tokens:,}")
     if args.tokens is not None and summary.num_tokens < args.tokens:
         print(f"           fewer than --tokens {args.tokens:,}: the source has no more")

@@ -1,4 +1,4 @@
-"""``bytescale doctor``: what is installed, what is chosen and why, the features and what they replace in Megatron."""
+"""``bytescale doctor``: installed packages, choices with their reasons, features and their patches of Megatron."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 from megatron.bytescale.arguments.refusals import ALWAYS, REFUSALS
 from megatron.bytescale.cli.shared.inputs import count
+from megatron.bytescale.cli.shared.options import add_cpu, add_json
 
 NAME = "doctor"
-HELP = "print what is installed, the attention kernel and backend with the reason, the features and the patches"
+HELP = "print installed packages, the attention kernel and the backend with reasons, features and patches"
 EXAMPLE = "bytescale doctor --dtype bf16 --head-dim 128"
 
 _PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-attn", "apex", "nvidia-nccl-cu13")
@@ -21,7 +22,7 @@ _PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-att
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """The kernel that runs attention of this type and head width, with the reasons."""
+    """The attention kernel for a type and a head width, with the reasons."""
 
     kernel: str
     reason: str
@@ -50,18 +51,18 @@ class FeatureReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All that ``doctor`` prints.
+class DoctorReport:
+    """Everything that ``doctor`` prints.
 
     Attributes:
         python: version of the interpreter.
         packages: version of each package, None if it is not installed.
         device: name of the GPU, or "cpu".
         backend, backend_reason: backend of ``torch.distributed``, and the reason.
-        attention, features: see their classes.
+        attention, features: reports of the kernel and of each feature.
         refusals: replacement of each setting that every run refuses.
-        patches: a printed row for each function that patches replace or copy.
-        healthy: the patches were written for the installed Megatron.
+        patches: printed rows of the functions that patches replace or copy.
+        healthy: whether the patches fit the installed Megatron.
     """
 
     python: str
@@ -77,48 +78,45 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this subcommand."""
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default=None, help="default: bf16 on a GPU, else fp32"
-    )
+    """Add the options of ``bytescale doctor``."""
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, else fp32")
     parser.add_argument(
         "--head-dim", type=count, default=128, metavar="N", help="width of an attention head (%(default)s)"
     )
     parser.add_argument("--flags", action="store_true", help="also print the flags of each feature")
     parser.add_argument(
-        "--refusals", action="store_true", help="also print what each feature refuses, and what every run refuses"
+        "--refusals", action="store_true", help="also print the settings that each feature and each run refuse"
     )
-    parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
+    add_cpu(parser)
     parser.add_argument(
         "--launch",
         metavar="LINE",
-        help="instead: say what to change in a launch line of Megatron's to run it with HDP, and forecast its memory",
+        help="instead: print the changes that a launch line of Megatron needs to run with HDP, and forecast its memory",
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Exit code 1 when the installed Megatron is not the one that the patches are for.
+    """Print the report. The exit code is 1 if the patches do not fit the installed Megatron.
 
-    With ``--launch`` print what to change in that line; exit code 1 when something is left to decide.
+    With ``--launch``, print the changes of that line; the exit code is 1 if a decision is left to the user.
     """
     from megatron.bytescale import cpu
 
     stand_ins = cpu.install_if_wanted(["--cpu"] if args.cpu else sys.argv)
     if args.launch is not None:
-        from megatron.bytescale.cli.shared.migrate import as_text as changes_text
-        from megatron.bytescale.cli.shared.migrate import migrate
+        from megatron.bytescale.cli.shared.migrate import changes_text, migrate
 
         migration = migrate(args.launch)
         print(json.dumps(asdict(migration), indent=2) if args.json else changes_text(migration))
         return 0 if migration.runs else 1
     report = diagnose(args, on_cpu=stand_ins is not None)
-    print(json.dumps(asdict(report), indent=2) if args.json else as_text(report, args.flags, args.refusals))
+    print(json.dumps(asdict(report), indent=2) if args.json else text_of(report, args.flags, args.refusals))
     return 0 if report.healthy else 1
 
 
-def diagnose(args: argparse.Namespace, on_cpu: bool) -> Report:
-    """Return the report of this machine; the stand-ins for CUDA are installed already where there is no GPU."""
+def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
+    """Return the report of this machine. Without a GPU, the stand-ins for CUDA must be installed."""
     import torch
 
     from bytescale_ext.attention.kernels.table import choose_kernel
@@ -129,7 +127,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> Report:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
     kernel, reason, considered = choose_kernel(device, dtype, args.head_dim)
     patches = status()
-    return Report(
+    return DoctorReport(
         python=platform.python_version(),
         packages={name: _version(name) for name in _PACKAGES},
         device="cpu" if on_cpu else torch.cuda.get_device_name(),
@@ -172,8 +170,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def as_text(report: Report, with_flags: bool = False, with_refusals: bool = False) -> str:
-    """Return the report for a person."""
+def text_of(report: DoctorReport, with_flags: bool = False, with_refusals: bool = False) -> str:
+    """Return the report as text."""
     attention = report.attention
     lines = [f"python     {report.python}"]
     lines += [f"{name:20} {version or 'not installed'}" for name, version in report.packages.items()]
@@ -191,7 +189,7 @@ def as_text(report: Report, with_flags: bool = False, with_refusals: bool = Fals
         lines += [f"    {flag}" for flag in feature.flags] * with_flags
         lines += [f"    not {flag}: {instead}" for flag, instead in feature.refusals.items()] * with_refusals
     if with_refusals:
-        lines += ["", "refused in every run:"]
+        lines += ["", "refused in each run:"]
         lines += [f"    not {flag}: {instead}" for flag, instead in report.refusals.items()]
     lines += ["", "functions of Megatron that features replace:", *report.patches]
     return "\n".join(lines)

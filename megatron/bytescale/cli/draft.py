@@ -1,4 +1,4 @@
-"""``bytescale draft``: draft heads out of a checkpoint, as a folder of their own."""
+"""``bytescale draft``: export the draft heads of a checkpoint to a separate folder."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.bytescale.cli.shared.options import add_json
+
 NAME = "draft"
-HELP = "write the draft heads of a checkpoint to a folder of their own (bytescale draft export)"
+HELP = "export the draft heads of a checkpoint to a separate folder (bytescale draft export)"
 EXAMPLE = "bytescale draft export --load runs/heads --to safetensors --output clover"
-EXPORT_HELP = "write the draft heads of a checkpoint as safetensors with a configuration that describes them"
+EXPORT_HELP = "write the draft heads of a checkpoint as safetensors with a configuration file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale draft export``."""
+    """Add the options of ``bytescale draft export``."""
     subparsers = parser.add_subparsers(dest="draft_command", required=True, metavar="COMMAND")
     export = subparsers.add_parser("export", help=EXPORT_HELP, description=EXPORT_HELP, epilog=f"example: {EXAMPLE}")
-    export.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints with heads")
+    export.add_argument(
+        "--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints with draft heads"
+    )
     export.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (%(default)s)")
-    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="the new folder")
-    export.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    add_json(export)
     export.set_defaults(prog=export.prog)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder, and say what is in it."""
-    logging.disable(logging.WARNING)  # Megatron's, about what this does not use
+    """Write the folder and print its content."""
+    logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported

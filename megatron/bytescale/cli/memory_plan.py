@@ -1,4 +1,4 @@
-"""``bytescale memory-plan``: record the allocations of one training step and plan where each tensor lies."""
+"""``bytescale memory-plan``: record the allocations of one training step and plan the address of each tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from bytescale_ext.plan.memory.passes import plan_step
 from bytescale_ext.plan.memory.placement import plan_memory
 from bytescale_ext.plan.memory.plan import MemoryPlan, Request
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepMemoryJson, StepRecord
-from megatron.bytescale.cli.shared.inputs import check_writable, size
+from megatron.bytescale.cli.shared.inputs import check_writable
 from megatron.bytescale.cli.shared.model_flags import shape_of_flags
+from megatron.bytescale.cli.shared.options import add_cpu, add_json, add_option
 
 if TYPE_CHECKING:
     from bytescale_ext.activation.trace import AllocationTrace
@@ -41,29 +42,38 @@ DEFAULT_FLAGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale memory-plan``."""
+    note = "sizes, norms, biases, positions and tied embeddings; the step is run (default: a small model)"
+    add_option(parser, "--model-flags", note=note)
+    parser.set_defaults(model_flags=DEFAULT_FLAGS)
+    add_option(parser, "--seq-length", default=512)
+    add_option(parser, "--chunked-cross-entropy")
     parser.add_argument(
-        "--model-flags",
-        default=DEFAULT_FLAGS,
-        metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string, with its defaults: sizes, norms, biases, positions, "
-        "tied embeddings; the step is run, so it must fit in memory (default: a small model)",
+        "--activation-policy",
+        default="none",
+        choices=("none", "memo", "priced", "offload"),
+        help="activation policy of the training (default: none)",
     )
-    parser.add_argument("--seq-length", type=size, default=512, metavar="S", help="tokens of the step (512)")
-    parser.add_argument("--chunked-cross-entropy", type=size, metavar="TOKENS", help="as in training")
     parser.add_argument(
-        "--activation-policy", default="none", choices=("none", "memo", "priced", "offload"), help="as in training"
+        "--swap-fraction", type=float, metavar="F", help="share of tensors that are swapped; needed with a policy"
     )
-    parser.add_argument("--swap-fraction", type=float, metavar="F", help="as in training; required with a policy")
-    parser.add_argument("--recompute-fraction", type=float, metavar="F", help="as in training")
-    parser.add_argument("--host-memory-gb", type=float, default=0.0, metavar="G", help="as in training (0)")
-    parser.add_argument("--solver-seconds", type=float, default=10.0, metavar="T", help="for each proof (10)")
-    parser.add_argument("--cpu", action="store_true", help="record on CPU although there is a GPU")
-    parser.add_argument("--output", type=Path, metavar="F.json", help="write the plan")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(
+        "--recompute-fraction", type=float, metavar="F", help="share of tensors that are computed again"
+    )
+    add_option(parser, "--host-memory-gb", default=0.0)
+    parser.add_argument(
+        "--solver-seconds", type=float, default=10.0, metavar="T", help="limit of each proof, in seconds (10)"
+    )
+    add_cpu(parser)
+    parser.add_argument("--output", type=Path, metavar="F.json", help="write the plan to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record, plan and print. Raises ValueError for sizes out of range, or a file that cannot be written."""
+    """Record a step, plan its memory and print the plans.
+
+    Raises:
+        ValueError: sizes out of range, or a file that cannot be written.
+    """
     if args.output is not None:
         check_writable("--output", args.output)
     shape = shape_of_flags(args.model_flags)
@@ -84,19 +94,19 @@ def run(args: argparse.Namespace) -> int:
         return timed[-1][0]
 
     requests = trace.requests()
-    found = plan_step(requests, trace.passes, place)
-    names = [f"layer, {name}" for name in found.two.levels]
+    planned = plan_step(requests, trace.passes, place)
+    names = [f"layer, {name}" for name in planned.two.levels]
     plans = dict(zip([*names, "model, two levels", "model, one level"], timed, strict=True))
-    print(json.dumps(figures(plans)) if args.json else table(plans))
+    print(json.dumps(figures(plans)) if args.json else table_text(plans))
     if args.output is not None:
-        check_two_level_plan(found.two)
-        check_covers(found.two, requests)
-        write(args.output, StepMemory(record, buffer_bytes, found.two).to_json())
+        check_two_level_plan(planned.two)
+        check_covers(planned.two, requests)
+        write(args.output, StepMemory(record, buffer_bytes, planned.two).to_json())
     return 0
 
 
 def activations_of(args: argparse.Namespace) -> ActivationPlan:
-    """Return the shares kept, swapped and recomputed. Raises ValueError for missing shares or host memory."""
+    """Return the plan of activations. Raises ValueError for missing shares or missing host memory."""
     swap, recompute, policy = args.swap_fraction, args.recompute_fraction, args.activation_policy
     if not 0 <= args.host_memory_gb < math.inf:
         raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} is not an amount of memory; give 0 or more")
@@ -104,17 +114,16 @@ def activations_of(args: argparse.Namespace) -> ActivationPlan:
         raise ValueError("give --host-memory-gb, as in training: swapped tensors go there")
     if (swap, recompute) == (None, None):
         if policy != "none":
-            raise ValueError(
-                f"--activation-policy {policy} needs --swap-fraction here; training prints the fraction that it chose"
-            )
+            raise ValueError(f"--activation-policy {policy} needs --swap-fraction here; a training prints its fraction")
         return ActivationPlan("none")
     return given_plan(policy, swap, recompute, RESIDENT_LAYERS)
 
 
 def traits_of_flags(flags: str, length: int) -> ModelTraits:
-    """Read what decides the tensors of a step, beside sizes, from Megatron's flags, with Megatron's defaults.
+    """Read the traits of a model that decide the tensors of a step, in addition to sizes, from Megatron's flags.
 
-    Learned positions are at least those of ``length`` tokens. Raises ValueError for a value that cannot be recorded.
+    Missing flags have Megatron's defaults. Learned positions are at least ``length``. Raises ValueError for a value
+    that cannot be recorded.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm"))
@@ -125,26 +134,26 @@ def traits_of_flags(flags: str, length: int) -> ModelTraits:
                  "no-bias-gelu-fusion", "untie-embeddings-and-output-weights"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
     try:
-        found, _ = parser.parse_known_args(shlex.split(flags))
+        traits, _ = parser.parse_known_args(shlex.split(flags))
     except argparse.ArgumentError as error:
         raise ValueError(f"--model-flags: {error}") from None
-    is_learned = found.position_embedding_type == "learned_absolute"
+    is_learned = traits.position_embedding_type == "learned_absolute"
     return ModelTraits(
-        normalization=found.normalization,
-        linear_biases=not found.disable_bias_linear,
-        qkv_biases=found.add_qkv_bias or not found.disable_bias_linear,
-        qk_norms=found.qk_layernorm,
-        positions=found.position_embedding_type,
-        learned_positions=max(length, found.max_position_embeddings) if is_learned else 0,
-        tied_embeddings=not found.untie_embeddings_and_output_weights,
-        fused_activation=not (found.no_bias_swiglu_fusion if found.swiglu else found.no_bias_gelu_fusion),
+        normalization=traits.normalization,
+        linear_biases=not traits.disable_bias_linear,
+        qkv_biases=traits.add_qkv_bias or not traits.disable_bias_linear,
+        qk_norms=traits.qk_layernorm,
+        positions=traits.position_embedding_type,
+        learned_positions=max(length, traits.max_position_embeddings) if is_learned else 0,
+        tied_embeddings=not traits.untie_embeddings_and_output_weights,
+        fused_activation=not (traits.no_bias_swiglu_fusion if traits.swiglu else traits.no_bias_gelu_fusion),
     )
 
 
 def record_step(
     args: argparse.Namespace, shape: ModelShape, traits: ModelTraits, activations: ActivationPlan
 ) -> tuple[AllocationTrace, StepRecord, int]:
-    """Run a forward and a backward pass; return their allocations, the settings, and the bytes of a rounding buffer."""
+    """Run a forward and a backward pass; return allocations, settings, and the bytes of the rounding buffer."""
     import torch
 
     from bytescale_ext.activation.trace import AllocationTrace, watch_passes
@@ -174,7 +183,7 @@ def record_step(
 
 
 def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, dict[str, float]]:
-    """Return the table as plain dicts."""
+    """Return the figures of the table by the name of the plan."""
     return {
         name: {"num_requests": len(plan.requests), "bound_bytes": plan.bound, "peak_bytes": plan.peak,
                "is_optimal": plan.is_optimal, "seconds": seconds}
@@ -182,7 +191,7 @@ def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, dict[str, f
     }  # fmt: skip
 
 
-def table(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
+def table_text(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
     """Return a table with a row for each plan."""
     lines = [f"{'trace':18} {'requests':>8} {'bound MB':>10} {'peak MB':>10} {'peak/bound':>10}  {'proof':10} {'s':>6}"]
     for name, (plan, seconds) in plans.items():

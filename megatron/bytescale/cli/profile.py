@@ -1,4 +1,4 @@
-"""``bytescale profile``: measure this model on this device and write its cost file."""
+"""``bytescale profile``: measure a model on this device and write its cost file."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from bytescale_ext.measure.fit import (
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from megatron.bytescale.cli.shared.inputs import check_writable, count, size
+from megatron.bytescale.cli.shared.options import add_cpu, add_json
 
 if TYPE_CHECKING:
     from megatron.bytescale.training.profile import Subject
@@ -38,49 +39,49 @@ if TYPE_CHECKING:
 NAME = "profile"
 HELP = "measure the layers of a model on this GPU or CPU and write a cost file"
 EXAMPLE = (
-    "bytescale profile --output cost.json -- $TRAINING_FLAGS; by N ranks at once, to measure their rings too: "
+    "bytescale profile --output cost.json -- $TRAINING_FLAGS; with N ranks, to measure rings too: "
     "torchrun --nproc-per-node N --no-python bytescale profile --output cost.json -- $TRAINING_FLAGS"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale profile``."""
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the cost file (replaced)")
+    """Add the options of ``bytescale profile``."""
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="write the cost file (replaced)")
     parser.add_argument(
         "--max-tokens",
         type=size,
         metavar="N",
-        help="the longest micro-batch to measure; N tokens must fit in memory (32768 on a GPU, 4096 on CPU)",
+        help="longest micro-batch to measure, which must fit in memory (32768 on a GPU, 4096 on CPU)",
     )
     parser.add_argument(
         "--repeats",
         type=count,
         default=5,
         metavar="N",
-        help="runs of each micro-batch, whose median counts (%(default)s)",
+        help="runs of each micro-batch, of which the median is used (%(default)s)",
     )
     parser.add_argument(
         "--ring-bytes-per-second",
         type=float,
         metavar="B",
-        help="rate at which a rank receives from another; default: measured between two GPUs or two CPU processes; "
-        "with a single GPU, the rate of its copies to host memory",
+        help="rate at which a rank receives from another; default: measured between two GPUs or two CPU processes, or "
+        "with a single GPU the rate of copies to host memory",
     )
     parser.add_argument(
         "--node-bytes-per-second",
         type=float,
         metavar="B",
-        help="rate at which a rank receives from another node; default: measured where torchrun starts several nodes, "
-        "else like --ring-bytes-per-second",
+        help="rate at which a rank receives from another node; default: measured if torchrun starts several nodes, "
+        "else --ring-bytes-per-second",
     )
-    parser.add_argument("--cpu", action="store_true", help="measure on CPU although there is a GPU")
-    parser.add_argument("--json", action="store_true", help="print the costs and the predictions as JSON")
+    add_cpu(parser)
+    add_json(parser)
     parser.add_argument(
         "flags",
         nargs="*",
         metavar="-- FLAGS",
-        help="after a --: the flags of the training command; flags that do not change the time of a layer (data, "
-        "checkpoints, pipeline stages, ...) are ignored",
+        help="flags of the training command, after a --; flags that do not change the time of a layer are ignored, "
+        "such as flags of data, checkpoints and pipeline stages",
     )
 
 
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write the cost file and print how well it predicts.
 
     Raises:
-        ValueError: a flag that cannot be profiled, times that are too noisy, or an output that cannot be written.
+        ValueError: a flag that cannot be profiled, noisy times, or an output that cannot be written.
     """
     _check(args)
     from megatron.bytescale import cpu
@@ -99,25 +100,29 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with quiet():
-            cost, found, rank = measure(args, on_cpu)
+            cost, predictions, rank = profile_model(args, on_cpu)
     except torch.OutOfMemoryError:
         raise ValueError("a micro-batch does not fit in the GPU's memory; give a smaller --max-tokens") from None
-    if rank:  # under torchrun the first process writes and prints
+    if rank:  # with torchrun, only the first process writes and prints
         return 0
     from bytescale_ext.measure.cost_file import write_cost
 
     write_cost(args.output, cost)
     if args.json:
-        print(json.dumps({"cost": cost.to_json(), "unseen": [_as_json(one) for one in found]}, indent=2))
+        print(
+            json.dumps(
+                {"cost": cost.to_json(), "unseen": [_as_json(prediction) for prediction in predictions]}, indent=2
+            )
+        )
         return 0
-    print(report_text(cost, found))
+    print(report_text(cost, predictions))
     print(f"wrote {args.output} after {time.perf_counter() - begun:.0f} s")
     return 0
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide Megatron's list of arguments (standard output) and of parameters (log)."""
+    """Hide Megatron's lists of arguments (standard output) and parameters (log)."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -126,8 +131,8 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Prediction], int]:
-    """Return (costs, predictions of lengths that the fit did not see, process rank)."""
+def profile_model(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Prediction], int]:
+    """Return (costs, predictions of held-out lengths, rank of the process)."""
     # Imported here because Megatron takes seconds to import, which --help should not.
     import torch
 
@@ -136,20 +141,24 @@ def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Pre
     max_tokens = (4096 if on_cpu else 32768) if args.max_tokens is None else args.max_tokens
     subject = prepare([*args.flags, *(["--cpu"] if args.cpu else [])], max_tokens, on_cpu)
     rates = args.ring_bytes_per_second, args.node_bytes_per_second
-    cost, found = measured_cost(subject, max_tokens, args.repeats, rates)
+    cost, predictions = measure_costs(subject, max_tokens, args.repeats, rates)
     torch.distributed.destroy_process_group()
-    return cost, found, int(subject.args.rank)
+    return cost, predictions, int(subject.args.rank)
 
 
-def measured_cost(
+def measure_costs(
     subject: Subject, max_tokens: int, repeats: int, given_rates: tuple[float | None, float | None] = (None, None)
 ) -> tuple[ModelCost, list[Prediction]]:
-    """Return the costs measured with micro-batches of up to ``max_tokens``, and predictions of unseen lengths.
+    """Measure a model with micro-batches of up to ``max_tokens``; return its costs and predictions of held-out lengths.
 
-    ``given_rates``: bytes per second inside a node and between nodes, where they are not to be measured.
+    Collective over all processes. The costs are equal on all processes, except the speed of a ring with one HDP rank of
+    several tensor-parallel ranks, which only the first process measures.
 
-    Collective over all processes. The costs are equal on all, except that with one HDP rank of several tensor-parallel
-    ranks only the first process measures the speed of a ring.
+    Args:
+        subject: model to measure.
+        max_tokens: tokens of the longest micro-batch.
+        repeats: runs of each micro-batch.
+        given_rates: bytes per second inside a node and between nodes; None: measure them.
     """
     import torch
 
@@ -166,7 +175,7 @@ def measured_cost(
     crosses = num_ranks > subject.cluster.node_ranks
     exchange = subject.ring_seconds(between if crosses else rate)
     fits = fit_rings(fit_timings(seen), rings, exchange, has_waits=not subject.has_processor_time)
-    found = predict(fits, others)
+    predictions = predict(fits, others)
     recompute = subject.args.recompute_granularity
     what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
     assert subject.runtime.parts.kernel is not None
@@ -174,7 +183,7 @@ def measured_cost(
         f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.parts.kernel.name}: "
         f"{what} of up to {max_tokens} tokens in models "
         f"of {LAYERS[0]} and {LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
-        f"other lengths predicted with an error of {errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
+        f"other lengths predicted with an error of {errors_text(predictions)}; ring {how}, {rate / 1e9:.3g} GB/s"
         f"{f', between nodes {between / 1e9:.3g} GB/s' if between < rate else ''}"
     )
     kept = kept_bytes_per_token(subject, max_tokens // 4)
@@ -183,11 +192,11 @@ def measured_cost(
     forward, backward = (replace(one, c=c) for one, c in zip((cost.forward, cost.backward), inside, strict=True))
     cost = replace(cost, forward=forward, backward=backward, slowdown=max(1.0, rate / between))
     collective, latency = collective_seconds(subject)
-    return replace(cost, collective=collective, latency=latency), found
+    return replace(cost, collective=collective, latency=latency), predictions
 
 
 def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tuple[float, float, str]:
-    """Return bytes per second inside a node and between nodes, and how they were found. Collective over HDP ranks."""
+    """Return bytes per second inside a node and between nodes, and their origin. Collective over HDP ranks."""
     from bytescale_ext.measure import ring_speed
 
     comm, node = subject.runtime.parts.comm, subject.cluster.node_ranks
@@ -201,10 +210,9 @@ def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tu
 
 
 def collective_seconds(subject: Subject) -> tuple[float, float]:
-    """Return the seconds for each byte that a rank receives in collectives, and of one of a few bytes. Collective.
+    """Return the seconds per byte that a rank receives in a collective, and the latency of a collective. Collective.
 
-    The ranks are those of a tensor-parallel group or, without one, of a node, where tensor parallelism would put it; 0
-    for a single rank.
+    The ranks are a tensor-parallel group or, without tensor parallelism, a node. Both are 0 for a single rank.
     """
     import torch
     from megatron.core import parallel_state
@@ -222,7 +230,7 @@ def collective_seconds(subject: Subject) -> tuple[float, float]:
 
 
 def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:
-    """Return bytes per second between ranks of a ring, and how they were found. Collective over several HDP ranks."""
+    """Return bytes per second between ranks of a ring, and their origin. Collective over several HDP ranks."""
     import torch
 
     from bytescale_ext.measure import ring_speed
@@ -240,7 +248,7 @@ def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:
     return ring_speed.host_copy_bytes_per_second(), "taken from copies to host memory, as there is one GPU"
 
 
-def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
+def report_text(cost: ModelCost, predictions: Sequence[Prediction]) -> str:
     """Return the costs and their errors as text."""
     rows = [
         ("attention, ps per token squared", "a", 1e12),
@@ -261,8 +269,8 @@ def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
         lines.append(f"  {'us for a few bytes':<32} {'':>12} {1e6 * cost.latency:12,.1f}")
     lines.append(f"{'kept until the backward pass':<34} {'':>12} {'recompute':>12}")
     lines.append(f"  {'bytes per token and layer':<32} {cost.layer_bytes:12,.0f} {cost.recompute_bytes:12,.0f}")
-    lines += ["", "micro-batches that the fit did not see, forward and backward:", prediction_table(found)]
-    lines.append(f"error: {errors_text(found)}")
+    lines += ["", "held-out micro-batches, forward and backward:", prediction_table(predictions)]
+    lines.append(f"error: {errors_text(predictions)}")
     lines += ["", cost.source]
     return "\n".join(lines)
 
@@ -271,18 +279,18 @@ def _number(cost: CostModel, key: str, unit: float) -> str:
     return f"{unit * getattr(cost, key):12,.2f}"
 
 
-def _as_json(found: Prediction) -> dict[str, object]:
+def _as_json(prediction: Prediction) -> dict[str, object]:
     return {
-        "num_layers": found.num_layers,
-        "lengths": list(found.lengths),
-        "measured_seconds": found.measured_seconds,
-        "predicted_seconds": found.predicted_seconds,
-        "error": found.error,
+        "num_layers": prediction.num_layers,
+        "lengths": list(prediction.lengths),
+        "measured_seconds": prediction.measured_seconds,
+        "predicted_seconds": prediction.predicted_seconds,
+        "error": prediction.error,
     }
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for bad flags, before anything is set up."""
+    """Raise ValueError for bad options, before any set-up."""
     if not args.flags:
         raise ValueError("no model: give the flags of the training command after a --")
     for flag in ("ring", "node"):

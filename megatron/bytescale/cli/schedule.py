@@ -1,4 +1,4 @@
-"""``bytescale schedule``: the schedule of a pipeline, with slices or without, its idle time and its memory."""
+"""``bytescale schedule``: the schedule of a pipeline with or without slices, its idle time and its memory."""
 
 from __future__ import annotations
 
@@ -21,56 +21,57 @@ from bytescale_ext.plan.schedule.compare import (
     simulate_model,
 )
 from bytescale_ext.plan.schedule.slices import Partition, parse_partition
-from megatron.bytescale.cli.shared.inputs import check_picture, count, size
-from megatron.bytescale.cli.shared.slicing import add_slices_arguments, slices_of
+from megatron.bytescale.cli.shared.inputs import check_picture, count
+from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot
+from megatron.bytescale.cli.shared.slicing import add_slices_arguments, slicing_of_options
 
 NAME = "schedule"
 HELP = "print the schedule of a pipeline whose micro-batches are cut into slices (Seq1F1B)"
-EXAMPLE = "bytescale schedule --stages 4 --microbatches 8 --slices 4 --compare"
+EXAMPLE = "bytescale schedule --pipeline-parallel 4 --micro-batches 8 --slices 4 --compare"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale schedule``."""
-    parser.add_argument("--stages", type=count, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--microbatches", type=count, required=True, metavar="M", help="micro-batches of a step")
+    add_option(parser, "--pipeline-parallel", required=True)
+    add_option(parser, "--micro-batches", required=True)
     add_slices_arguments(parser, "slices of each micro-batch (default: 1)")
     parser.add_argument(
-        "--zero-bubble", action="store_true", help="weight gradients fill idle time, as --seq1f1b-zero-bubble"
+        "--zero-bubble", action="store_true", help="weight gradients fill idle time, as with --seq1f1b-zero-bubble"
     )
     parser.add_argument("--vpp", type=count, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
     parser.add_argument(
         "--seq1f1b-partition",
         default="time",
         metavar="NAME",
-        help="how a micro-batch is cut: even, flops, time (default), or the tokens of each slice as L1,...,LK",
+        help="cut of a micro-batch into slices: even, flops, time (default), or the tokens of each slice as L1,...,LK",
     )
-    parser.add_argument("--seq-length", type=size, default=131072, metavar="S", help="tokens of a micro-batch (131072)")
-    parser.add_argument("--model", choices=sorted(SHAPES), default="gpt-7b", help="the model (default: gpt-7b)")
+    add_option(parser, "--seq-length", default=131072, note="of which each micro-batch has one")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="gpt-7b", help="model (default: gpt-7b)")
+    add_option(parser, "--tensor-parallel", note="also the ranks of sequence parallelism")
+    add_option(parser, "--cost-file", note="in place of --model and --tensor-parallel")
     parser.add_argument(
-        "--tp", type=count, default=1, metavar="T", help="tensor-parallel ranks, and sequence parallelism"
+        "--compare", action="store_true", help="compare 1F1B and Seq1F1B, and with --vpp interleaved 1F1B"
     )
-    parser.add_argument(
-        "--cost-file", type=Path, metavar="FILE", help="measured costs of bytescale profile; sets the model"
-    )
-    parser.add_argument("--compare", action="store_true", help="compare 1F1B and Seq1F1B, with --vpp also interleaved")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule over time (.png, .svg, .pdf)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_plot(parser, "the schedule over time")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Make, check, simulate and print a schedule.
 
     Raises:
-        ValueError: the sizes do not fit; the message gives the nearest that do.
+        ValueError: sizes that do not fit together; the message names the nearest sizes that fit.
     """
     check_picture("--plot", args.plot)
     partition = parse_partition(args.seq1f1b_partition)
-    if args.vpp > 1 and args.stages <= 2:
+    stages, micro_batches = args.pipeline_parallel, args.micro_batches
+    if args.vpp > 1 and stages <= 2:
         raise ValueError(
-            f"--vpp {args.vpp} needs --stages of 3 or more, not {args.stages}: Megatron does not interleave two stages"
+            f"--vpp {args.vpp} needs --pipeline-parallel of 3 or more, not {stages}: Megatron does not interleave two "
+            "stages"
         )
     model = _model(args)
-    sizes = (args.stages, args.microbatches, replace(slices_of(args), zero_bubble=args.zero_bubble), args.vpp)
+    sizes = (stages, micro_batches, replace(slicing_of_options(args), zero_bubble=args.zero_bubble), args.vpp)
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
     rows = (
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> SliceModel:
     if args.cost_file is None:
-        return SliceModel(SHAPES[args.model], args.seq_length, args.tp)
+        return SliceModel(SHAPES[args.model], args.seq_length, args.tensor_parallel)
     from bytescale_ext.measure.cost_file import read_cost
 
     measured = read_cost(args.cost_file)
@@ -100,7 +101,7 @@ def _model(args: argparse.Namespace) -> SliceModel:
 
 
 def figures_text(figures: ScheduleFigures) -> str:
-    """Return the figures of one schedule, one on each line."""
+    """Return the figures of one schedule, a line each."""
     formula = figures.bubble_of_equal_costs
     return "\n".join(
         (
@@ -123,7 +124,7 @@ def table_text(rows: Sequence[ScheduleFigures]) -> str:
         f"{row.peak_slices:>7} {row.peak_micro_batches:>14.2f} {row.activation_bytes / 2**30:>8.2f}"
         for row in rows
     ]
-    note = "slices, micro-batches: the most that stage 0 holds at once; GiB: activations and sums of key gradients; "
+    note = "slices, micro-batches: peaks on stage 0; GiB: activations and sums of key gradients; "
     note += "formula: equal slices"
     return "\n".join((head, *lines, note))
 

@@ -1,4 +1,4 @@
-"""``bytescale simulate``: compare schedulers with each other and with the lower bound by replay. No GPU needed."""
+"""``bytescale simulate``: replay the plans of schedulers and compare them with the lower bound. No GPU needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from bytescale_ext.plan.cost.entries import from_entries
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
-from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.schedulers import (
     UNSLICED,
     NotApplicable,
@@ -27,16 +27,17 @@ from bytescale_ext.plan.evaluate.schedulers import (
 from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.planner import scenario_of
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
-from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
 from megatron.bytescale.cli.shared.inputs import check_picture, count, size
+from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, setup_of_options
+from megatron.bytescale.cli.shared.options import add_json, add_lengths, add_option, add_plot
+from megatron.bytescale.cli.shared.slicing import add_setup_arguments, cost_of_options, setup_of_options
 from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
 EXAMPLE = (
-    "bytescale simulate --sampler github --context 2M --ranks 512 --tokens-per-rank 8K --global-tokens 32M --seeds 5"
+    "bytescale simulate --sampler github --seq-length 2M --ranks 512 --tokens-per-rank 8K --global-tokens 32M --seeds 5"
 )
 
 DEFAULTS: Final = ("static", "megatron-hybrid", "naive", "bytescale", "ours")
@@ -57,17 +58,18 @@ _COLUMNS: Final = {
 
 
 class Figure(TypedDict):
-    """A figure over all steps."""
+    """Mean and worst value of a figure over all steps."""
 
     mean: float
     worst: float
 
 
-Figures = dict[str, Figure | None]  # of a scheduler, by name; None: there is nothing to compare with
+SchedulerFigures = dict[str, Figure | None]
+"""Figures of a scheduler by name; None if there is nothing to compare with."""
 
 
 class Described(TypedDict):
-    """The scenario as it is printed; lengths come from a sampler or from a file."""
+    """The printed scenario, whose lengths come from a sampler or from a file."""
 
     sampler: NotRequired[str]
     lengths: NotRequired[str]
@@ -85,39 +87,23 @@ class Described(TypedDict):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale simulate``."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--sampler", metavar="NAME", help=f"draw lengths: {', '.join(SAMPLERS)}")
-    source.add_argument("--lengths", type=Path, metavar="FILE", help="draw from the documents of an .idx or .npy file")
-    sizes = (
-        ("--context", "N", "the most tokens of a document; longer ones are left out"),
-        ("--tokens-per-rank", "C", "the most tokens of a micro-batch on one rank"),
-        ("--global-tokens", "T", "tokens of a step"),
-    )
-    for option, letter, text in sizes:
-        parser.add_argument(option, type=size, required=True, metavar=letter, help=text)
-    parser.add_argument("--ranks", type=count, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
-    parser.add_argument("--stages", type=count, default=1, metavar="p", help="pipeline stages (1)")
-    parser.add_argument(
-        "--ranks-per-node",
-        type=count,
-        metavar="N",
-        help="keep rings of up to N ranks inside nodes of N ranks; links between nodes are as slow as --cost-file says",
-    )
-    add_slicing_arguments(parser, f"; {' and '.join(UNSLICED)} run Megatron's own 1F1B, without slices")
-    parser.add_argument("--seeds", type=count, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
+    add_lengths(parser, required=True)
+    add_option(parser, "--seq-length", required=True, note="longer documents are left out")
+    parser.add_argument("--global-tokens", type=size, required=True, metavar="T", help="tokens of a step")
+    parser.add_argument("--seeds", type=count, default=5, metavar="N", help="steps to draw, with seeds 0 to N-1 (5)")
+    add_setup_arguments(parser, f"; {' and '.join(UNSLICED)} run Megatron's own 1F1B, without slices")
     parser.add_argument(
         "--schedulers",
         default=",".join(DEFAULTS),
-        metavar="a,b,c",
-        help=f"which of {', '.join(all_schedulers())} to compare (%(default)s)",
+        metavar="A,B,C",
+        help=f"schedulers to compare, of {', '.join(all_schedulers())} (default: %(default)s)",
     )
-    add_cost_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time over the lower bound")
+    add_plot(parser, "the time over the lower bound")
+    add_json(parser)
 
 
 def all_schedulers() -> dict[str, Scheduler]:
-    """Return every scheduler by name, in the order in which the help lists them."""
+    """Return every scheduler by name, in the order of the help."""
     return {"static": static, "megatron-hybrid": megatron_hybrid, **schedulers()}
 
 
@@ -133,13 +119,13 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"scheduler {unknown[0]!r} is unknown; choose from {', '.join(known)}")
     check_picture("--plot", args.plot)
-    if args.context > args.ranks * args.tokens_per_rank:
+    if args.seq_length > args.ranks * args.tokens_per_rank:
         raise ValueError(
-            f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
-            f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
+            f"a document of --seq-length {args.seq_length} does not fit on {args.ranks} ranks of "
+            f"{args.tokens_per_rank} tokens; raise --tokens-per-rank to at least {-(-args.seq_length // args.ranks)}"
         )
-    cost = model_cost(args.cost_file)
-    scenario = scenario_of(choose(setup_of_options(args, cost, args.context)))
+    cost = cost_of_options(args)
+    scenario = scenario_of(choose(setup_of_options(args, cost, args.seq_length)))
     figures = compare(scenario, draw_steps(args), names)
     described = described_scenario(args, scenario.slicing, cost)
     if args.plot:
@@ -148,18 +134,18 @@ def run(args: argparse.Namespace) -> int:
         rows = {name: {"not_applicable": row} if isinstance(row, str) else row for name, row in figures.items()}
         print(json.dumps({"scenario": described, "schedulers": rows}))
     else:
-        print(as_text(described, figures))
+        print(text_of(described, figures))
     return 0
 
 
 def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCost) -> Described:
-    """Return the scenario of a command line, as it is printed."""
+    """Return the printed scenario of a command line."""
     described: Described = {
-        "context": args.context,
+        "context": args.seq_length,
         "ranks": args.ranks,
         "tokens_per_rank": args.tokens_per_rank,
         "global_tokens": args.global_tokens,
-        "stages": args.stages,
+        "stages": args.pipeline_parallel,
         "slicing": asdict(slicing),
         "chosen_within_gb": args.device_memory_gb,
         "host_gb": args.host_memory_gb,
@@ -174,16 +160,16 @@ def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCo
 
 
 def draw_steps(args: argparse.Namespace) -> list[list[int]]:
-    """Return the lengths of each step. A step from a file is the beginning of a random order of its documents."""
+    """Return the lengths of each step. A step from a file takes the first documents of a random order."""
     if args.sampler is not None:
         seeds = range(args.seeds)
-        return [sample_lengths(args.sampler, args.context, args.global_tokens, seed).tolist() for seed in seeds]
+        return [sample_lengths(args.sampler, args.seq_length, args.global_tokens, seed).tolist() for seed in seeds]
     lengths = np.array(read_lengths(args.lengths), dtype=np.int64)
-    lengths = lengths[lengths <= args.context]
+    lengths = lengths[lengths <= args.seq_length]
     if lengths.sum() < args.global_tokens:
         raise ValueError(
-            f"--lengths {args.lengths} holds {lengths.sum()} tokens in documents of at most {args.context}, fewer than "
-            f"--global-tokens {args.global_tokens}; lower it"
+            f"--lengths {args.lengths} holds {lengths.sum()} tokens in documents of at most {args.seq_length}, fewer "
+            f"than --global-tokens {args.global_tokens}; lower it"
         )
     steps = []
     for seed in range(args.seeds):
@@ -193,18 +179,20 @@ def draw_steps(args: argparse.Namespace) -> list[list[int]]:
     return steps
 
 
-def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Figures | str]:
-    """Return the figures of each scheduler over the steps, or why it does not support the scenario or one of the steps.
+def compare(
+    scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[str]
+) -> dict[str, SchedulerFigures | str]:
+    """Return the figures of each scheduler over the steps, or why it does not support the scenario or a step.
 
-    ``makespan_over_bound`` takes the bound of the order that the scheduler runs: slices or 1F1B.
-    ``speedup_over_static`` is null where no static mesh is applicable.
+    ``makespan_over_bound`` uses the lower bound for the order that the scheduler runs: slices or 1F1B.
+    ``speedup_over_static`` is null if no static mesh is applicable.
     """
     bounds = {
         slicing: [lower_bounds(step, scenario.cluster, scenario.stages, slicing).largest for step in steps]
         for slicing in (ONE_SLICE, scenario.slicing)
     }
     references = outcomes_of(static, scenario, steps)
-    result: dict[str, Figures | str] = {}
+    result: dict[str, SchedulerFigures | str] = {}
     known = all_schedulers()
     for name in names:
         outcomes = outcomes_of(known[name], scenario, steps)
@@ -227,8 +215,8 @@ def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[
     return result
 
 
-def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
-    """Return the comparison as a table, mean and worst of each figure."""
+def text_of(scenario: Described, figures: Mapping[str, SchedulerFigures | str]) -> str:
+    """Return the comparison as a table with the mean and the worst of each figure."""
     is_whole = scenario["slicing"]["num_slices"] == 1 and scenario["chosen_within_gb"] is None
     may_swap = scenario["slicing"]["swapped_tokens"] or scenario["host_gb"]
     hidden = ("makespan_over_1f1b_bound", "kept_keys") if is_whole else ()
@@ -278,7 +266,7 @@ def _figure(values: Sequence[float], worst: Callable[[Iterable[float]], float] =
     return {"mean": sum(values) / len(values), "worst": worst(values)}
 
 
-def _plot(figures: Mapping[str, Figures | str], scenario: Described, path: Path) -> None:
+def _plot(figures: Mapping[str, SchedulerFigures | str], scenario: Described, path: Path) -> None:
     from bytescale_ext.draw.charts import draw_bars
 
     ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if not isinstance(row, str)}

@@ -1,4 +1,4 @@
-"""``bytescale timeline``: draw what each rank did in a step, measured or planned. No GPU, no Megatron, no torch."""
+"""``bytescale timeline``: draw the measured or planned work of each rank in a step, without GPU, Megatron and torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from megatron.bytescale.cli.shared.inputs import check_writable
+from megatron.bytescale.cli.shared.options import add_json
 
 NAME = "timeline"
 HELP = "draw the timeline of a step, measured or planned, and write a Perfetto trace"
@@ -22,21 +23,21 @@ EXAMPLE = "bytescale timeline --from run/timeline --step 12 --output step12"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale timeline``."""
+    """Add the options of ``bytescale timeline``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--from", dest="directory", type=Path, metavar="DIR", help="measured: the directory with rank0.jsonl, ..."
+        "--from", dest="directory", type=Path, metavar="DIR", help="measured: folder with rank0.jsonl, ..."
     )
-    source.add_argument("--plan", type=Path, metavar="FILE", help="planned: the output of bytescale plan --json")
+    source.add_argument("--plan", type=Path, metavar="FILE", help="planned: output of bytescale plan --json")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="with --from: its number (default: the latest complete step)"
+        "--step", type=int, metavar="N", help="with --from: number of the step (default: the latest complete step)"
     )
     parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.png and PREFIX.json (Perfetto)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, write and print.
+    """Draw the timeline, write both files and print the figures.
 
     Raises:
         ValueError: the timeline or the plan cannot be read.
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_plan(path: Path) -> StepPlan:
-    """Read and check a plan that ``bytescale plan --json`` printed. Raises ValueError when it is not one."""
+    """Read and check a plan that ``bytescale plan --json`` printed. Raises ValueError for anything else."""
     try:
         plan = StepPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -95,7 +96,7 @@ def figures(spans: Sequence[Span], times: Sequence[RankTimes], unit: str) -> dic
 
 
 def times_text(times: Sequence[RankTimes], unit: str) -> str:
-    """Return one line for each rank, then the imbalance."""
+    """Return a line for each rank and the imbalance."""
     lines = [f"rank {time.rank:>4}  busy {time.busy_share:6.1%}  finish {time.finish:.4g} {unit}" for time in times]
     return "\n".join([*lines, f"imbalance {_imbalance(times):.3f} (last finish / mean busy time)"])
 

@@ -1,4 +1,4 @@
-"""``bytescale train``: what pretrain_gpt_hdp.py does, from an installed package."""
+"""``bytescale train``: pretrain_gpt_hdp.py from an installed package."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import sys
 
 NAME = "train"
-HELP = "train, as pretrain_gpt_hdp.py does: all of Megatron's flags and ours"
+HELP = "train with all flags of Megatron and of this package, as pretrain_gpt_hdp.py"
 EXAMPLE = "torchrun --nproc-per-node 8 -m megatron.bytescale.train --hybrid-data-parallel ... (or: bytescale train ...)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: all words after ``train`` are flags of the training, ``--help`` too."""
+    """Add no options, because all words after ``train`` are flags of the training, including ``--help``."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -259,8 +259,10 @@ def parse() -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--host-bound", action="store_true", help="a 3B model with little host memory; no sweep")
     parser.add_argument("--all", action="store_true", help="every arm and length, sweep and search (hours)")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence")
-    parser.add_argument("--host-gb", type=float, nargs="+", help="budgets of host memory")
-    parser.add_argument("--device-gb", type=float, help="memory for activations (92 %% of the memory without states)")
+    parser.add_argument("--host-memory-gb", type=float, nargs="+", help="budgets of host memory")
+    parser.add_argument(
+        "--activation-gb", type=float, help="memory for activations (92 %% of the memory without states)"
+    )
     parser.add_argument("--link-gb-per-second", type=float, default=55.0, help="one way (%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of an arm (%(default)s)")
     parser.add_argument("--cost-file", type=Path, help="cost file that gpu_activations_calibrate.py writes")
@@ -277,8 +279,8 @@ def parse() -> tuple[Settings, argparse.Namespace]:
         shape=TINY if args.quick else shape,
         lengths=TINY_LENGTHS if args.quick else tuple(args.lengths or lengths),
         on_cuda=args.device == "cuda",
-        host_gb=(0.01,) if args.quick else tuple(args.host_gb or host_gb),
-        device_gb=args.device_gb or 110.0,
+        host_gb=(0.01,) if args.quick else tuple(args.host_memory_gb or host_gb),
+        device_gb=args.activation_gb or 110.0,
         link_gb_per_second=args.link_gb_per_second,
         num_steps=2 if args.quick else args.steps,
         cost_file=args.cost_file,
@@ -288,7 +290,7 @@ def parse() -> tuple[Settings, argparse.Namespace]:
         arms=tuple(args.arms) or (() if everything else MAIN_ARMS),
         with_sweep=everything and not args.host_bound,
     )
-    if settings.on_cuda and args.device_gb is None:
+    if settings.on_cuda and args.activation_gb is None:
         whole = torch.cuda.get_device_properties(0).total_memory / 1e9
         settings = replace(settings, device_gb=USABLE * whole - settings.states_gb)
     return settings, args

@@ -109,7 +109,7 @@ def plan_command(args: argparse.Namespace, path: Path) -> list[str]:
     )
     words = [
         "memory-plan", "--model-flags", flags, "--seq-length", args.seq_length, "--activation-policy",
-        ACTIVATIONS.policy, "--swap-fraction", ACTIVATIONS.swap, "--host-memory-gb", args.host_gb,
+        ACTIVATIONS.policy, "--swap-fraction", ACTIVATIONS.swap, "--host-memory-gb", args.host_memory_gb,
         "--chunked-cross-entropy", LOSS_TOKENS, "--output", path, *(["--cpu"] if args.device == "cpu" else []),
     ]  # fmt: skip
     return [str(word) for word in words]
@@ -160,13 +160,13 @@ def options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
     parser.add_argument("--seq-length", type=int, default=LONGEST, help="tokens of the longest step (%(default)s)")
-    parser.add_argument("--host-gb", type=float, default=80.0, help="host memory for activations (%(default)s)")
+    parser.add_argument("--host-memory-gb", type=float, default=80.0, help="host memory for activations (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of an arm (%(default)s)")
     parser.add_argument("--arm", choices=ARMS, help="run only this arm, with --plan; ends with a line of JSON")
     parser.add_argument("--plan", type=Path, metavar="F.json", help="plan that --arm runs")
     args = parse_on_gpu(parser)
     if args.quick:
-        args.seq_length, args.host_gb, args.steps = 128, 0.01, 3
+        args.seq_length, args.host_memory_gb, args.steps = 128, 0.01, 3
     return args
 
 
@@ -174,7 +174,7 @@ def main() -> None:
     """Measure and print."""
     args = options()
     if args.arm is not None:
-        print(json.dumps(run_arm(args.arm, read(args.plan), args.device == "cuda", args.host_gb, args.steps)))
+        print(json.dumps(run_arm(args.arm, read(args.plan), args.device == "cuda", args.host_memory_gb, args.steps)))
         return
     figures = run_all(args)
     if args.json:

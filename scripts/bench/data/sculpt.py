@@ -146,7 +146,7 @@ def text_of(name: str, bench: Bench) -> str:
 def main() -> int:
     """Measure each corpus and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=size, default=65536, metavar="N", help="tokens of a window (64K)")
+    parser.add_argument("--seq-length", type=size, default=65536, metavar="N", help="tokens of a window (64K)")
     parser.add_argument("--tokens", type=size, default=50_000_000, metavar="N", help="bytes of a corpus (50,000,000)")
     parser.add_argument("--corpora", nargs="+", choices=("python", "debian"), default=("python", "debian"))
     parser.add_argument("--debian", type=Path, default=Path("/usr/share/doc"), help="folder of the packages' texts")
@@ -162,7 +162,7 @@ def main() -> int:
             if corpus is None:
                 print(f"{name}: skipped, no linux-doc or python3-doc below {args.debian}", file=sys.stderr)
                 continue
-            benches[name] = measure(corpus, args.context, args.plot if name == args.corpora[-1] else None)
+            benches[name] = measure(corpus, args.seq_length, args.plot if name == args.corpora[-1] else None)
         if not args.json:
             print(text_of(name, benches[name]))
     if args.json:

@@ -1,6 +1,6 @@
 """Measure hybrid data parallelism against simpler plans, or pipelines in slices against whole micro-batches.
 
-    .venv/bin/python scripts/bench/plan/hdp_e2e.py [--stages p] [--json]
+    .venv/bin/python scripts/bench/plan/hdp_e2e.py [--pipeline-parallel p] [--json]
 
 All arms train the demo's model on the demo's corpus, with the same documents in the same steps and the same code.
 ``hdp`` balances seconds that its ranks measure first (``bytescale profile``, ``--cost-file``). ``naive`` balances
@@ -9,8 +9,8 @@ tokens instead of work (``--hdp-balance none``). ``static`` splits every documen
 has its own GPU or its own core, and there are at most four ranks: two ranks on one core would wait for each other
 without loss.
 
-With ``--stages p`` the ranks are pipelines of p stages, and the arms are ``slices`` (4 slices), the same slices with
-stages two forwards ahead of each other, and ``1f1b``, all with the balance planner.
+With ``--pipeline-parallel p`` the ranks are pipelines of p stages, and the arms are ``slices`` (4 slices), the same
+slices with stages two forwards ahead of each other, and ``1f1b``, all with the balance planner.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> int:
     """Run the arms in turn, print the table and, with ``--json``, one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="one for each GPU or core, at most 4")
-    parser.add_argument("--stages", type=int, default=1, help="pipeline stages (%(default)s)")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="pipeline stages (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a run; the first does not count (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each arm (%(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -108,12 +108,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         cost = Path(folder) / "cost.json"
         measure_cost(demo, cost)
-        arms = arm_flags(cost, num_ranks, args.stages)
+        arms = arm_flags(cost, num_ranks, args.pipeline_parallel)
         steps: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         for _, arm in progress(in_turns(list(arms), args.rounds), lambda turn: f"{turn[1]}, round {turn[0] + 1}"):
             steps[arm] += run_arm(demo, arms[arm], args.steps)[1:]  # the first step warms up
     figures = compare(steps)
-    print(f"{num_ranks} {demo.device} processes, {args.stages} stages, {os.cpu_count()} cores")
+    print(f"{num_ranks} {demo.device} processes, {args.pipeline_parallel} stages, {os.cpu_count()} cores")
     print(f"{'':10}{'tokens/s':>12}{'MB sent/step':>14}{'attention calls/step':>22}{'imbalance':>11}")
     for arm, values in figures["arms"].items():
         print(
@@ -128,7 +128,7 @@ def main() -> int:
         )
     print(f"losses of the arms differ by at most {figures['largest_loss_difference']:.1e}")
     if args.json:
-        print(json.dumps({"num_ranks": num_ranks, "num_stages": args.stages, **figures}))
+        print(json.dumps({"num_ranks": num_ranks, "num_stages": args.pipeline_parallel, **figures}))
     return 0
 
 

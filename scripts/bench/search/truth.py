@@ -37,7 +37,7 @@ from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import Task
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
-from megatron.bytescale.cli.search.script import Run
+from megatron.bytescale.cli.search.script import ScriptedRun
 from megatron.bytescale.cli.search.task import task_of
 from megatron.bytescale.cli.search.verify import (
     Train,
@@ -63,8 +63,8 @@ MODEL = (
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
     "--vocab-size 256 --cpu"
 )
-TASK = "--sampler github --context 4K --global-batch-size 16 --device-memory-gb 4 --steps 5"
-CLUSTER_TASK = "--sampler github --context 8K --global-batch-size 32 --device-memory-gb 4 --steps 4"
+TASK = "--sampler github --seq-length 4K --global-batch-size 16 --device-memory-gb 4 --steps 5"
+CLUSTER_TASK = "--sampler github --seq-length 8K --global-batch-size 32 --device-memory-gb 4 --steps 4"
 MOST_TOKENS = 2048
 """Largest micro-batch of the profile."""
 MOST_SECONDS = 900.0
@@ -87,7 +87,7 @@ def profile_cluster(topology: Topology, folder: Path) -> ModelCost:
 def on_cluster(topology: Topology) -> Train:
     """Return a function that trains a strategy on an emulated cluster."""
 
-    def train(of: Run, words: Sequence[str], folder: Path, row: Verified) -> Verified:
+    def train(of: ScriptedRun, words: Sequence[str], folder: Path, row: Verified) -> Verified:
         command = (str(ROOT / "pretrain_gpt_hdp.py"), *of.flags(), *words)
         launch = Launch(command, folder, BEFORE_TRAINING, MOST_SECONDS, is_warm=True)
         code = run(topology, launch).code
@@ -214,7 +214,7 @@ def main() -> None:
             else:
                 profile(args.ranks, cost)
         given = CLUSTER_TASK if args.cluster else TASK
-        words = ["search", "--model-flags", MODEL, *given.split(), "--gpus", str(args.ranks), "--cost-file", str(cost)]
+        words = ["search", "--model-flags", MODEL, *given.split(), "--ranks", str(args.ranks), "--cost-file", str(cost)]
         search = cli.parse(words)
         task = task_of(search)
         arms = spread(different(task, fastest_of_kinds(task, Space())), args.arms)

@@ -47,7 +47,9 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
     words = gpu_memory_plan.plan_command(args, Path(folder) / "plan.json")
     memory_plan.run(parser.parse_args(words[1:]))
     memory = gpu_memory_plan.read(Path(folder) / "plan.json")
-    rows = [gpu_memory_plan.run_arm(arm, memory, False, args.host_gb, args.steps) for arm in gpu_memory_plan.ARMS]
+    rows = [
+        gpu_memory_plan.run_arm(arm, memory, False, args.host_memory_gb, args.steps) for arm in gpu_memory_plan.ARMS
+    ]
     figures["memory plan"] = {"rows": rows, "buffer": memory.buffer_bytes, "bound": memory.plan.model.bound}
     return figures
 
@@ -164,7 +166,7 @@ def test_defaults_fit_nine_minutes(words: tuple[str, ...], monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     minutes = {}
     for more in ((), ("--all",)):
-        monkeypatch.setattr(sys, "argv", ["script", "--device-gb", "70", *words, *more])
+        monkeypatch.setattr(sys, "argv", ["script", "--activation-gb", "70", *words, *more])
         settings, _ = gpu_activations.parse()
         minutes[more] = activation_arms.predicted_seconds(settings) / 60
         names = {arm.name for arm in gpu_activations.wanted(activation_arms.arms_of(settings, 65536, 64.0), settings)}
@@ -212,7 +214,7 @@ def test_recomputing_arms_keep_as_many_layers_whole_as_ours(monkeypatch: pytest.
     """Both budgets of device memory: with all that is free, and with no more than alpha 0 takes."""
     from scripts.bench.activation import activation_arms, gpu_activations
 
-    monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu", "--device-gb", "30", "--all"])
+    monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu", "--activation-gb", "30", "--all"])
     settings, _ = gpu_activations.parse()
     arms = activation_arms.arms_of(settings, 16384, 100.0)
     whole = {arm.name: arm.whole_layers(settings.shape.num_layers) for arm in arms}

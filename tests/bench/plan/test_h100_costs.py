@@ -78,10 +78,8 @@ def test_the_documentation_has_their_errors() -> None:
 
 def test_commands_take_the_shipped_cost_files(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(SHIPPED / "h100_8b.json")
-    words = (
-        "simulate --sampler github --context 128K --ranks 16 --tokens-per-rank 8K --global-tokens 1M --seeds 1 --json"
-    )
-    assert command([*words.split(), "--schedulers", "static,ours", "--cost-file", path]) == 0
+    words = "simulate --sampler github --seq-length 128K --ranks 16 --tokens-per-rank 8K --global-tokens 1M --json"
+    assert command([*words.split(), "--seeds", "1", "--schedulers", "static,ours", "--cost-file", path]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["scenario"]["cost"] == {"file": path, "device": "NVIDIA H100 (published timings)"}
     assert figures["schedulers"]["ours"]["speedup_over_static"]["mean"] > 1

@@ -17,7 +17,7 @@ from bytescale_ext.plan.search.explore import Scored
 from bytescale_ext.plan.search.space import Space, with_budgets
 from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import Unfit
-from megatron.bytescale.cli.search.script import Run
+from megatron.bytescale.cli.search.script import ScriptedRun
 from megatron.bytescale.cli.search.verify import Verified
 from scripts.bench.search import truth
 from scripts.bench.search.truth import different, executed, fastest_of_kinds, in_rounds, kind, spread, summary
@@ -113,7 +113,7 @@ def test_a_training_on_a_cluster_gives_a_row(tmp_path: Path, monkeypatch: pytest
     lines = [{"step_seconds": seconds, "device_peak_megabytes": 250.0} for seconds in (9.0, 8.0, 1.0, 3.0, 2.0, 9.0)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     train = truth.on_cluster(Topology(1, 8))
-    of = Run(["--num-layers", "2"], ["--hybrid-data-parallel"], 4096, 16, None)
+    of = ScriptedRun(["--num-layers", "2"], ["--hybrid-data-parallel"], 4096, 16, None)
     row = train(of, ["--lr", "1"], tmp_path, ROWS[0])
     assert (row.seconds, row.gb) == (2.0, 0.25)
     assert launches[0].command[0].endswith("pretrain_gpt_hdp.py")

@@ -26,8 +26,8 @@ def run(*words: object) -> int:
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model-flags", LLAMA, "--seq-length", 65536, "--policy", "memo", "--chunked-cross-entropy", 4096,
-               "--host-memory-gb", 1000) == 0  # fmt: skip
+    assert run("--model-flags", LLAMA, "--seq-length", 65536, "--activation-policy", "memo",
+               "--chunked-cross-entropy", 4096, "--host-memory-gb", 1000) == 0  # fmt: skip
     out = capsys.readouterr().out
     rows = {line.split("  ")[0]: line for line in out.splitlines() if line}
     assert "swap 100%" in rows["attention output"]
@@ -39,7 +39,16 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model-flags", LLAMA, "--policy", "none", "--chunked-cross-entropy", 4096, "--seq-length", 8192]
+    words = [
+        "--model-flags",
+        LLAMA,
+        "--activation-policy",
+        "none",
+        "--chunked-cross-entropy",
+        4096,
+        "--seq-length",
+        8192,
+    ]
     peaks = {}
     for ranks in (1, 4):
         assert run(*words, "--optimizer-ranks", ranks) == 0
@@ -48,7 +57,7 @@ def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixtu
         device, peaks[ranks] = float(row[7]), float(row[8])
         states = (6 + 12 / ranks) * TIED / 1e9
         assert peaks[ranks] == pytest.approx(device + states, abs=0.02)
-        assert f"peak: device, with {states:.2f} GB of parameters, gradients and optimizer states" in out
+        assert f"peak: device memory with {states:.2f} GB of parameters, gradients and optimizer states" in out
     assert run(*words, "--optimizer-ranks", 4, "--json") == 0
     assert json.loads(capsys.readouterr().out)["state_bytes"] == 9 * TIED
 
@@ -56,7 +65,7 @@ def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixtu
 def test_gpus_that_share_a_link_plan_with_their_share(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for link in (["--link-gb-per-second", 40, "--gpus-per-link", 4], ["--link-gb-per-second", 10], []):
-        assert run("--model-flags", LLAMA, "--seq-length", 65536, "--policy", "memo", "--json", *link) == 0
+        assert run("--model-flags", LLAMA, "--seq-length", 65536, "--activation-policy", "memo", "--json", *link) == 0
         found.append(json.loads(capsys.readouterr().out)["plan"])
     assert found[0] == found[1] != found[2]
 
@@ -70,7 +79,7 @@ def test_experts_are_said_to_be_left_alone(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model-flags", LLAMA, "--json", "--policy", "priced", "--chunked-cross-entropy", 1024) == 0
+    assert run("--model-flags", LLAMA, "--json", "--activation-policy", "priced", "--chunked-cross-entropy", 1024) == 0
     value = json.loads(capsys.readouterr().out)
     tensors = {row["name"]: row for row in value["tensors"]}
     assert tensors["layer input"]["bytes_per_token"] == 8192

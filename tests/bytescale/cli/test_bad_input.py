@@ -12,22 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.bytescale import cli
-from megatron.bytescale.cli.plan import read_lengths
 from megatron.bytescale.cli.shared.inputs import OneLineParser
+from megatron.bytescale.cli.shared.lengths import read_lengths
+from megatron.bytescale.cli.shared.slicing import cost_of_options
 from tests.data.sources import write_data_set
 
 PLAN = ["plan", "--lengths", "{in}/lengths.npy", "--ranks", "9", "--tokens-per-rank", "10"]
-SIMULATE = "simulate --sampler sft --context 8K --ranks 8 --tokens-per-rank 8K --global-tokens 64K --seeds 1".split()
-SCHEDULE = "schedule --stages 4 --microbatches 8".split()
+SIMULATE = "simulate --sampler sft --seq-length 8K --ranks 8 --tokens-per-rank 8K --global-tokens 64K --seeds 1".split()
+SCHEDULE = "schedule --pipeline-parallel 4 --micro-batches 8".split()
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 MEMORY = ["memory-plan", "--model-flags"]
 ACTIVATIONS = ["activations", "--model-flags"]
 CORPUS = ["corpus", "--output", "{in}/out"]
 TOKENIZED = [*CORPUS, "--from", "{in}/lines.jsonl", "--tokenizer-type"]
-DRY_RUN = ["dry-run", "--world-size", "8"]
-SEARCH = ["search", "--model-flags", MODEL, "--sampler", "sft", *"--context 1K --global-batch-size 8 --gpus 8".split(),
-          *"--device-memory-gb 1 --steps 1".split()]  # fmt: skip
-SCULPT = "data sculpt --input {in}/docs --context 8 --output-prefix {in}/out".split()
+DRY_RUN = ["dry-run", "--ranks", "8"]
+SEARCH = ["search", "--model-flags", MODEL, "--sampler", "sft", *"--seq-length 1K --ranks 8".split(),
+          *"--global-batch-size 8 --device-memory-gb 1 --steps 1".split()]  # fmt: skip
+SCULPT = "data sculpt --input {in}/docs --seq-length 8 --output {in}/out".split()
 PROFILE = ["profile", "--output", "{in}/cost.json"]
 
 # (command line, words of the message); {in} is a folder with the files that ``folder`` makes.
@@ -46,15 +47,15 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--start", "one"], "invalid int value: 'one'"),
     ([*PLAN, "--tokens-multiple", "3"], "multiple"),
     ([*PLAN, "--balance", "best"], "choose one of auto, none, dp, pp, bytescale"),
-    ([*PLAN, "--balance", "dp", "--stages", "2"], "dp makes no aligned slots"),
-    ([*PLAN, "--stages", "5"], "5 stages do not divide the 32 layers"),
-    ([*PLAN, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),
+    ([*PLAN, "--balance", "dp", "--pipeline-parallel", "2"], "dp makes no aligned slots"),
+    ([*PLAN, "--pipeline-parallel", "5"], "5 stages do not divide the 32 layers"),
+    ([*PLAN, "--slices", "0", "--pipeline-parallel", "2"], "--slices 0 must be at least 1"),
     ([*PLAN, "--slices", "auto"], "--slices auto needs a pipeline"),
-    ([*PLAN, "--slices", "auto", "--stages", "2"], "needs --device-memory-gb"),
-    ([*PLAN, "--slices", "auto", "--stages", "2", "--device-memory-gb", "80", "--eager"], "remove them"),
-    ([*PLAN, "--slices", "auto", "--stages", "2", "--device-memory-gb", "0.001"], "GB"),
-    ([*PLAN, "--eager", "--stages", "2"], "--eager needs --slices"),
-    ([*PLAN, "--kept-keys", "5", "--stages", "2"], "--kept-keys 5"),
+    ([*PLAN, "--slices", "auto", "--pipeline-parallel", "2"], "needs --device-memory-gb"),
+    ([*PLAN, "--slices", "auto", "--pipeline-parallel", "2", "--device-memory-gb", "80", "--eager"], "remove them"),
+    ([*PLAN, "--slices", "auto", "--pipeline-parallel", "2", "--device-memory-gb", "0.001"], "GB"),
+    ([*PLAN, "--eager", "--pipeline-parallel", "2"], "--eager needs --slices"),
+    ([*PLAN, "--kept-keys", "5", "--pipeline-parallel", "2"], "--kept-keys 5"),
     ([*PLAN, "--link-gb-per-second", "0"], "--link-gb-per-second 0 must be positive"),
     ([*PLAN, "--device-memory-gb", "80"], "--device-memory-gb needs --slices auto"),
     ([*PLAN, "--static-width", "2"], "width 2 does not divide 9"),
@@ -74,27 +75,27 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--lengths", "{in}/empty.npy"], "has 0 documents"),
     ([*PLAN, "--lengths", "{in}/short.idx"], "short.idx"),
     # simulate
-    (["simulate"], "required: --context"),
+    (["simulate"], "required: --seq-length"),
     ([*SIMULATE, "--lengths", "{in}/lengths.npy"], "not allowed with argument --sampler"),
     ([*SIMULATE, "--sampler", "bytd"], "sampler 'bytd' is unknown; choose one of byted, github, wikipedia"),
     ([*SIMULATE, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static"),
-    ([*SIMULATE, "--context", "1M"], "--context 1048576 does not fit on 8 ranks.*at least 131072"),
+    ([*SIMULATE, "--seq-length", "1M"], "--seq-length 1048576 does not fit on 8 ranks.*at least 131072"),
     ([*SIMULATE, "--global-tokens", "1K"], "context 8192 and 1024 tokens of a step"),
-    ([*SIMULATE, "--stages", "3"], "3 stages do not divide the 32 layers"),
+    ([*SIMULATE, "--pipeline-parallel", "3"], "3 stages do not divide the 32 layers"),
     ([*SIMULATE, "--slices", "two"], "invalid slices_value value: 'two'|--slices"),
     ([*SIMULATE, "--plot", "{in}/none/bars.png"], "there is no folder"),
     ([*SIMULATE, "--plot", "{in}/bars.txt"], "give a name that ends with .png, .svg or .pdf"),
     ([*SIMULATE, "--cost-file", "{in}/none.json"], "none.json"),
     # schedule
-    (["schedule"], "required: --stages, --microbatches"),
-    ([*SCHEDULE, "--microbatches", "many"], "'many' is not a whole number"),
+    (["schedule"], "required: --pipeline-parallel, --micro-batches"),
+    ([*SCHEDULE, "--micro-batches", "many"], "'many' is not a whole number"),
     ([*SCHEDULE, "--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
     ([*SCHEDULE, "--vpp", "2", "--zero-bubble"], "zero bubble does not work with virtual stages"),
     ([*SCHEDULE, "--slices", "4", "--seq1f1b-partition", "1,2"], "there must be 4, of 131072 tokens together"),
     ([*SCHEDULE, "--slices", "4", "--seq-length", "3"], "use at most 3 slices"),
-    ([*SCHEDULE, "--slices", "4", "--tp", "3"], "the nearest lengths that can be are 131070 or 131073"),
-    ([*SCHEDULE, "--stages", "2", "--vpp", "2"], "--vpp 2 needs --stages of 3 or more"),
-    ([*SCHEDULE, "--slices", "3", "--vpp", "2", "--microbatches", "5"], "the nearest numbers of micro-batches"),
+    ([*SCHEDULE, "--slices", "4", "--tensor-parallel", "3"], "the nearest lengths that can be are 131070 or 131073"),
+    ([*SCHEDULE, "--pipeline-parallel", "2", "--vpp", "2"], "--vpp 2 needs --pipeline-parallel of 3 or more"),
+    ([*SCHEDULE, "--slices", "3", "--vpp", "2", "--micro-batches", "5"], "the nearest numbers of micro-batches"),
     ([*SCHEDULE, "--plot", "{in}"], "give a name that ends with"),
     ([*SCHEDULE, "--plot", "{in}/none/a.png"], "there is no folder"),
     ([*SCHEDULE, "--cost-file", "{in}/bad.json"], "bad.json"),
@@ -102,8 +103,8 @@ CASES: list[tuple[list[str], str]] = [
     (["activations", "--host-memory-gb", "-1"], "--host-memory-gb must be at least 0"),
     (["activations", "--host-memory-gb", "much"], "invalid float value"),
     (["activations", "--device-memory-gb", "1"], "it takes .* GB of device memory"),
-    (["activations", "--policy", "best"], "choose one of none, memo"),
-    (["activations", "--policy", "memo", "--host-memory-gb", "1"], "GB of host memory"),
+    (["activations", "--activation-policy", "best"], "choose one of none, memo"),
+    (["activations", "--activation-policy", "memo", "--host-memory-gb", "1"], "GB of host memory"),
     (["activations", "--link-gb-per-second", "0"], "--link-gb-per-second must be positive"),
     (["activations", "--tflops", "0", "1", "1"], "--tflops must be positive"),
     (["activations", "--tflops", "1", "1"], "expected 3 arguments"),
@@ -149,8 +150,8 @@ CASES: list[tuple[list[str], str]] = [
     (["corpus", "--output", "{in}/lines.jsonl/out", "--from", "{in}/lines.jsonl"], "cannot write to"),
     # data sculpt
     (["data"], "required: COMMAND"),
-    (["data", "sculpt"], "required: --input, --context, --output-prefix"),
-    ([*SCULPT, "--context", "2"], "shortest document has 3 tokens.*--context 3 or more, or --overflow split"),
+    (["data", "sculpt"], "required: --input, --seq-length, --output"),
+    ([*SCULPT, "--seq-length", "2"], "shortest document has 3 tokens.*--seq-length 3 or more, or --overflow split"),
     ([*SCULPT, "--input", "{in}/none"], "none.idx: no such file"),
     ([*SCULPT, "--input", "{in}/short"], "short.idx"),
     ([*SCULPT, "--input", "{in}/broken.jsonl"], "broken.jsonl:1: not JSON"),
@@ -162,8 +163,8 @@ CASES: list[tuple[list[str], str]] = [
     ([*SCULPT, "--embedder", "bert"], "--embedder bert: give hf:PATH"),
     ([*SCULPT, "--embedder", "hf:{in}/none"], "there is no folder {in}/none"),
     ([*SCULPT, "--embedder", "hf:{in}"], "sentence-transformers is not installed"),
-    ([*SCULPT, "--output-prefix", "{in}/"], "--output-prefix .*give a path that ends in a name"),
-    ([*SCULPT, "--output-prefix", "{in}/lines.jsonl/out"], "change --output-prefix"),
+    ([*SCULPT, "--output", "{in}/"], "--output .*give a path that ends in a name"),
+    ([*SCULPT, "--output", "{in}/lines.jsonl/out"], "change --output"),
     # profile
     (["profile"], "required: --output"),
     (PROFILE, "give the flags of the training command after a --"),
@@ -173,22 +174,22 @@ CASES: list[tuple[list[str], str]] = [
     (["profile", "--output", "{in}/none/c.json", "--", "--num-layers", "2"], "there is no folder"),
     (["profile", "--output", "{in}", "--", "--num-layers", "2"], "cannot be written"),
     # dry-run
-    (["dry-run"], "required: --world-size"),
+    (["dry-run"], "required: --ranks"),
     (DRY_RUN, "give the flags of the training command after a --"),
-    ([*DRY_RUN, "--rank", "8", "--", "--num-layers", "2"], "processes are numbered from 0 to 7"),
+    ([*DRY_RUN, "--rank", "8", "--", "--num-layers", "2"], "ranks are numbered from 0 to 7"),
     ([*DRY_RUN, "--sampler", "none", "--", "--num-layers", "2"], "--sampler none is unknown"),
     ([*DRY_RUN, "--seed", "-1", "--", "--num-layers", "2"], "--seed -1 must be at least 0"),
     ([*DRY_RUN, "--lengths", "{in}/none.idx", "--", "--num-layers", "2"], "no such file"),
     ([*DRY_RUN, "--sampler", "github", "--lengths", "a.npy", "--", "--cpu"], "not allowed with"),
     # search
-    (["search"], "required: --model-flags, --context"),
+    (["search"], "required: --model-flags, --seq-length"),
     ([*SEARCH, "--device", "h100", "--sampler", "none"], "--sampler none is unknown"),
     ([*SEARCH, "--device", "tpu"], "--device tpu is unknown; choose one of h100"),
     ([*SEARCH, "--device", "h100", "--cost-file", "c.json"], "not allowed with"),
     (SEARCH, "one of the arguments --cost-file --device is required"),
     ([*SEARCH, "--cost-file", "{in}/none.json"], "No such file"),
     ([*SEARCH, "--cost-file", "bytescale_ext/measure/costs/h100_7b.json"], "is for another model: hidden is 4096"),
-    ([*SEARCH, "--device", "h100", "--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
+    ([*SEARCH, "--device", "h100", "--ranks", "12"], "--ranks 12 is not a multiple of --ranks-per-node 8"),
     ([*SEARCH, "--device", "h100", "--device-memory-gb", "0"], "--device-memory-gb 0 must be positive"),
     ([*SEARCH, "--device", "h100", "--host-memory-gb", "nan"], "--host-memory-gb nan must be at least 0"),
     ([*SEARCH, "--device", "h100", "--slowdown", "0.5"], "--slowdown 0.5 must be at least 1"),
@@ -203,11 +204,11 @@ CASES: list[tuple[list[str], str]] = [
     ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --nonsense 4"], "Megatron 0.19.2 knows no --nonsense"),
     ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --expert-model-parallel-size 2"], "search decides"),
     ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} 'open"], "--model-flags: No closing quotation"),
-    ([*SEARCH, "--device", "h100", "--verify", "2", "--gpus", "16"], "several nodes of --gpus-per-node 8: search for"),
+    ([*SEARCH, "--device", "h100", "--verify", "2", "--ranks", "16"], "several nodes of --ranks-per-node 8"),
     ([*SEARCH, "--device", "h100", "--verify", "2", "--explain", "hdp-tokens-per-rank"], "exclude each other"),
-    ([*SEARCH, "--device", "h100", "--verify", "2", *"--gpus 32768 --gpus-per-node 32768".split()],
+    ([*SEARCH, "--device", "h100", "--verify", "2", *"--ranks 32768 --ranks-per-node 32768".split()],
      "too many processes for its|this machine, which has"),
-    ([*SEARCH, "--device", "h100", "--gpus", "7"], "--global-batch-size 8 is not a multiple of the HDP ranks"),
+    ([*SEARCH, "--device", "h100", "--ranks", "7"], "--global-batch-size 8 is not a multiple of the HDP ranks"),
     ([*SEARCH, "--device", "h100", "--device-memory-gb", "1e-6"], "what fits: .* GB of device memory"),
     # doctor
     (["doctor", "--head-dim", "wide"], "'wide' is not a whole number"),
@@ -242,7 +243,7 @@ def plans(folder: Path) -> Path:
     cli.plan.add_arguments(parser)
     args = parser.parse_args([word.format(**{"in": folder}) for word in PLAN[1:]])
     lengths = read_lengths(args.lengths)
-    decision = cli.plan.decision_of(args, cli.plan.model_cost(None), lengths)
+    decision = cli.plan.decision_of(args, cost_of_options(args), lengths)
     plan = cli.plan.planner_of(decision)(lengths).to_json()
     (folder / "plan.json").write_text(json.dumps(plan))
     broken = {**plan, "lengths": [*plan["lengths"][:-1], 10**6]}

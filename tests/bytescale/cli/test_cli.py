@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.bytescale import cli, train
+from megatron.bytescale.arguments.renamed import RENAMED, TRAINING, Renamed
 from megatron.bytescale.cli import train as command_of_train
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,6 +31,26 @@ def test_help_has_an_example_that_parses(command: object, capsys: pytest.Capture
     assert program == "bytescale"
     assert words[0] == name
     assert cli.parser().parse_args(words).command == name
+
+
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [(row, where) for row in RENAMED if row.where != TRAINING for where in row.where.split(", ")],
+    ids=lambda value: value if isinstance(value, str) else value.old,
+)
+def test_options_in_their_old_spelling(row: Renamed, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*where.split(), f"{row.old}=4"]) == 2
+    assert capsys.readouterr().err == f"bytescale {where}: error: {row.old} is now {row.new}\n"
+    with pytest.raises(SystemExit):
+        cli.main([*where.split(), "--help"])
+    options = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert row.new in options
+    assert row.old not in options
+
+
+def test_words_after_two_dashes_are_not_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dry-run", "--ranks", "2", "--rank", "2", "--", "--world-size", "4"]) == 2
+    assert "ranks are numbered from 0 to 1" in capsys.readouterr().err
 
 
 def test_all_words_after_train_are_flags_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +73,7 @@ def test_the_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str
 def test_a_full_device_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main(["schedule", "--stages", "2", "--microbatches", "2"]) == 2
+        assert cli.main(["schedule", "--pipeline-parallel", "2", "--micro-batches", "2"]) == 2
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space left"):
             full.flush()
@@ -91,7 +112,7 @@ def test_commands_that_plan_import_neither_torch_nor_megatron(tmp_path: Path) ->
     np.save(tmp_path / "lengths.npy", np.array([30, 7, 55]))
     code = (
         "import sys; import megatron.bytescale.arguments.parse; from megatron.bytescale.cli import main, timeline; "
-        "code = main('schedule --stages 2 --microbatches 2'.split()) or main(['plan', *sys.argv[1:]]); "
+        "code = main('schedule --pipeline-parallel 2 --micro-batches 2'.split()) or main(['plan', *sys.argv[1:]]); "
         "heavy = sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'matplotlib'}); "
         "heavy += [name for name in sys.modules if name.startswith(('megatron.core', 'megatron.training'))]; "
         "sys.exit(code or (f'imported {heavy}' if heavy else 0))"

@@ -15,7 +15,7 @@ from megatron.bytescale.cli import main
         ([], "one of the arguments --from --to is required"),
         (["--from", "hf", "--load", "a"], "--from hf needs --input, and no --load"),
         (["--to", "hf", "--input", "a", "--load", "a"], "--to hf needs --load, and no --input"),
-        (["--to", "hf", "--load", "a", "--dtype", "bf16"], "--dtype goes with --from"),
+        (["--to", "hf", "--load", "a", "--dtype", "bf16"], "--dtype needs --from"),
     ],
 )
 def test_flags_that_do_not_go_together(

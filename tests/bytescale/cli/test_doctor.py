@@ -63,7 +63,7 @@ def test_text_and_json() -> None:
         assert line.split()[2] == str(len(flags))
         assert all(f"    {flag}\n" in whole for flag in flags)
     assert "    not --tp-comm-overlap: remove it: its buffers have one fixed shape\n" in whole
-    assert "refused in every run:\n    not " in whole
+    assert "refused in each run:\n    not " in whole
     assert "    not --" not in short
     report = json.loads(as_json)
     attention = report["attention"]

@@ -86,4 +86,4 @@ def test_figures_and_table_agree() -> None:
     value = command.figures({"layer, forward": (plan, 0.5)})["layer, forward"]
     assert value == {"num_requests": 2, "bound_bytes": 4_000_000, "peak_bytes": 4_000_000, "is_optimal": True,
                      "seconds": 0.5}  # fmt: skip
-    assert "4.000      4.000     1.0000  optimal" in command.table({"layer, forward": (plan, 0.5)})
+    assert "4.000      4.000     1.0000  optimal" in command.table_text({"layer, forward": (plan, 0.5)})

@@ -20,7 +20,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["ngram", "--rows", "4K", "--workers", "2", "--tokens-per-rank", "100", *words]) == 0
+    assert cli.main(["ngram", "--rows", "4K", "--ranks", "2", "--tokens-per-rank", "100", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ REFUSED = [
     (["--orders", "0"], "--orders: invalid numbers value: '0'"),
     (["--cache-rows", "-0.1"], "--cache-rows -0.1 is not a share from 0 to 1"),
     (["--staleness", "-1"], "--staleness -1 must be at least 0"),
-    (["--workers", "50"], "2,000 tokens do not fill a step of 50 micro-batches of 100: lower --workers"),
+    (["--ranks", "50"], "2,000 tokens do not fill a step of 50 micro-batches of 100: lower --ranks"),
 ]
 
 

@@ -15,6 +15,7 @@ from bytescale_ext.plan.hdp.table import PLANNERS
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from megatron.bytescale.cli import plan as command
+from megatron.bytescale.cli.shared.lengths import draw_pieces
 from tests.plan.simple_plans import plan_naive, plan_static
 
 
@@ -88,7 +89,7 @@ def test_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_of(capsys, *options, "--balance", "none") == plan_naive(lengths, 16, 8192)
     assert 1 <= score_of(capsys, *options) < score_of(capsys, *options, "--balance", "none")
     for balance in ("auto", *(row.name for row in PLANNERS if row.aligned)):
-        plan = plan_of(capsys, *options, "--stages", 2, "--balance", balance, "--ranks-per-node", 4)
+        plan = plan_of(capsys, *options, "--pipeline-parallel", 2, "--balance", balance, "--ranks-per-node", 4)
         check_step_plan(plan, lengths)
         assert plan.aligned
 
@@ -132,8 +133,8 @@ def test_index_files_are_read_by_document(tmp_path: Path, capsys: pytest.Capture
 
 def test_pieces_are_drawn_twice_only_when_there_are_too_few() -> None:
     pieces = [1, 5, 5, 2, 3]
-    assert sorted(command.draw_pieces([1, 12, 3], 5, 5, seed=0)) == sorted(pieces)
-    assert command.draw_pieces([1, 12, 3], 5, 3, seed=7) == command.draw_pieces([1, 12, 3], 5, 3, seed=7)
-    more = command.draw_pieces([1, 12, 3], 5, 40, seed=0)
+    assert sorted(draw_pieces([1, 12, 3], 5, 5, seed=0)) == sorted(pieces)
+    assert draw_pieces([1, 12, 3], 5, 3, seed=7) == draw_pieces([1, 12, 3], 5, 3, seed=7)
+    more = draw_pieces([1, 12, 3], 5, 40, seed=0)
     assert len(more) == 40
     assert set(more) == set(pieces)

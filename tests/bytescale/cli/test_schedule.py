@@ -11,7 +11,7 @@ from bytescale_ext.plan.schedule.actions import parse_schedule, seq1f1b_schedule
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import cli
 
-WORDS = ["schedule", "--stages", "4", "--microbatches", "8", "--slices", "4"]
+WORDS = ["schedule", "--pipeline-parallel", "4", "--micro-batches", "8", "--slices", "4"]
 
 
 def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -46,11 +46,13 @@ def test_zero_bubble_beside_whole_backward_passes(capsys: pytest.CaptureFixture[
 
 
 def test_explicit_slices_and_one_slice(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["schedule", "--stages", "2", "--microbatches", "2", "--slices", "2", "--seq-length", "10"]
+    words = ["schedule", "--pipeline-parallel", "2", "--micro-batches", "2", "--slices", "2", "--seq-length", "10"]
     rows = json.loads(shown([*words, "--seq1f1b-partition", "6,4", "--json"], capsys))
     assert rows[0]["slices"] == [6, 4]
     assert rows[0]["name"] == "Seq1F1B explicit"
-    rows = json.loads(shown(["schedule", "--stages", "2", "--microbatches", "2", "--json", "--compare"], capsys))
+    rows = json.loads(
+        shown(["schedule", "--pipeline-parallel", "2", "--micro-batches", "2", "--json", "--compare"], capsys)
+    )
     assert [row["name"] for row in rows] == ["1F1B"]
 
 

@@ -18,7 +18,7 @@ from megatron.bytescale.cli import simulate as command
 LAYER = CostModel(a=4e-11, b=2e-6, c=2e-7, g=1e-4)
 COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1e-6, 1.0, 1.0)
 ONE_STEP = ("--seeds", 1)
-SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
+SMALL = "--seq-length 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
 FIGURES = {
     "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
     "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "device_bytes", "host_bytes",
@@ -52,7 +52,7 @@ def test_json_of_all_schedulers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--sampler", "github", *SMALL, "--stages", 2, "--schedulers", "ours,megatron-hybrid") == 0
+    assert run("--sampler", "github", *SMALL, "--pipeline-parallel", 2, "--schedulers", "ours,megatron-hybrid") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("github, context 32768, 8 ranks x 2 stages, C 8192, 262144 tokens a step, 2 seeds")
     assert lines[3].split()[:4] == ["time", "/", "bound", "over"]
@@ -67,7 +67,17 @@ LAYER_BYTES = sum(tensor.bytes_per_token for tensor in layer_tensors(shipped("by
 
 def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     """Plans of this project run in slices, Megatron's static mesh does not."""
-    words = ("--sampler", "github", *SMALL, *ONE_STEP, "--stages", 4, "--schedulers", "static,naive,ours", "--json")
+    words = (
+        "--sampler",
+        "github",
+        *SMALL,
+        *ONE_STEP,
+        "--pipeline-parallel",
+        4,
+        "--schedulers",
+        "static,naive,ours",
+        "--json",
+    )
     assert run(*words) == 0
     plain = json.loads(capsys.readouterr().out)["schedulers"]
     assert run(*words, "--slices", 3) == 0
@@ -147,7 +157,17 @@ def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--sampler", "github", *SMALL, *ONE_STEP, "--stages", 4, "--schedulers", "static,ours", "--json")
+    words = (
+        "--sampler",
+        "github",
+        *SMALL,
+        *ONE_STEP,
+        "--pipeline-parallel",
+        4,
+        "--schedulers",
+        "static,ours",
+        "--json",
+    )
     assert run(*words) == 0
     whole = json.loads(capsys.readouterr().out)["schedulers"]
     assert run(*words, "--slices", "auto", "--device-memory-gb", 60) == 0
@@ -159,7 +179,7 @@ def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_swapped_keys_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    slices = "--stages 2 --schedulers ours --slices 3 --kept-keys 0".split()
+    slices = "--pipeline-parallel 2 --schedulers ours --slices 3 --kept-keys 0".split()
     words = ("--sampler", "github", *SMALL, *ONE_STEP, *slices)
     assert run(*words) == 0
     assert "host GB" not in capsys.readouterr().out

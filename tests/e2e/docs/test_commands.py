@@ -59,7 +59,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
 SIZES = {
     "corpus": {"--tokens": "20000"},
     "plan": {"--num-sequences": "8"},
-    "simulate": {"--context": "64K", "--ranks": "8", "--global-tokens": "256K", "--seeds": "1"},
+    "simulate": {"--seq-length": "64K", "--ranks": "8", "--global-tokens": "256K", "--seeds": "1"},
     "memory-plan": {"--seq-length": "64"},
     "ngram": {"--rows": "64K"},
 }

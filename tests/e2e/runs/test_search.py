@@ -100,8 +100,9 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
 def test_the_written_script_trains_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path / "cost.json", TASK.cost)
     words = ["search", "--model-flags", f"{' '.join(SIZED)} --cpu", "--lengths", f"{documents()}.idx",
-             "--context", "256", "--global-batch-size", "4", "--gpus", "2", "--device-memory-gb", "1", "--steps", "2",
-             "--best", "1", "--cost-file", str(tmp_path / "cost.json"), "--verify", "1", "--json"]  # fmt: skip
+             "--seq-length", "256", "--global-batch-size", "4", "--ranks", "2", "--device-memory-gb", "1",
+             "--steps", "2", "--best", "1", "--cost-file", str(tmp_path / "cost.json"),
+             "--verify", "1", "--json"]  # fmt: skip
     assert cli.main(words) == 0
     (row,) = json.loads(capsys.readouterr().out)["verified"]
     assert row["failure"] == ""

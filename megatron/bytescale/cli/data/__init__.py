@@ -1,1 +1,1 @@
-"""``bytescale data``: what happens to a corpus before training on long contexts."""
+"""``bytescale data``: clean, mix and sculpt a corpus for training on long contexts."""

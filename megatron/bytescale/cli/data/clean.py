@@ -1,4 +1,4 @@
-"""``bytescale data clean``: filters, masking and removal of duplicates over all sources of a corpus, on datatrove."""
+"""``bytescale data clean``: filter, mask and deduplicate all sources of a corpus with datatrove."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.data.clean.recipe import FILTERS, ON_BAD, POLICIES, STEPS, Recipe, read_recipe
 from bytescale_ext.data.samples.sources import file_entries
+from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from bytescale_ext.data.clean.stages import Where
 
 NAME = "clean"
-HELP = "filter, mask and deduplicate the sources of a corpus, with a report; a killed run goes on where it was"
+HELP = "filter, mask and deduplicate the sources of a corpus, with a report; a killed run resumes"
 EXAMPLE = "bytescale data clean --input docs=texts --steps pii exact near --tokenize --output data/cleaned"
 
 _EXECUTORS: Final = ("local", "ray", "slurm")
@@ -30,35 +31,43 @@ _WORK: Final = ".work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale data clean``."""
-    parser.add_argument("--recipe", type=Path, metavar="F.toml", help="sources and settings; flags replace its values")
+    """Add the options of ``bytescale data clean``."""
+    parser.add_argument(
+        "--recipe", type=Path, metavar="F.toml", help="sources and settings; options replace its values"
+    )
     parser.add_argument(
         "--input", nargs="+", default=[], metavar="NAME=PATH", help="sources: files, or folders of text files"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="write NAME/*.jsonl and report.json")
-    parser.add_argument("--steps", nargs="*", choices=STEPS, help="the steps that are on (default: all)")
-    parser.add_argument("--filters", nargs="*", choices=FILTERS, help="filters of quality of all sources")
+    parser.add_argument("--steps", nargs="*", choices=STEPS, help="cleaning steps (default: all)")
+    parser.add_argument("--filters", nargs="*", choices=FILTERS, help="quality filters of all sources")
     parser.add_argument("--jaccard", type=float, metavar="J", help="least similarity of near-duplicates (0.8)")
-    parser.add_argument("--policy", choices=POLICIES, help="keep one of a cluster (drop), or keep one and weigh it")
-    parser.add_argument("--on-bad", choices=ON_BAD, help="broken lines, binary files, equal ids: count (skip) or fail")
+    parser.add_argument(
+        "--policy", choices=POLICIES, help="keep one document of a cluster (drop), or keep one with a weight (weight)"
+    )
+    parser.add_argument(
+        "--on-bad", choices=ON_BAD, help="broken lines, binary files and equal ids: count them (skip) or fail"
+    )
     parser.add_argument("--text-key", metavar="KEY", help="key or column of the text (text)")
     parser.add_argument("--tasks", type=int, metavar="N", help="parts of the files (one for each file, up to 32)")
-    parser.add_argument("--workers", type=int, metavar="N", help="tasks at a time (the processors of this machine)")
-    parser.add_argument("--executor", choices=_EXECUTORS, default=_EXECUTORS[0], help="where tasks run (%(default)s)")
-    parser.add_argument("--ray-address", metavar="HOST:PORT", help="a cluster of Ray (default: started here)")
     parser.add_argument(
-        "--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="partition=P memory_gb=N and options of sbatch"
+        "--concurrent-tasks", type=int, metavar="N", help="tasks that run at a time (default: the number of processors)"
+    )
+    parser.add_argument("--executor", choices=_EXECUTORS, default=_EXECUTORS[0], help="runner of tasks (%(default)s)")
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help="cluster of Ray (default: start one here)")
+    parser.add_argument(
+        "--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="partition=P, memory_gb=N and options of sbatch"
     )
     parser.add_argument("--tokenize", action="store_true", help="also write NAME.bin and NAME.idx")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_json(parser)
     add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clean the corpus, or go on with it, and print the report.
+    """Clean the corpus, or resume an unfinished run, and print the report.
 
     Raises:
-        ValueError: a flag, the recipe, a source or a document is bad, or a task has failed.
+        ValueError: an option, the recipe, a source or a document is bad, or a task has failed.
     """
     missing = [name for name in ("datatrove", "regex") if importlib.util.find_spec(name) is None]
     if missing:
@@ -68,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     finish = Finish(recipe, args.output, tokenizer_settings(args), args.tokenize)
     where = _where(args)
     if finish.settings and not args.tokenize:
-        raise ValueError("--tokenizer-type is for --tokenize")
+        raise ValueError("--tokenizer-type needs --tokenize")
     done = begin(finish)
     if not done:
         from bytescale_ext.data.clean.readers import check_packages
@@ -85,16 +94,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def begin(finish: Finish) -> bool:
-    """Return whether the output is there already; else make the work folder, or find it as it was left.
+    """Return whether the output is finished; else make the work folder, or keep the folder of an unfinished run.
 
     Raises:
-        ValueError: the folder holds the output, or unfinished work, of another recipe or of other files.
+        ValueError: the folder has output, or unfinished work, of another recipe, or other files.
     """
     from bytescale_ext.data.clean.report import REPORT, load_report
     from bytescale_ext.data.clean.tally import write_whole
 
     own, noted = finish.key(), finish.work / "recipe"
-    other = "another recipe, or of files that have changed since: give another --output or remove the folder"
+    other = "another recipe, or of files that have changed: give another --output or remove the folder"
     if (finish.output / REPORT).exists():
         if load_report(finish.output / REPORT).fingerprint != own:
             raise ValueError(f"--output {finish.output}: it holds the output of {other}")
@@ -104,19 +113,19 @@ def begin(finish: Finish) -> bool:
             raise ValueError(f"--output {finish.output}: it holds unfinished work of {other}")
         return False
     if finish.output.exists() and any(finish.output.iterdir()):
-        raise ValueError(f"--output {finish.output}: this folder holds other files: give one of its own")
+        raise ValueError(f"--output {finish.output}: this folder has other files: give another folder")
     write_whole(noted, own)
     return False
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The last stage: the shards get their final names, data sets are written from them, and then the report.
+    """The last step: it renames the shards, writes data sets from them, and writes the report.
 
     Attributes:
-        recipe: of the corpus.
-        output: the folder.
-        settings: of the tokenizer; none: a token is a byte.
+        recipe: recipe of the corpus.
+        output: folder of the output.
+        settings: settings of the tokenizer; without any, a token is a byte.
         tokenize: whether data sets are written.
     """
 
@@ -131,16 +140,16 @@ class Finish:
         return self.output / _WORK
 
     def key(self) -> str:
-        """Return what tells this output from any other."""
+        """Return the text that identifies this output."""
         return json.dumps([self.recipe.fingerprint(), self.tokenize, self.settings])
 
     def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write what is left to write."""
+        """Write the missing files."""
         from bytescale_ext.data.clean.output import gather
         from bytescale_ext.data.clean.report import REPORT, make_report, save_report
 
         sets = gather(self.recipe, self.work, self.output)
-        prefixes = {one.name: self._data_set(one.name, one.shards) for one in sets} if self.tokenize else {}
+        prefixes = {found.name: self._data_set(found.name, found.shards) for found in sets} if self.tokenize else {}
         duplicates = self.work / "duplicates.jsonl"
         if duplicates.exists():
             os.replace(duplicates, self.output / duplicates.name)
@@ -161,21 +170,21 @@ class Finish:
 def _where(args: argparse.Namespace) -> Where:
     from bytescale_ext.data.clean.stages import Where
 
-    workers = os.cpu_count() or 1 if args.workers is None else args.workers
-    if workers < 1:
-        raise ValueError(f"--workers {workers}: give 1 or more")
-    options = tuple((key, value) for key, _, value in (one.partition("=") for one in args.slurm))
+    concurrent_tasks = os.cpu_count() or 1 if args.concurrent_tasks is None else args.concurrent_tasks
+    if concurrent_tasks < 1:
+        raise ValueError(f"--concurrent-tasks {concurrent_tasks}: give 1 or more")
+    options = tuple((key, value) for key, _, value in (option.partition("=") for option in args.slurm))
     if args.executor == "slurm" and "partition" not in dict(options):
-        raise ValueError("--executor slurm: name the partition: --slurm partition=P")
+        raise ValueError("--executor slurm needs a partition: give --slurm partition=P")
     if args.executor == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError("--executor ray: Ray is not installed: pip install ray")
     if (args.slurm and args.executor != "slurm") or (args.ray_address and args.executor != "ray"):
-        raise ValueError("--slurm and --ray-address are for the --executor of that name")
-    return Where(args.executor, workers, args.ray_address, options)
+        raise ValueError("--slurm and --ray-address need the --executor of the same name")
+    return Where(args.executor, concurrent_tasks, args.ray_address, options)
 
 
 def show(output: Path, as_json: bool) -> None:
-    """Print the report of a folder."""
+    """Print the report of an output folder."""
     from bytescale_ext.data.clean.report import REPORT, load_report, text_of
 
     report: Report = load_report(output / REPORT)

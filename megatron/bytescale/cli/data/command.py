@@ -1,4 +1,4 @@
-"""``bytescale data``: the table of its own subcommands."""
+"""``bytescale data``: the table of its subcommands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bytescale data mix``: the weights of sources in a training, with their reasons, as a file that Megatron reads."""
+"""``bytescale data mix``: write the weights of sources in a file that Megatron reads, and print their reasons."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bytescale_ext.data.clean.tally import write_whole
 from bytescale_ext.data.mix.weights import Known, Part, Temper, Weighed, blend, epochs, reweigh, weigh
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
 from megatron.bytescale.cli.shared.inputs import count, size
+from megatron.bytescale.cli.shared.options import add_json, add_option
 from megatron.bytescale.cli.shared.tables import aligned
 
 if TYPE_CHECKING:
@@ -25,57 +26,66 @@ EXAMPLE = "bytescale data mix --report data/cleaned/report.json --seq-length 64K
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale data mix``."""
-    parser.add_argument("--report", type=Path, metavar="report.json", help="of bytescale data clean --tokenize")
+    """Add the options of ``bytescale data mix``."""
+    parser.add_argument("--report", type=Path, metavar="report.json", help="report of bytescale data clean --tokenize")
     parser.add_argument(
-        "--data", nargs="+", default=[], metavar="NAME=PREFIX", help="more data sets, or without report"
+        "--data", nargs="+", default=[], metavar="NAME=PREFIX", help="data sets in addition to the report's"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="weights, for --data-args-path")
-    parser.add_argument("--seq-length", type=size, required=True, metavar="N", help="as in training")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="write weights for --data-args-path")
+    add_option(parser, "--seq-length", required=True, note="as in training")
     parser.add_argument(
         "--samples",
         choices=("documents", "windows"),
         default="documents",
-        help="what a sample of the training is, because Megatron's weights count samples: documents, with "
-        "--hybrid-data-parallel (default); windows of one length, with --sculpt-windows or without either",
+        help="samples of the training, which Megatron's weights count: documents, with --hybrid-data-parallel "
+        "(default); windows of one length, with --sculpt-windows or without both flags",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="more makes shares even (1)")
-    parser.add_argument("--duplication-power", type=float, default=1.0, metavar="A", help="0: it does not count (1)")
-    parser.add_argument("--quality-power", type=float, default=1.0, metavar="B", help="0: it does not count (1)")
     parser.add_argument(
-        "--simulate", type=size, metavar="TOKENS", help="show the epochs of each data set in a training"
+        "--temperature", type=float, default=1.0, metavar="T", help="a higher value evens out the shares (1)"
+    )
+    parser.add_argument(
+        "--duplication-power", type=float, default=1.0, metavar="A", help="weight of duplication; 0 ignores it (1)"
+    )
+    parser.add_argument(
+        "--quality-power", type=float, default=1.0, metavar="B", help="weight of quality; 0 ignores it (1)"
+    )
+    parser.add_argument(
+        "--simulate", type=size, metavar="TOKENS", help="print the epochs of each data set in a training of TOKENS"
     )
     parser.add_argument("--proxy-steps", type=count, metavar="N", help="train a small model for N steps on each source")
     parser.add_argument("--proxy-seeds", type=count, default=3, metavar="K", help="small runs of each source (3)")
-    parser.add_argument("--json", action="store_true", help="print the weights as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Weigh the sources, write the file, and print the weights with their reasons.
 
     Raises:
-        ValueError: a flag, the report or a data set is bad, or a small run has failed.
+        ValueError: an option, the report or a data set is bad, or a small run has failed.
     """
     temper = _temper(args)
     parts, known = _parts(args)
     if args.output.is_dir():
-        raise ValueError(f"--output {args.output} is a folder: give the name of a file")
+        raise ValueError(f"--output {args.output} is a folder: give a file name")
     weighed = weigh(parts, known, temper)
     proposals: dict[str, Proposal] = {}
     if args.proxy_steps is not None:
         from megatron.bytescale.cli.data.proxy import proposals_of
 
         proposals = proposals_of(parts, args.proxy_steps, args.proxy_seeds, Path(f"{args.output}.proxy"))
-        weighed = reweigh(weighed, {name: one.factor for name, one in proposals.items() if one.is_clear})
+        weighed = reweigh(weighed, {name: proposal.factor for name, proposal in proposals.items() if proposal.is_clear})
     blended = blend(parts, weighed)
     write_whole(args.output, "".join(f"{weight:.6g} {prefix}\n" for weight, prefix in blended))
     seen = epochs(parts, weighed, args.simulate) if args.simulate is not None else {}
     if args.json:
         values = {
-            "sources": [dataclasses.asdict(one) for one in weighed],
+            "sources": [dataclasses.asdict(source) for source in weighed],
             "blend": [{"weight": weight, "prefix": prefix} for weight, prefix in blended],
             "epochs": seen,
-            "proxies": {name: {**dataclasses.asdict(one), "is_clear": one.is_clear} for name, one in proposals.items()},
+            "proxies": {
+                name: {**dataclasses.asdict(proposal), "is_clear": proposal.is_clear}
+                for name, proposal in proposals.items()
+            },
         }
         print(json.dumps(values, indent=2))
         return 0
@@ -94,7 +104,7 @@ def _temper(args: argparse.Namespace) -> Temper:
 
 
 def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
-    """Return the data sets, and what the report knows of their sources."""
+    """Return the data sets, and the report's figures of their sources."""
     found: list[tuple[str, str, float]] = []
     known: dict[str, Known] = {}
     if args.report is not None:
@@ -103,9 +113,9 @@ def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
         report = load_report(args.report)
         for one in report.data_sets:
             if one["prefix"] is None:
-                raise ValueError(f"{args.report}: {one['name']} is text alone: clean with --tokenize")
+                raise ValueError(f"{args.report}: {one['name']} has text and no tokens: clean with --tokenize")
             found.append((str(one["prefix"]), str(one["source"]), float(str(one["weight"]))))
-        # Where documents weigh as often as they came, duplication counts for them, not against them.
+        # With weights by copies, duplicates already count for a source, so duplication does not lower its share.
         is_weighed = report.recipe["policy"] == "weight"
         for name, about in report.sources.items():
             known[name] = Known(0.0 if is_weighed else about.duplication, about.quality)

@@ -1,7 +1,7 @@
-"""Small training runs on each source, whose loss curves say which source still teaches something.
+"""Small training runs on each source. Their loss curves show which sources still improve the model.
 
 Each run is a real training of a model of half a million parameters on one source alone, with hybrid data parallelism
-on one process. Runs that are finished are not repeated.
+on one process. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _LEAST_VOCABULARY: Final = 257  # bytes and the end of a document
 
 
 def proposals_of(parts: Sequence[Part], steps: int, seeds: int, folder: Path) -> dict[str, Proposal]:
-    """Train ``seeds`` runs of ``steps`` steps on each source and return what they say.
+    """Train ``seeds`` runs of ``steps`` steps on each source and return a proposal for each source.
 
     Args:
-        parts: the data sets.
-        steps: of a run, of up to ``STEP_TOKENS`` tokens each.
+        parts: data sets.
+        steps: steps of a run, of up to ``STEP_TOKENS`` tokens each.
         seeds: runs of each source.
-        folder: of the runs; those that are finished there are read.
+        folder: folder of the runs, whose finished runs are read.
 
     Raises:
-        ValueError: a source has fewer tokens than a run, or a run has failed; its log is named.
+        ValueError: a source has fewer tokens than a run, or a run has failed; the message names its log.
     """
     if steps < LEAST_STEPS:
         raise ValueError(f"--proxy-steps {steps}: give {LEAST_STEPS} or more")
     sources = {name: [part for part in parts if part.source == name] for name in dict.fromkeys(p.source for p in parts)}
     if len(sources) < 2:
-        raise ValueError("--proxy-steps compares sources, and there is one")
+        raise ValueError("--proxy-steps compares sources: give two or more")
     for name, own in sources.items():
         tokens = sum(part.tokens for part in own)
         if tokens < steps * STEP_TOKENS:
@@ -76,7 +76,7 @@ def command_of(parts: Sequence[Part], steps: int, seed: int, folder: Path, vocab
 
 
 def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the tokens seen and the losses of a finished run, float64 [steps] each, or None."""
+    """Return the trained tokens and the losses of a finished run, float64 [steps] each; None without one."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return None
@@ -86,7 +86,7 @@ def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None
 
 
 def _run(parts: Sequence[Part], steps: int, seed: int, folder: Path, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens seen and the losses of a run, [steps] each; train it unless it is there."""
+    """Return the trained tokens and the losses of a run, float64 [steps] each; train it if it is not finished."""
     curve = read_curve(folder, steps)
     if curve is None:
         print(f"small run {folder.name}", file=sys.stderr)

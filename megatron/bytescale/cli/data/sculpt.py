@@ -20,51 +20,51 @@ from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
 from bytescale_ext.plan.sculpt.quality import quality_of
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings
-from megatron.bytescale.cli.shared.inputs import check_picture, size
+from megatron.bytescale.cli.shared.inputs import check_picture
+from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
 
 NAME = "sculpt"
-HELP = "group related documents into windows of a context length, without copying the corpus"
-EXAMPLE = "bytescale data sculpt --input data/python --context 64K --overflow none --output-prefix data/python-64k"
+HELP = "group related documents into windows of one length, without copying the corpus"
+EXAMPLE = "bytescale data sculpt --input data/python --seq-length 64K --overflow none --output data/python-64k"
 
 _TEXT: Final = ".jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``bytescale data sculpt``."""
+    """Add the options of ``bytescale data sculpt``."""
     parser.add_argument(
         "--input",
         required=True,
         metavar="PREFIX",
-        help="a data set PREFIX.bin and PREFIX.idx; or a .jsonl file, which is first written as a data set at "
-        "--output-prefix",
+        help="data set PREFIX.bin and PREFIX.idx, or a .jsonl file, which is first written as a data set at --output",
     )
-    parser.add_argument("--context", type=size, required=True, metavar="N", help="the most tokens of a window")
+    add_option(parser, "--seq-length", required=True, note="each window fills one sequence")
     parser.add_argument(
         "--overflow",
         choices=OVERFLOWS,
         default=OVERFLOWS[0],
-        help="the end of a document that its window has no room for: none, the document goes elsewhere (default); "
-        "truncate, the end is dropped; split, the end goes elsewhere. Documents longer than a window are always cut",
+        help="documents that do not fit in the rest of a window: none, another window gets the document (default); "
+        "truncate, their end is dropped; split, another window gets their end. Documents longer than a window are "
+        "always cut",
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="P", help=f"write P{SUFFIX} and, beside it, what it was made from"
+        "--output", required=True, metavar="PREFIX", help=f"write PREFIX{SUFFIX} and a description of its inputs"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the clusters (%(default)s)")
+    add_option(parser, "--seed")
     parser.add_argument(
         "--embedder",
         metavar="hf:PATH",
-        help="a model of sentence-transformers in a folder; default: words weighed by rarity (TF-IDF), which needs no "
-        "model",
+        help="folder of a sentence-transformers model; default: words weighed by rarity (TF-IDF), without a model",
     )
     parser.add_argument(
         "--materialise",
         action="store_true",
-        help="also write P.windows.bin and P.windows.idx, in which each window is one document",
+        help="also write PREFIX.windows.bin and PREFIX.windows.idx, in which each window is one document",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw a map of the clusters and their sizes")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl (%(default)s)")
+    add_json(parser)
+    add_plot(parser, "a map of the clusters and their sizes")
+    add_option(parser, "--json-key")
     add_tokenizer_arguments(parser)
 
 
@@ -75,26 +75,27 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an option, a file or the data set is bad, or no window can be made.
     """
     began = time.perf_counter()
-    settings = SculptSettings(args.context, args.overflow, args.seed)
+    settings = SculptSettings(args.seq_length, args.overflow, args.seed)
     check_options(args)
     corpus = open_tokens(data_set_of(args))
-    header = WindowsHeader(args.context, args.overflow, args.seed, sha256_of(corpus.prefix + ".idx"))
-    made = sculpt_corpus(corpus, settings, args.embedder)
-    path = Path(args.output_prefix + SUFFIX)
-    save_windows(path, made.made.table, header)
+    header = WindowsHeader(args.seq_length, args.overflow, args.seed, sha256_of(corpus.prefix + ".idx"))
+    sculpted = sculpt_corpus(corpus, settings, args.embedder)
+    path = Path(args.output + SUFFIX)
+    save_windows(path, sculpted.made.table, header)
     if args.materialise:
-        materialise(corpus, made, Path(args.output_prefix + ".windows"))
+        materialise(corpus, sculpted, Path(args.output + ".windows"))
     if args.plot is not None:
         from bytescale_ext.draw.sculpt import draw_clusters
 
-        draw_clusters(made.pieces.vectors, made.made.cluster, made.pieces.length, args.plot)
-    report = {"windows": str(path), **report_of(corpus, made, args.context), "seconds": time.perf_counter() - began}
+        draw_clusters(sculpted.pieces.vectors, sculpted.made.cluster, sculpted.pieces.length, args.plot)
+    figures = report_of(corpus, sculpted, args.seq_length)
+    report = {"windows": str(path), **figures, "seconds": time.perf_counter() - began}
     print(json.dumps(report, indent=2) if args.json else text_of(report, args, corpus.prefix))
     return 0
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be done or written, before anything slow begins."""
+    """Raise ValueError for bad options, input or output, before any slow work."""
     check_embedder(args.embedder)
     check_picture("--plot", args.plot)
     settings = tokenizer_settings(args)
@@ -105,11 +106,11 @@ def check_options(args: argparse.Namespace) -> None:
         check_first_lines(file_entries(Path(args.input)), args.json_key)
     else:
         open_tokens(args.input)
-    checked_prefix(args.output_prefix, "--output-prefix")
+    checked_prefix(args.output, "--output")
 
 
 def data_set_of(args: argparse.Namespace) -> str:
-    """Return the prefix of the data set; write it first where the input is text."""
+    """Return the prefix of the data set, after writing it if the input is text."""
     if not args.input.endswith(_TEXT):
         return str(args.input)
     # Imported here because Megatron takes seconds to import, which --help and errors should not.
@@ -117,12 +118,12 @@ def data_set_of(args: argparse.Namespace) -> str:
 
     settings = tokenizer_settings(args)
     corpus.write_corpus(
-        args.output_prefix,
+        args.output,
         file_entries(Path(args.input)),
         tokenizer=corpus.build_megatron_tokenizer(settings) if settings else None,
         json_key=args.json_key,
     )
-    return str(args.output_prefix)
+    return str(args.output)
 
 
 def materialise(corpus: CorpusTokens, made: SculptedCorpus, prefix: Path) -> None:
@@ -158,13 +159,13 @@ def text_of(report: dict[str, object], args: argparse.Namespace, prefix: str) ->
     lines = [
         f"{report['windows']}",
         f"documents   {report['documents']:,} of {report['tokens']:,} tokens; {long:,} are longer than a window",
-        f"windows     {report['num_windows']:,} of {args.context:,} tokens, filled to {report['fill']:.3f}",
+        f"windows     {report['num_windows']:,} of {args.seq_length:,} tokens, filled to {report['fill']:.3f}",
         f"inside      {report['documents_per_window']:.1f} documents a window, relevance {report['relevance']:.3f} "
         f"(of random ones {report['random_relevance']:.3f})",
         f"cut         {report['cut']:.1%} of the documents that fit, tokens kept {report['tokens_kept']:.1%}",
         f"clusters    {report['clusters']:,}, tokens median {report['median_cluster_tokens']:,}, "
         f"largest {report['largest_cluster_tokens']:,}",
         f"seconds     {report['seconds']:.1f}",
-        f"train with --data-path {prefix} --sculpt-windows {report['windows']} --seq-length {args.context}",
+        f"train with --data-path {prefix} --sculpt-windows {report['windows']} --seq-length {args.seq_length}",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``bytescale experts``: replay recorded loads of experts under each placement."""
+"""``bytescale experts``: replay recorded expert loads with each placement."""
 
 from __future__ import annotations
 
@@ -15,43 +15,49 @@ from bytescale_ext.plan.experts.replay import PLACEMENTS, Placing, Replay, repla
 from bytescale_ext.plan.experts.trace import Trace, read_trace
 from megatron.bytescale.cli.shared.inputs import check_picture, count
 from megatron.bytescale.cli.shared.model_flags import shape_of_flags
+from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot
 from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "experts"
-HELP = "replay recorded loads of experts under each placement of their replicas"
+HELP = "replay recorded expert loads with each placement of replicas"
 EXAMPLE = 'bytescale experts --trace loads.jsonl --model-flags "$MODEL_FLAGS" --slots 12 --plot loads.png'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale experts``."""
     parser.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="loads that --moe-placement-trace has recorded"
+        "--trace", type=Path, required=True, metavar="FILE", help="loads recorded by --moe-placement-trace"
     )
-    parser.add_argument(
-        "--model-flags",
-        required=True,
-        metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string",
-    )
+    add_option(parser, "--model-flags", required=True)
     parser.add_argument(
         "--slots", type=count, required=True, metavar="S", help="experts that each rank can hold, replicas included"
     )
-    parser.add_argument("--threshold", type=float, default=1.15, metavar="R", help="flexmoe acts above this ratio of "
-                        "the busiest rank to the mean (1.15)")  # fmt: skip
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=1.15,
+        metavar="R",
+        help="ratio of the busiest rank to the mean above which flexmoe acts (1.15)",
+    )
     parser.add_argument("--interval", type=count, default=1, metavar="N", help="steps between plans (1)")
-    parser.add_argument("--micro-batches", type=count, default=1, metavar="N", help="of a rank in a step (1)")
-    parser.add_argument("--tflops", type=float, default=400.0, metavar="F", help="of a rank in its experts (400)")
-    parser.add_argument("--link-gb-per-second", type=float, default=LINK_BYTES_PER_SECOND / 1e9, metavar="B",
-                        help=f"between ranks, one way ({LINK_BYTES_PER_SECOND / 1e9:g})")  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the loads of the least balanced layer")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_option(parser, "--micro-batches")
+    parser.add_argument("--tflops", type=float, default=400.0, metavar="F", help="TFLOP/s of a rank in experts (400)")
+    parser.add_argument(
+        "--link-gb-per-second",
+        type=float,
+        default=LINK_BYTES_PER_SECOND / 1e9,
+        metavar="B",
+        help="GB/s of the link between ranks, one way (default: %(default)g)",
+    )
+    add_plot(parser, "the loads of the least balanced layer")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay and print.
+    """Replay the loads and print the figures.
 
     Raises:
-        ValueError: sizes out of range, a trace that cannot be read or is of another model.
+        ValueError: sizes out of range, a bad trace, or the trace of another model.
     """
     check_picture("--plot", args.plot)
     for name in ("tflops", "link_gb_per_second"):
@@ -70,19 +76,19 @@ def run(args: argparse.Namespace) -> int:
         from bytescale_ext.draw.charts import draw_loads
 
         worst = int(replays["static"].ratios.mean(0).argmax())
-        ratios = {name: one.ratios[:, worst] for name, one in replays.items()}
+        ratios = {name: result.ratios[:, worst] for name, result in replays.items()}
         draw_loads(
             trace.loads[:, worst].sum(1), ratios, args.plot, f"tokens of each expert, layer {trace.layers[worst]}"
         )
     if args.json:
-        print(json.dumps({name: figures(one) for name, one in replays.items()}))
+        print(json.dumps({name: figures(result) for name, result in replays.items()}))
         return 0
     print(table_text(trace, replays))
     return 0
 
 
 def check_model(shape: ModelShape, trace: Trace) -> None:
-    """Raise ValueError for a trace of another model."""
+    """Raise ValueError if the trace is of another model."""
     model = shape.num_experts, shape.experts_per_token
     if not shape.num_experts:
         raise ValueError("--model-flags needs --num-experts")
@@ -93,14 +99,14 @@ def check_model(shape: ModelShape, trace: Trace) -> None:
         )
 
 
-def figures(one: Replay) -> dict[str, float]:
+def figures(result: Replay) -> dict[str, float]:
     """Return the figures of one placement as plain values."""
     return {
-        "ratio_mean": one.mean_ratio,
-        "ratio_p95": one.late_ratio,
-        "step_seconds": float(one.seconds.mean()),
-        "moves": one.num_moves,
-        "planner_seconds": float(one.planner_seconds.mean()) if len(one.planner_seconds) else 0.0,
+        "ratio_mean": result.mean_ratio,
+        "ratio_p95": result.late_ratio,
+        "step_seconds": float(result.seconds.mean()),
+        "moves": result.num_moves,
+        "planner_seconds": float(result.planner_seconds.mean()) if len(result.planner_seconds) else 0.0,
     }
 
 
@@ -109,12 +115,13 @@ def table_text(trace: Trace, replays: dict[str, Replay]) -> str:
     head, (steps, layers) = trace.head, trace.loads.shape[:2]
     rows = [["placement", "busiest/mean", "p95", "experts ms a step", "of static", "moves", "planner ms a layer"]]
     static = replays["static"].seconds.mean()
-    for name, one in replays.items():
-        found = figures(one)
-        seconds = found["step_seconds"]
+    for name, result in replays.items():
+        values = figures(result)
+        seconds = values["step_seconds"]
         rows.append([
-            name, f"{found['ratio_mean']:.3f}", f"{found['ratio_p95']:.3f}", f"{1e3 * seconds:.3f}",
-            f"{seconds / static if static else 1.0:.3f}", f"{found['moves']}", f"{1e3 * found['planner_seconds']:.3f}",
+            name, f"{values['ratio_mean']:.3f}", f"{values['ratio_p95']:.3f}", f"{1e3 * seconds:.3f}",
+            f"{seconds / static if static else 1.0:.3f}", f"{values['moves']}",
+            f"{1e3 * values['planner_seconds']:.3f}",
         ])  # fmt: skip
     heading = f"{steps} steps, {layers} layers of {head.experts} experts on {head.ranks} ranks"
     return "\n".join([heading, *aligned(rows, left=(0,))])

@@ -1,4 +1,4 @@
-"""Texts as tokens and back, by the tokenizer of a checkpoint, and printed in the order of their prompts."""
+"""Conversion of texts to tokens and back with the tokenizer of a checkpoint, and output in the order of prompts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BYTES = 256
 
 
 class Texts:
-    """A tokenizer for generation; where training had the NullTokenizer, a token is a byte, as in `bytescale corpus`.
+    """A tokenizer for generation. With the NullTokenizer of a training, a token is a byte, as in `bytescale corpus`.
 
     Attributes:
-        vocab: tokens are below it.
-        end: token after which a text ends; None: none.
+        vocab: size of the vocabulary.
+        end: token that ends a text; None if there is none.
     """
 
     def __init__(self, args: Any) -> None:
@@ -31,13 +31,13 @@ class Texts:
         """Return the tokens of a text. Raises ValueError for bytes outside the vocabulary."""
         if self._tokenizer is not None:
             return list(self._tokenizer.tokenize(text))
-        found = list(text.encode())
-        if found and max(found) >= self.vocab:
-            raise ValueError(f"the prompt has the byte {max(found)}, and the vocabulary has {self.vocab} tokens")
-        return found
+        tokens = list(text.encode())
+        if tokens and max(tokens) >= self.vocab:
+            raise ValueError(f"the prompt has the byte {max(tokens)}, and the vocabulary has {self.vocab} tokens")
+        return tokens
 
     def stream(self, write: Callable[[str], None]) -> Callable[[Sequence[int]], None]:
-        """Return a function that is given tokens one after another, and writes their text as soon as it is whole."""
+        """Return a function that receives tokens and writes their text as soon as its characters are complete."""
         if self._tokenizer is None:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda tokens: write(decoder.decode(bytes(token for token in tokens if token < BYTES)))
@@ -56,21 +56,27 @@ class Texts:
 
 
 class InOrder:
-    """Writes texts that grow at the same time one after another: the first that has not ended, as it grows."""
+    """Writes texts that grow together in the order of their prompts: the first unfinished text as it grows."""
 
     def __init__(
         self, count: int, stream: Callable[[Callable[[str], None]], Callable[[Sequence[int]], None]],
         write: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """``stream``: makes what is given tokens out of what is given text; ``write``: is given the text of all."""
+        """Make the writer.
+
+        Args:
+            count: number of texts.
+            stream: makes a function that receives tokens from a function that receives text.
+            write: receives the text of all prompts in order.
+        """
         self._write = write
-        self._waiting: list[list[str]] = [[] for _ in range(count)]  # of each text, what is not written yet
+        self._waiting: list[list[str]] = [[] for _ in range(count)]  # the unwritten parts of each text
         self._ended = [False] * count
         self._current = 0
         self._streams = [stream(part.append) for part in self._waiting]
 
     def add(self, index: int, tokens: Sequence[int], last_line: str | None) -> None:
-        """Add tokens to a text; ``last_line``: it has ended, and this is its last line."""
+        """Add tokens to a text. ``last_line`` is the last line of a text that has ended, else None."""
         if tokens:
             self._streams[index](tokens)
         if last_line is not None:

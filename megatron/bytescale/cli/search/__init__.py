@@ -1,1 +1,1 @@
-"""``bytescale search``: its options, its table and the launch script that it writes."""
+"""``bytescale search``: its options, table and launch script."""

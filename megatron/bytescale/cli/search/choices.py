@@ -1,4 +1,4 @@
-"""The flags that ``bytescale search`` decides."""
+"""The training flags that ``bytescale search`` decides."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ EQUAL: Final = "equal stages"
 UNEQUAL: Final = "unequal stages"
 
 CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
-    "--tensor-model-parallel-size": lambda one: str(one.tensor_parallel),
-    "--pipeline-model-parallel-size": lambda one: str(one.num_stages),
-    "--pipeline-model-parallel-layout": lambda one: UNEQUAL if len(set(one.stage_layers)) > 1 else EQUAL,
-    "--expert-model-parallel-size": lambda one: str(one.expert_parallel),
-    "--num-virtual-stages-per-pipeline-rank": lambda one: str(one.chunks),
-    "--hdp-tokens-per-rank": lambda one: str(one.tokens_per_rank),
-    "--use-distributed-optimizer": lambda one: "on" if one.shares_optimizer else "off",
-    "--seq1f1b-slices": lambda one: "auto" if one.chooses_slices else "1",
-    "--activation-policy": lambda one: PRICED if one.activations == PRICED else "none",
-    "--recompute-granularity": lambda one: FULL if one.activations in (FULL, BLOCK) else "none",
-    "--recompute-method": lambda one: {FULL: "uniform", BLOCK: BLOCK}.get(one.activations, "none"),
-    "--chunked-cross-entropy": lambda one: "off" if one.loss_tokens is None else str(one.loss_tokens),
+    "--tensor-model-parallel-size": lambda strategy: str(strategy.tensor_parallel),
+    "--pipeline-model-parallel-size": lambda strategy: str(strategy.num_stages),
+    "--pipeline-model-parallel-layout": lambda strategy: UNEQUAL if len(set(strategy.stage_layers)) > 1 else EQUAL,
+    "--expert-model-parallel-size": lambda strategy: str(strategy.expert_parallel),
+    "--num-virtual-stages-per-pipeline-rank": lambda strategy: str(strategy.chunks),
+    "--hdp-tokens-per-rank": lambda strategy: str(strategy.tokens_per_rank),
+    "--use-distributed-optimizer": lambda strategy: "on" if strategy.shares_optimizer else "off",
+    "--seq1f1b-slices": lambda strategy: "auto" if strategy.chooses_slices else "1",
+    "--activation-policy": lambda strategy: PRICED if strategy.activations == PRICED else "none",
+    "--recompute-granularity": lambda strategy: FULL if strategy.activations in (FULL, BLOCK) else "none",
+    "--recompute-method": lambda strategy: {FULL: "uniform", BLOCK: BLOCK}.get(strategy.activations, "none"),
+    "--chunked-cross-entropy": lambda strategy: "off" if strategy.loss_tokens is None else str(strategy.loss_tokens),
 }
-"""Flags that ``--explain`` takes, each with its value in a strategy."""
+"""Flags that ``--explain`` accepts, each with a function that returns its value in a strategy."""
 
 VALUES: Final[Mapping[str, Sequence[str]]] = {
     "--pipeline-model-parallel-layout": (EQUAL, UNEQUAL),
@@ -37,10 +37,10 @@ VALUES: Final[Mapping[str, Sequence[str]]] = {
     "--recompute-method": ("none", BLOCK, "uniform"),
     "--chunked-cross-entropy": ("off", str(LOSS_TOKENS)),
 }
-"""Values of the flags that strategies of one branch do not have in common."""
+"""Values of the flags that differ within a branch of strategies."""
 
 BATCH: Final = "--global-batch-size"
-"""A flag that is of a step, not of a strategy; the search varies it where it is left open."""
+"""A flag of the steps, not of a strategy; the search varies it if it is not given."""
 
 DECIDED: Final = frozenset(CHOICES) | {
     "--hybrid-data-parallel", "--sequence-parallel", "--context-parallel-size", "--seq-length", BATCH,
@@ -50,4 +50,4 @@ DECIDED: Final = frozenset(CHOICES) | {
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--moe-token-dispatcher-type",
     "--expert-tensor-parallel-size",
 }  # fmt: skip
-"""Flags of the training that the search decides or takes by an option of its own."""
+"""Training flags that the search decides, or for which it has an option."""

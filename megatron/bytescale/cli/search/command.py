@@ -1,4 +1,4 @@
-"""``bytescale search``: find the launch line for a model, a cluster and the lengths of documents. No GPU needed."""
+"""``bytescale search``: find the launch line for a model, a cluster and document lengths. No GPU needed."""
 
 from __future__ import annotations
 
@@ -13,45 +13,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.measure.progress import peak_flops
-from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
 from bytescale_ext.plan.search.explore import Candidate, Exploration, Scored, explore, run_frontier, waiting_whole
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED, VALUES
-from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text, write_costs
-from megatron.bytescale.cli.search.table import Row, counts_text, rows_of, table_text
-from megatron.bytescale.cli.search.task import DEVICES, DOCUMENTS_OF_A_DEVICE, tasks_of
+from megatron.bytescale.cli.search.script import LAUNCHERS, ScriptedRun, script_text, write_costs
+from megatron.bytescale.cli.search.table import StrategyRow, counts_text, strategy_rows, table_text
+from megatron.bytescale.cli.search.task import DEVICES, DOCUMENTS_OF_A_RANK, tasks_of
 from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
 from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
 from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
+from megatron.bytescale.cli.shared.options import add_json, add_lengths, add_option, add_plot, check_sampler
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 NAME = "search"
-HELP = "find the fastest launch line for a model, a cluster and the lengths of documents, and write it"
+HELP = "find the fastest launch line for a model, a cluster and document lengths, and write it"
 EXAMPLE = (
-    'bytescale search --model-flags "$MODEL_FLAGS" --sampler byted --context 256K --gpus 64 --device h100 '
+    'bytescale search --model-flags "$MODEL_FLAGS" --sampler byted --seq-length 256K --ranks 64 --device h100 '
     "--device-memory-gb 80 --output launch.sh --global-batch-size 512"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale search``."""
-    parser.add_argument(
-        "--model-flags",
-        required=True,
-        metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; the script gets them as they are",
-    )
-    lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--lengths", type=Path, metavar="FILE", help="draw documents of this .idx or .npy file")
-    lengths.add_argument("--sampler", metavar="NAME", help=f"draw lengths of a distribution: {', '.join(SAMPLERS)}")
-    parser.add_argument(
-        "--context", type=size, required=True, metavar="S", help="the most tokens of a document; longer ones are cut"
-    )
+    add_option(parser, "--model-flags", required=True, note="copied to the script")
+    add_lengths(parser, required=True)
+    add_option(parser, "--seq-length", required=True, note="longer documents are cut")
     parser.add_argument(
         "--global-batch-size", type=size, metavar="N", help="documents of a step (default: the best of several sizes)"
     )
@@ -59,22 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--largest-batch-size",
         type=size,
         metavar="N",
-        help=f"without --global-batch-size: the most documents of a step ({DOCUMENTS_OF_A_DEVICE} for each device)",
+        help=f"without --global-batch-size: the most documents of a step ({DOCUMENTS_OF_A_RANK} for each rank)",
     )
-    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="devices of the cluster")
-    parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="devices of a node (8)")
-    parser.add_argument("--device-memory-gb", type=float, required=True, metavar="G", help="memory of a device")
-    parser.add_argument(
-        "--host-memory-gb", type=float, default=0.0, metavar="G", help="host memory of each process, to swap to (0)"
-    )
+    add_option(parser, "--ranks", required=True, note="one process for each device")
+    add_option(parser, "--ranks-per-node", default=8)
+    add_option(parser, "--device-memory-gb", required=True)
+    add_option(parser, "--host-memory-gb", default=0.0, note="for swapped activations and keys")
     costs = parser.add_mutually_exclusive_group(required=True)
-    costs.add_argument("--cost-file", type=Path, metavar="F.json", help="costs of the model by bytescale profile")
-    costs.add_argument("--device", metavar="NAME", help=f"published timings, scaled: {', '.join(DEVICES)}")
+    add_option(costs, "--cost-file")
+    costs.add_argument("--device", metavar="NAME", help=f"scale published timings of a device: {', '.join(DEVICES)}")
     parser.add_argument(
         "--slowdown",
         type=float,
         metavar="X",
-        help="a byte from another node takes X times as long as in a node (default: as the costs say)",
+        help="ratio of the seconds per byte between nodes and inside a node (default: from the costs)",
     )
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps to score strategies on (4)")
     parser.add_argument("--best", type=count, default=10, metavar="N", help="strategies to list (10)")
@@ -82,25 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain",
         type=lambda text: f"--{text.lstrip('-')}",
         metavar="FLAG",
-        help="list the fastest strategy with each value of this flag, for example tensor-model-parallel-size",
+        help="list the fastest strategy for each value of this flag, for example tensor-model-parallel-size",
     )
     parser.add_argument("--output", type=Path, metavar="F.sh", help="write the launch script of the fastest strategy")
-    parser.add_argument("--launch", default="torchrun", metavar="HOW", help=f"one of {', '.join(LAUNCHERS)}")
+    parser.add_argument("--launch", default="torchrun", metavar="NAME", help=f"launcher: {', '.join(LAUNCHERS)}")
     parser.add_argument(
         "--verify",
         type=count,
         metavar="N",
-        help="train the best N for a few steps on this machine, as many processes as --gpus, and compare",
+        help="train the best N strategies for a few steps on this machine, with --ranks processes, and compare",
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time against memory of the strategies")
+    add_json(parser)
+    add_plot(parser, "time against memory of the strategies")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print and write the script.
+    """Search, print the strategies and write the script.
 
     Raises:
-        ValueError: options that conflict, a bad file, or nothing that fits.
+        ValueError: options that conflict, a bad file, or no strategy that fits.
     """
     check_options(args)
     tasks = tasks_of(args)
@@ -113,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if not seen.found:
         raise ValueError(why_nothing(args, tasks[0], space, seen))
     task = seen.found[0].task
-    rows = rows_of(seen.found, peak_flops(task.cost.device))
+    rows = strategy_rows(seen.found, peak_flops(task.cost.device))
     if args.output is not None:
         write_script(args, seen.found[0], rows[0])
     if args.plot is not None:
@@ -126,13 +115,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found | verification(args, task, seen)))
         return 0
     sizes = " or ".join(f"{one.batch:,}" for one in tasks)
-    print(f"{task.cost.device}: {args.gpus} devices, steps of {sizes} documents; predicted\n")
+    print(f"{task.cost.device}: {args.ranks} ranks, steps of {sizes} documents; predicted\n")
     print(table_text(rows))
     print(f"\n{counts_text(seen)}")
     for note in [*notes_of(args, task), *(f"not tried: {reason}" for reason in trainable.refused())]:
         print(note)
-    wrote = args.output and f"wrote {args.output}, and the costs with which it plans in {cost_path(args.output)}"
-    print(wrote or f"flags of the first: {rows[0].flags}", flush=True)
+    wrote = args.output and f"wrote {args.output} and its cost file {cost_path(args.output)}"
+    print(wrote or f"flags of the fastest: {rows[0].flags}", flush=True)
     if args.verify is not None:
         print(f"\nmeasured on this machine, median of {args.steps} steps:\n")
         print(verified_text(verified(args, task, seen.found[: args.verify])))
@@ -140,11 +129,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def why_nothing(args: argparse.Namespace, task: Task, space: Space, seen: Exploration) -> str:
-    """Return why a search has found nothing, and what to change."""
+    """Return the reason why a search found nothing, and changes that help."""
     if not seen.branches:
         return (
             f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes and "
-            f"stages leave of --gpus {args.gpus}: change one of them"
+            f"stages leave of --ranks {args.ranks}: change one of them"
         )
     assert isinstance(space.allows, Trainable)
     if not seen.unfit.total():
@@ -154,7 +143,7 @@ def why_nothing(args: argparse.Namespace, task: Task, space: Space, seen: Explor
 
 
 def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
-    """Return what a reader of the predictions should know, a line each."""
+    """Return notes about the predictions, a line each."""
     shape, notes = task.cost.shape, []
     if not task.cost.forward.c:
         notes.append("the cost file has no exchange between ranks (c is 0), so rings cost nothing here: profile with "
@@ -162,14 +151,17 @@ def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
     if "--vocab-size" not in given_flags(words_of(args.model_flags)):
         notes.append(f"--model-flags has no --vocab-size: a vocabulary of {shape.vocab:,} is assumed")
     if 0 < shape.num_expert_layers < shape.num_layers:
-        notes.append("layers with experts count as if they were spread evenly over the layers")
+        notes.append("expert layers are assumed to be spread evenly over the layers")
     if task.rows_multiple > 1 and args.device is not None:
-        notes.append("FP8 counts as bfloat16, of which the published timings are: `bytescale profile` measures it")
+        notes.append(
+            "FP8 is predicted as bfloat16, because the published timings are in bfloat16: measure it with `bytescale "
+            "profile`"
+        )
     return notes
 
 
 def verification(args: argparse.Namespace, task: Task, seen: Exploration) -> dict[str, object]:
-    """Return what ``--verify`` adds to the JSON."""
+    """Return the JSON entries of ``--verify``."""
     if args.verify is None:
         return {}
     rows = verified(args, task, seen.found[: args.verify])
@@ -189,12 +181,11 @@ def check_options(args: argparse.Namespace) -> None:
     choices = [*CHOICES, *([BATCH] if args.global_batch_size is None else [])]
     if args.explain is not None and args.explain not in choices:
         raise ValueError(f"--explain {args.explain}: the search does not vary it; choose one of {', '.join(choices)}")
-    if args.sampler is not None and args.sampler not in SAMPLERS:
-        raise ValueError(f"--sampler {args.sampler} is unknown; choose one of {', '.join(SAMPLERS)}")
+    check_sampler(args.sampler)
     if args.device is not None and args.device not in DEVICES:
         raise ValueError(f"--device {args.device} is unknown; choose one of {', '.join(DEVICES)}, or give --cost-file")
-    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
-        raise ValueError(f"--gpus {args.gpus} is not a multiple of --gpus-per-node {args.gpus_per_node}")
+    if args.ranks > args.ranks_per_node and args.ranks % args.ranks_per_node:
+        raise ValueError(f"--ranks {args.ranks} is not a multiple of --ranks-per-node {args.ranks_per_node}")
     if not 0 < args.device_memory_gb < math.inf:
         raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} must be positive")
     if not 0 <= args.host_memory_gb < math.inf:
@@ -207,24 +198,24 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_batch(args: argparse.Namespace) -> None:
-    """Raise ValueError where the documents of a step conflict, are too few for the devices, or must be given."""
+    """Raise ValueError if sizes of steps conflict, are too small for the ranks, or are missing."""
     if args.global_batch_size is not None:
         if args.largest_batch_size is not None:
             raise ValueError(f"--largest-batch-size is for searches without {BATCH}: remove one of them")
         return
     if args.verify is not None:
         raise ValueError(f"--verify trains steps of one size: give {BATCH}")
-    if args.largest_batch_size is not None and args.largest_batch_size < args.gpus:
+    if args.largest_batch_size is not None and args.largest_batch_size < args.ranks:
         raise ValueError(
-            f"--largest-batch-size {args.largest_batch_size} is less than one document for each of --gpus {args.gpus}: "
-            f"give at least {args.gpus}, or {BATCH}"
+            f"--largest-batch-size {args.largest_batch_size} is less than one document for each of --ranks {args.ranks}"
+            f": give at least {args.ranks}, or {BATCH}"
         )
 
 
 def watched(
     tasks: Sequence[Task], branches: Iterable[Branch], best: int, shows: bool, opens_all: bool = False
 ) -> Exploration:
-    """Search with a progress bar on standard error; Ctrl-C ends it with what was found so far. See ``explore``."""
+    """Search with a progress bar on standard error; Ctrl-C keeps the strategies so far. See ``explore``."""
     seen = Exploration()
     with progress_bar("searching", shows) as bar:
         line = bar.add_task("", total=best)
@@ -240,7 +231,7 @@ def watched(
 
 
 def replayed_frontier(seen: Exploration, batch: int, shows: bool) -> list[Candidate]:
-    """Return ``waiting_whole`` once what may be on the frontier has run, with a progress bar; Ctrl-C ends it."""
+    """Replay the strategies that may be on the frontier, with a progress bar, and return ``waiting_whole``."""
     latest = {one.number: one for one in waiting_whole(seen, batch)}
     with progress_bar("drawing", shows) as bar, contextlib.suppress(KeyboardInterrupt):
         line = bar.add_task("", total=None)
@@ -251,7 +242,7 @@ def replayed_frontier(seen: Exploration, batch: int, shows: bool) -> list[Candid
 
 
 def progress_bar(what: str, shows: bool) -> Progress:
-    """Return a progress bar on standard error, which goes when it is done."""
+    """Return a progress bar on standard error, which is erased at its end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
@@ -260,25 +251,25 @@ def progress_bar(what: str, shows: bool) -> Progress:
 
 
 def cost_path(script: Path) -> Path:
-    """Return where the costs of a script are."""
+    """Return the path of the cost file of a script."""
     return script.with_name(f"{script.stem}.cost.json")
 
 
-def write_script(args: argparse.Namespace, one: Scored, row: Row) -> None:
-    """Write the launch script of a strategy, and beside it the costs with which it plans."""
+def write_script(args: argparse.Namespace, one: Scored, row: StrategyRow) -> None:
+    """Write the launch script of a strategy and its cost file, in the same folder."""
     comments = [
         f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
         "Give the flags of data, learning rate and duration as arguments.",
     ]
     write_costs(cost_path(args.output), one.task, one.strategy)
-    run = Run.of(args.model_flags, one.task, one.strategy, cost_path(args.output))
-    text = script_text(run, args.gpus, args.gpus_per_node, args.launch, comments)
+    run = ScriptedRun.of(args.model_flags, one.task, one.strategy, cost_path(args.output))
+    text = script_text(run, args.ranks, args.ranks_per_node, args.launch, comments)
     args.output.write_text(text, encoding="utf-8")
     args.output.chmod(0o755)
 
 
 def values_of(flag: str, tasks: list[Task], space: Space) -> dict[str, tuple[list[Task], Iterable[Branch]]]:
-    """Return the tasks and the strategies with each value of a flag, in branches."""
+    """Return tasks and branches of strategies for each value of a flag."""
     if flag == BATCH:
         return {str(task.batch): ([task], space.branches(task)) for task in tasks}
     in_branch = dict.fromkeys(CHOICES[flag](branch.mesh) for branch in space.branches(tasks[0]))
@@ -286,7 +277,7 @@ def values_of(flag: str, tasks: list[Task], space: Space) -> dict[str, tuple[lis
 
 
 def with_value(flag: str, value: str, branches: Iterable[Branch]) -> Iterator[Branch]:
-    """Yield the strategies with a value of a flag, which all of a branch may have in common."""
+    """Yield branches of the strategies with a value of a flag."""
     for branch in branches:
         if flag in VALUES:
             yield Branch(branch.mesh, (one for one in branch.strategies if CHOICES[flag](one) == value))
@@ -295,7 +286,7 @@ def with_value(flag: str, value: str, branches: Iterable[Branch]) -> Iterator[Br
 
 
 def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
-    """Print the fastest strategy with each value of one flag. Raises ValueError where nothing fits with any value."""
+    """Print the fastest strategy for each value of one flag. Raises ValueError if no strategy fits with any value."""
     found: dict[str, Scored] = {}
     for value, (of_value, branches) in values_of(args.explain, tasks, space).items():
         seen = watched(of_value, branches, 1, sys.stderr.isatty())
@@ -304,9 +295,11 @@ def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
         elif seen.unfit and not args.json:
             print(f"{args.explain} {value}: nothing fits ({', '.join(sorted(seen.unfit))})")
     if not found:
-        raise ValueError(f"nothing fits with any value of {args.explain}; search without --explain says what would")
+        raise ValueError(
+            f"no strategy fits with any value of {args.explain}; a search without --explain names changes that help"
+        )
     values = sorted(found, key=lambda value: found[value].seconds / found[value].task.batch)
-    rows = rows_of([found[value] for value in values], peak_flops(tasks[0].cost.device))
+    rows = strategy_rows([found[value] for value in values], peak_flops(tasks[0].cost.device))
     if args.json:
         print(json.dumps({value: asdict(row) for value, row in zip(values, rows, strict=True)}))
         return 0
@@ -317,7 +310,7 @@ def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
 
 
 def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
-    """Draw the strategies of a search in steps of one size, once those that may be on the frontier are replayed."""
+    """Draw the strategies of a search for steps of one size, after a replay of the possible frontier."""
     from bytescale_ext.draw.search import draw_strategies
 
     others = replayed_frontier(seen, task.batch, sys.stderr.isatty())
@@ -325,5 +318,5 @@ def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
     scored += [one.scored for one in others if one.scored is not None]
     found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in scored]
     bounded = [(one.seconds / one.scale, one.case.full_bytes[0] / 1e9) for one in others if one.scored is None]
-    title = f"{args.gpus} devices, context {args.context}, {task.batch} documents a step: predicted"
+    title = f"{args.ranks} ranks, sequences of up to {args.seq_length} tokens, {task.batch} documents a step: predicted"
     draw_strategies(found, bounded, args.plot, title)

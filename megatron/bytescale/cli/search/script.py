@@ -39,54 +39,54 @@ exec {launch} --standalone --nproc-per-node={per_node} \\
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the script starts.
+class ScriptedRun:
+    """The training that a script starts.
 
     Attributes:
-        model_flags: of the model, as the script has them.
-        strategy_flags: what the search decided.
-        context: the most tokens of a document.
+        model_flags: flags of the model.
+        strategy_flags: flags of the strategy.
+        seq_length: the most tokens of a document.
         batch: documents of a step.
-        cost_file: costs of the strategy; None: training plans by FLOPs.
+        cost_file: cost file of the strategy; None: training plans with FLOPs.
     """
 
     model_flags: Sequence[str]
     strategy_flags: Sequence[str]
-    context: int
+    seq_length: int
     batch: int
     cost_file: Path | None
 
     @classmethod
-    def of(cls, flags: str, task: Task, strategy: Strategy, cost_file: Path | None = None) -> Run:
-        """Return the run of a strategy on a task; ``flags``: of the model, as the user gave them."""
+    def of(cls, flags: str, task: Task, strategy: Strategy, cost_file: Path | None = None) -> ScriptedRun:
+        """Return the run of a strategy on a task; ``flags`` are the user's flags of the model."""
         words = launched_words(flags, task.cost.dtype)
         return cls(words, strategy.flags(), task.context, task.batch, cost_file)
 
     def flags(self) -> list[str]:
-        """Return the flags of the training. Those of data, optimizer and duration are the user's to add."""
-        words = [*self.model_flags, "--seq-length", str(self.context)]
+        """Return the flags of the training, without flags of data, optimizer and duration."""
+        words = [*self.model_flags, "--seq-length", str(self.seq_length)]
         if "--max-position-embeddings" not in given_flags(self.model_flags):
-            words += ["--max-position-embeddings", str(self.context)]
+            words += ["--max-position-embeddings", str(self.seq_length)]
         words += ["--global-batch-size", str(self.batch)]
         words += [] if self.cost_file is None else ["--cost-file", str(self.cost_file.resolve())]
         return [*words, *self.strategy_flags]
 
 
 def write_costs(path: Path, task: Task, strategy: Strategy) -> None:
-    """Write the cost file with which the training of a strategy plans as the search did.
+    """Write the cost file of a strategy, with which the training plans as the search did.
 
-    It has the costs of the task on the strategy's tensor-parallel ranks, with what it computes again. Raises OSError
-    where it cannot be written.
+    It has the costs of the task on the strategy's tensor-parallel ranks, recomputation included. Raises OSError if it
+    cannot be written.
     """
     cost = strategy_cost(task.cost, strategy, cluster_of(task, strategy), task.operators)
     write_cost(path, replace(cost, source=f"{cost.source}; for {strategy}"))
 
 
-def script_text(run: Run, devices: int, per_node: int, launcher: str, comments: Sequence[str]) -> str:
-    """Return a script that starts a run; its own arguments are further flags, for example of the data."""
-    nodes = -(-devices // per_node)
+def script_text(run: ScriptedRun, num_ranks: int, per_node: int, launcher: str, comments: Sequence[str]) -> str:
+    """Return a script that starts a run; its arguments are further flags, such as the flags of the data."""
+    nodes = -(-num_ranks // per_node)
     start = _SLURM if launcher == "slurm" else _TORCHRUN if nodes > 1 else _ONE_NODE
-    head = start.format(nodes=nodes, per_node=min(per_node, devices), launch=_LAUNCH)
+    head = start.format(nodes=nodes, per_node=min(per_node, num_ranks), launch=_LAUNCH)
     directives, _, rest = head.partition("set -euo")
     about = "".join(f"# {line}\n" for line in comments)
     flags = " \\\n  ".join(_lines(run.flags()))

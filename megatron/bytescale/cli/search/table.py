@@ -1,4 +1,4 @@
-"""What ``bytescale search`` prints of the strategies that it found: a table, and the same as plain values."""
+"""The strategies of ``bytescale search`` as a table and as plain values."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from bytescale_ext.plan.search.explore import Exploration, Scored
 from megatron.bytescale.cli.shared.tables import aligned
 
 PARTS: Final = {"compute": "computing", "exposed": "exchange", "idle": "waiting", "update": "update"}
-"""Parts of the time of a step, and what the table calls them."""
+"""Parts of the time of a step, and their names in the table."""
 
 FULL_SHARE: Final = 0.95
-"""From this share of the device memory on, memory binds a strategy."""
+"""Least share of device memory from which memory limits a strategy."""
 
 FREE_SHARE: Final = 0.03
-"""What waits for less than this share of the time binds nothing."""
+"""Waits of up to this share of the time do not limit a strategy."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A strategy in figures: means over the steps, memory at its most.
+class StrategyRow:
+    """Figures of a strategy: means over the steps, and peaks of memory.
 
     Attributes:
         strategy: short name of the strategy.
         flags: flags of the training.
         documents: documents of a step.
-        seconds: time of a step.
-        slow_seconds: 95 % of the steps take at most this.
+        seconds: seconds of a step.
+        slow_seconds: 95th percentile of the seconds of a step.
         tokens_per_second: tokens per second of all devices.
         mfu: model FLOP/s as a share of the devices' peak; None if the peak is unknown.
         device_gb, host_gb: memory of a device, and host memory of a process.
-        parts: seconds of ``PARTS``.
+        parts: seconds of each of ``PARTS``.
         binds: the resource that limits the speed.
-        loses: time in addition to the fastest strategy's, for equally many documents.
+        loses: extra time over the fastest strategy, for the same number of documents.
     """
 
     strategy: str
@@ -52,16 +52,16 @@ class Row:
     loses: str
 
 
-def rows_of(found: Sequence[Scored], peak_flops: float | None) -> list[Row]:
-    """Return the rows of strategies, fastest first. ``peak_flops``: of one device."""
-    rows: list[Row] = []
+def strategy_rows(found: Sequence[Scored], peak_flops: float | None) -> list[StrategyRow]:
+    """Return the rows of strategies, fastest first. ``peak_flops`` is the peak of one device in FLOP/s."""
+    rows: list[StrategyRow] = []
     for one in found:
         task, parts = one.task, {name: one.mean(name) for name in PARTS}
         tokens = sum(map(sum, task.steps)) / len(task.steps)
         flops = sum(model_flops(task.cost.shape, step) for step in task.steps) / len(task.steps)
-        alike = found[0].task.batch / task.batch  # steps with as many documents as a step of the first
+        same_documents = found[0].task.batch / task.batch  # steps with the documents of a step of the fastest
         device_bytes = one.most("device_bytes")
-        row = Row(
+        row = StrategyRow(
             strategy=str(one.strategy),
             flags=" ".join(one.strategy.flags()),
             documents=task.batch,
@@ -73,14 +73,16 @@ def rows_of(found: Sequence[Scored], peak_flops: float | None) -> list[Row]:
             host_gb=one.most("host_bytes") / 1e9,
             parts=parts,
             binds=binds(parts, device_bytes / task.devices.memory_bytes),
-            loses=loses({name: alike * of for name, of in parts.items()}, rows[0].parts) if rows else "",
+            loses=loses({name: same_documents * seconds for name, seconds in parts.items()}, rows[0].parts)
+            if rows
+            else "",
         )
         rows.append(row)
     return rows
 
 
 def binds(parts: Mapping[str, float], memory_share: float) -> str:
-    """Return the resource that limits a strategy: its longest wait, else computation; and memory if it is full."""
+    """Return the resource that limits a strategy: its longest wait or computation, and memory if it is full."""
     total = sum(parts.values())
     waits = {name: seconds for name, seconds in parts.items() if name != "compute" and seconds > FREE_SHARE * total}
     longest = PARTS[max(waits, key=lambda name: waits[name])] if waits else "computing"
@@ -88,13 +90,13 @@ def binds(parts: Mapping[str, float], memory_share: float) -> str:
 
 
 def loses(parts: Mapping[str, float], best: Mapping[str, float]) -> str:
-    """Return the part in which a strategy loses most to the best one, for example ``+0.12 s waiting``."""
+    """Return the part with the largest loss to the best strategy, for example ``+0.12 s waiting``."""
     longer = {name: parts[name] - best[name] for name in PARTS}
     most = max(longer, key=lambda name: longer[name])
     return f"+{longer[most]:.3g} s {PARTS[most]}" if longer[most] > 0 else "equal"
 
 
-def table_text(rows: Sequence[Row]) -> str:
+def table_text(rows: Sequence[StrategyRow]) -> str:
     """Return the rows as a table."""
     heads = ("", "strategy", "documents", "s/step", "p95", "tokens/s", "MFU", "GB", "host GB", "waiting", "exchange",
              "update", "binds", "loses by")  # fmt: skip
@@ -102,7 +104,7 @@ def table_text(rows: Sequence[Row]) -> str:
     return "\n".join(aligned(lines, left={1, len(heads) - 2, len(heads) - 1}))
 
 
-def _cells(number: int, row: Row) -> tuple[str, ...]:
+def _cells(number: int, row: StrategyRow) -> tuple[str, ...]:
     shares = (f"{row.parts[name] / row.seconds:.1%}" for name in ("idle", "exposed", "update"))
     return (str(number), row.strategy, f"{row.documents:,}", f"{row.seconds:.4g}", f"{row.slow_seconds:.4g}",
             f"{row.tokens_per_second:,.0f}", "-" if row.mfu is None else f"{row.mfu:.1%}", f"{row.device_gb:.1f}",
@@ -110,7 +112,7 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
 
 
 def counts_text(seen: Exploration) -> str:
-    """Return how many strategies were pruned, bounded and replayed, in one line."""
+    """Return the numbers of pruned, bounded and replayed strategies in one line."""
     num_unfit = seen.unfit.total()
     unfit = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(seen.unfit.items()))
     return (

@@ -11,34 +11,34 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.explore import in_sizes
 from bytescale_ext.plan.search.task import Devices, Task
-from megatron.bytescale.cli.plan import draw_pieces, read_lengths
+from megatron.bytescale.cli.shared.lengths import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import given_flags, model_of, with_needed, words_of
 
 DEVICES: Final = {"h100": "h100_7b"}
-"""Devices whose published timings are shipped, as the costs of a model from which those of others follow."""
+"""Devices with shipped timings of one model, from which the costs of other models follow."""
 
-DOCUMENTS_OF_A_DEVICE: Final = 8
-"""The most documents of a step for each device, where their number is left open."""
+DOCUMENTS_OF_A_RANK: Final = 8
+"""The most documents of a step for each rank, if their number is not given."""
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
-    """Return the task of the options in each size of steps, ascending: the given one, or those that are tried.
+    """Return the task of the options for each size of steps, ascending.
 
-    They are powers of two for each device, up to the largest, and have the same documents. Raises ValueError as
-    ``task_of``.
+    The size is given, or sizes are tried: powers of two for each rank, up to the largest, with the same documents.
+    Raises ValueError as ``task_of``.
     """
     if args.global_batch_size is not None:
         return [task_of(args)]
-    of_device = args.largest_batch_size // args.gpus if args.largest_batch_size else DOCUMENTS_OF_A_DEVICE
-    sizes = [args.gpus << power for power in range(of_device.bit_length())]
+    per_rank = args.largest_batch_size // args.ranks if args.largest_batch_size else DOCUMENTS_OF_A_RANK
+    sizes = [args.ranks << power for power in range(per_rank.bit_length())]
     return in_sizes(task_of(args, sizes[-1]), sizes)
 
 
 def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
-    """Return the task of the options, with steps of ``batch`` documents or the given ones.
+    """Return the task of the options, with steps of ``batch`` documents (default: ``--global-batch-size``).
 
     Raises:
-        ValueError: flags that Megatron refuses, another model, a bad file, or too few documents.
+        ValueError: flags that Megatron refuses, a cost file of another model, a bad file, or too few documents.
     """
     given = read_cost(args.cost_file) if args.cost_file is not None else shipped(DEVICES[args.device])
     words = launched_words(args.model_flags, given.dtype)
@@ -50,25 +50,26 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
     if args.slowdown is not None:
         cost = replace(cost, slowdown=args.slowdown)
     devices = Devices(
-        args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
+        args.ranks, min(args.ranks, args.ranks_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     )
     steps = draw_steps(args, batch or args.global_batch_size)
-    return Task(cost, devices, args.context, steps, model.operators, model.rows_multiple, model.ties_embeddings)
+    return Task(cost, devices, args.seq_length, steps, model.operators, model.rows_multiple, model.ties_embeddings)
 
 
 def launched_words(flags: str, dtype: str) -> list[str]:
-    """Return the flags of the model that the script has: the user's, what hybrid data parallelism needs, ``dtype``.
+    """Return the flags of the model in the script: the user's, flags that hybrid data parallelism needs, and a type.
 
-    ``dtype``: of the parameters that the costs are of; flags of another one stand. Raises ValueError.
+    ``dtype`` is the type of the parameters in the costs; a type among the flags takes precedence. Raises ValueError if
+    the flags cannot be split.
     """
     words = with_needed(words_of(flags))
     return [*words, "--bf16"] if dtype == "bfloat16" and not given_flags(words) & {"--bf16", "--fp16"} else words
 
 
 def draw_steps(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the documents of each step, ``number`` of them. Raises ValueError for a bad file."""
+    """Return the lengths of the ``number`` documents of each step. Raises ValueError for a bad file."""
     seeds = range(args.steps)
     if args.sampler is not None:
-        return tuple(sample_documents(args.sampler, args.context, number, seed) for seed in seeds)
+        return tuple(sample_documents(args.sampler, args.seq_length, number, seed) for seed in seeds)
     lengths = read_lengths(args.lengths)
-    return tuple(tuple(draw_pieces(lengths, args.context, number, seed)) for seed in seeds)
+    return tuple(tuple(draw_pieces(lengths, args.seq_length, number, seed)) for seed in seeds)

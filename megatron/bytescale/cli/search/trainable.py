@@ -1,4 +1,4 @@
-"""Which strategies the training of a model takes: Megatron's checks and ours, asked once for each kind of strategy."""
+"""Strategies that the training of a model accepts, by Megatron's checks and ours, once for each kind of strategy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.search.task import Task
-from megatron.bytescale.cli.search.script import Run
+from megatron.bytescale.cli.search.script import ScriptedRun
 from megatron.bytescale.cli.shared.model_flags import FLAG, arguments_of
 
 
-def kind_of(strategy: Strategy) -> tuple[object, ...]:
+def choices_of(strategy: Strategy) -> tuple[object, ...]:
     """Return the choices of a strategy, without its sizes."""
     return (
         strategy.tensor_parallel > 1,
@@ -29,13 +29,13 @@ def kind_of(strategy: Strategy) -> tuple[object, ...]:
 class Trainable:
     """Tells whether a training accepts the flags of a strategy, together with the model's flags.
 
-    Strategies whose layers keep all activations are asked for each mesh of ranks; what else a strategy chooses is asked
-    once, whatever the mesh and the numbers of tokens and layers.
+    Each mesh of ranks is checked with strategies whose layers keep all activations. Each combination of the other
+    choices is checked once, for any mesh and any numbers of tokens and layers.
 
     Attributes:
         flags: flags of the model, as the user gave them.
         task: task of the search.
-        reasons: why a kind of strategy is refused, by kind; empty: it is not.
+        reasons: reason of the refusal of each kind of strategy; empty if it is accepted.
     """
 
     flags: str
@@ -43,7 +43,7 @@ class Trainable:
     reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def __call__(self, strategy: Strategy) -> bool:
-        """Return whether the training takes a strategy."""
+        """Return whether the training accepts a strategy."""
         mesh = Strategy(
             strategy.tensor_parallel,
             strategy.stage_layers,
@@ -51,21 +51,21 @@ class Trainable:
             expert_parallel=strategy.expert_parallel,
         )
         ranks = (mesh.tensor_parallel, mesh.num_stages, mesh.expert_parallel)
-        return self._takes(ranks, mesh) and self._takes(kind_of(strategy), strategy)
+        return self._accepts(ranks, mesh) and self._accepts(choices_of(strategy), strategy)
 
-    def _takes(self, kind: tuple[object, ...], strategy: Strategy) -> bool:
+    def _accepts(self, kind: tuple[object, ...], strategy: Strategy) -> bool:
         if kind not in self.reasons:
             self.reasons[kind] = self.refusal(strategy)
         return not self.reasons[kind]
 
     def refusal(self, strategy: Strategy) -> str:
-        """Return why the training refuses strategies of this kind; empty: it does not.
+        """Return why the training refuses strategies of this kind; empty if it accepts them.
 
-        What memory is left for activations depends on sizes: the search itself asks whether a strategy fits.
+        The search itself checks whether a strategy fits in memory, because that depends on its sizes.
         """
         if strategy.device_gb is not None:
             strategy = replace(strategy, device_gb=self.task.devices.memory_bytes / 1e9)
-        words = Run.of(self.flags, self.task, strategy).flags()
+        words = ScriptedRun.of(self.flags, self.task, strategy).flags()
         try:
             arguments_of(words, self.task.cost.on_cuda and "--cpu" not in words, self.task.devices.count)
         except ValueError as error:
@@ -73,5 +73,5 @@ class Trainable:
         return ""
 
     def refused(self) -> list[str]:
-        """Return the reasons why strategies were not tried, each once."""
+        """Return the distinct reasons why strategies were not tried."""
         return list(dict.fromkeys(filter(None, self.reasons.values())))

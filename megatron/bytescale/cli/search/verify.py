@@ -1,8 +1,8 @@
 """``bytescale search --verify N``: train the best strategies on this machine, and compare them with their predictions.
 
-Each one is started by the script that the search writes, on documents of random tokens with the lengths of the task's
-steps. Two steps run before those that are timed, in which caches fill and planning moves to its own process, and one
-after them, whose memory is measured.
+The script that the search writes starts each training, on documents of random tokens with the lengths of the task's
+steps. Two warm-up steps run first: caches fill, and planning moves to its own process. After the timed steps, one more
+step measures memory.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from bytescale_ext.measure.fit import rank_correlation
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import Scored
 from bytescale_ext.plan.search.task import Task
-from megatron.bytescale.cli.search.script import Run, script_text, write_costs
+from megatron.bytescale.cli.search.script import ScriptedRun, script_text, write_costs
 from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
 from megatron.bytescale.cli.shared.tables import aligned
 
 SEED: Final = 1234
 TRAIN: Final = 0
-"""The split whose order decides which documents a step gets."""
+"""Split whose order decides the documents of each step."""
 
 MOST_IDS: Final = 1 << 16
-"""Of the random tokens, which are written with 16 bits."""
+"""The most ids of random tokens, which are stored with 16 bits."""
 
 MOST_SECONDS: Final = 1800.0
-"""A training that takes longer is ended."""
+"""Limit of a training."""
 
 STEPS_BEFORE: Final = 2
-"""Steps that are not timed."""
+"""Warm-up steps."""
 
 SECONDS_TO_END: Final = 60.0
 RANKS_OF_A_CORE: Final = 4
-"""The most processes that share a core of a machine without GPUs."""
+"""The most ranks that share a core of a machine without GPUs."""
 
 _FAILURES: Final = (r"^pretrain_gpt_hdp.py: error: (.+)$", r"^(?:\[rank\d+\]: ?)?([\w.]+Error: .+)$")
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A strategy that was tried.
+    """A strategy that was trained.
 
     Attributes:
-        number: place in the search.
+        number: rank in the search, from 1.
         strategy: short name of the strategy.
-        predicted_seconds, seconds: median of a step; None: it failed.
-        predicted_gb, gb: device memory of the process that needs most, in the step with most tokens.
-        failure: why it failed; empty if it did not.
+        predicted_seconds, seconds: median seconds of a step; None if the training failed.
+        predicted_gb, gb: device memory of the fullest rank, in the step with most tokens.
+        failure: reason of a failure; empty without one.
     """
 
     number: int
@@ -73,36 +73,36 @@ class Verified:
     failure: str = ""
 
 
-type Train = Callable[[Run, Sequence[str], Path, Verified], Verified]
-"""Trains a run with further flags, whose logs go to a folder, and returns its row with what was measured."""
+type Train = Callable[[ScriptedRun, Sequence[str], Path, Verified], Verified]
+"""Trains a run with further flags, writes its logs to a folder, and returns its row with the measurements."""
 
 
 def check_machine(args: argparse.Namespace) -> None:
-    """Raise ValueError where this machine cannot run the processes of ``--gpus``."""
+    """Raise ValueError if this machine cannot run ``--ranks`` processes."""
     import torch
 
     if args.explain is not None:
         raise ValueError("--verify and --explain exclude each other: remove one of them")
-    if args.gpus > args.gpus_per_node:
+    if args.ranks > args.ranks_per_node:
         raise ValueError(
-            f"--verify trains on this machine, and --gpus {args.gpus} are several nodes of --gpus-per-node "
-            f"{args.gpus_per_node}: search for one node"
+            f"--verify trains on this machine, and --ranks {args.ranks} need several nodes of --ranks-per-node "
+            f"{args.ranks_per_node}: search for one node"
         )
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    if not on_cpu(args) and args.gpus > there:
+    if not on_cpu(args) and args.ranks > there:
         raise ValueError(
-            f"--verify trains on this machine, which has {there} GPUs: search for --gpus {there}, or add --cpu to "
+            f"--verify trains on this machine, which has {there} GPUs: search for --ranks {there}, or add --cpu to "
             "--model-flags"
         )
-    if on_cpu(args) and args.gpus > RANKS_OF_A_CORE * cores:
+    if on_cpu(args) and args.ranks > RANKS_OF_A_CORE * cores:
         raise ValueError(
-            f"--verify trains on this machine: --gpus {args.gpus} are too many processes for its {cores} cores; "
+            f"--verify trains on this machine: --ranks {args.ranks} are too many processes for its {cores} cores; "
             f"search for up to {RANKS_OF_A_CORE * cores}"
         )
 
 
 def on_cpu(args: argparse.Namespace) -> bool:
-    """Return whether trainings run on CPU: there is no GPU, or the flags of the model say so."""
+    """Return whether trainings run on CPU: ``--cpu`` is among the flags of the model, or there is no GPU."""
     import torch
 
     return "--cpu" in words_of(args.model_flags) or not torch.cuda.is_available()
@@ -111,13 +111,13 @@ def on_cpu(args: argparse.Namespace) -> bool:
 def verified(
     args: argparse.Namespace, task: Task, scored: Sequence[Scored], train: Train | None = None
 ) -> list[Verified]:
-    """Train these strategies one after the other; Ctrl-C ends this after those that are done.
+    """Train strategies one after another and return a row for each; Ctrl-C keeps the finished rows.
 
     Args:
         args: options of ``bytescale search``.
         task: task of the search.
-        scored: the strategies.
-        train: trains one; None: by the script that the search writes, on this machine.
+        scored: strategies to train.
+        train: function that trains a strategy; None: run the script of the search on this machine.
     """
     fullest = max(range(len(task.steps)), key=lambda step: sum(task.steps[step]))
     steps = [task.steps[0]] * STEPS_BEFORE + [*task.steps, task.steps[fullest]]
@@ -130,7 +130,7 @@ def verified(
             of_number = folder / str(number)
             of_number.mkdir()
             write_costs(of_number / "cost.json", task, one.strategy)
-            run = Run.of(args.model_flags, task, one.strategy, of_number / "cost.json")
+            run = ScriptedRun.of(args.model_flags, task, one.strategy, of_number / "cost.json")
             words = flags_of_trial(args, task, folder / "documents", of_number)
             gb = CostedStrategy.of(task, one.strategy).step_bytes(task.steps[fullest]) / 1e9
             row = Verified(number, str(one.strategy), one.median_seconds, gb)
@@ -139,13 +139,13 @@ def verified(
             except KeyboardInterrupt:
                 if not rows:
                     raise
-                print("stopped; those that are done:", file=sys.stderr)
+                print("stopped; finished trainings:", file=sys.stderr)
                 break
     return rows
 
 
 def write_documents(prefix: Path, steps: Sequence[Sequence[int]], num_ids: int) -> None:
-    """Write documents of random tokens that a training with ``SEED`` reads as these steps."""
+    """Write documents of random tokens which a training with ``SEED`` groups into these steps."""
     from megatron.bytescale.core.datasets.corpus import write_tokens  # Megatron takes seconds to import
 
     lengths = np.array([length for step in steps for length in step])
@@ -156,7 +156,7 @@ def write_documents(prefix: Path, steps: Sequence[Sequence[int]], num_ids: int) 
 
 
 def flags_of_trial(args: argparse.Namespace, task: Task, documents: Path, folder: Path) -> list[str]:
-    """Return the flags of data and duration, which the script takes as its arguments."""
+    """Return the flags of data and duration: the arguments of the script."""
     given = given_flags(words_of(args.model_flags))
     num_steps = STEPS_BEFORE + len(task.steps) + 1
     words: list[object] = ["--data-path", documents, "--split", "100,0,0", "--seed", SEED, "--lr", 1e-5]
@@ -169,15 +169,17 @@ def flags_of_trial(args: argparse.Namespace, task: Task, documents: Path, folder
     return [str(word) for word in words]
 
 
-def by_script(args: argparse.Namespace, run: Run, words: Sequence[str], folder: Path, row: Verified) -> Verified:
-    """Run a training by its script, which gets ``words`` as arguments; see ``measured``."""
+def by_script(
+    args: argparse.Namespace, run: ScriptedRun, words: Sequence[str], folder: Path, row: Verified
+) -> Verified:
+    """Run the script of a training with ``words`` as its arguments; see ``measured``."""
     script = folder / "launch.sh"
-    script.write_text(script_text(run, args.gpus, args.gpus_per_node, "torchrun", []), encoding="utf-8")
+    script.write_text(script_text(run, args.ranks, args.ranks_per_node, "torchrun", []), encoding="utf-8")
     return measured(["bash", str(script), *words], folder, row)
 
 
 def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
-    """Run a training and return its row with what ``folder``/metrics.jsonl says, or with why it failed."""
+    """Run a training and return its row with the measurements of ``folder``/metrics.jsonl, or with its failure."""
     log = folder / "log.txt"
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable}
     with log.open("w") as output:
@@ -194,14 +196,14 @@ def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
 
 
 def with_metrics(row: Verified, folder: Path) -> Verified:
-    """Return a row with what ``folder``/metrics.jsonl says of its training."""
+    """Return a row with the measurements of ``folder``/metrics.jsonl."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = [step["step_seconds"] for step in steps[STEPS_BEFORE:-1]]
     return replace(row, seconds=statistics.median(timed), gb=steps[-1]["device_peak_megabytes"] / 1e3)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs, which ends its ranks."""
+    """End a launcher that still runs; it ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -212,20 +214,20 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(text: str, code: int) -> str:
-    """Return why a training failed, from what it printed: what it refused, or the first error of a rank."""
-    found = (re.search(pattern, text, re.MULTILINE) for pattern in _FAILURES)
-    return next((match.group(1)[:200] for match in found if match is not None), f"exit code {code}")
+    """Return the reason of a failure from the output of a training: its refusal, or the first error of a rank."""
+    matches = (re.search(pattern, text, re.MULTILINE) for pattern in _FAILURES)
+    return next((match.group(1)[:200] for match in matches if match is not None), f"exit code {code}")
 
 
 def correlation(rows: Sequence[Verified]) -> float | None:
-    """Return the rank correlation of predicted and measured times; None for less than two that ran."""
+    """Return the rank correlation of predicted and measured times; None for fewer than two successful trainings."""
     pairs = [(row.predicted_seconds, row.seconds) for row in rows if row.seconds is not None]
     return rank_correlation(pairs) if len(pairs) > 1 else None
 
 
 def verified_text(rows: Sequence[Verified]) -> str:
-    """Return the strategies by measured time, and how well they were predicted, as text."""
-    heads = ("", "strategy", "predicted s", "measured s", "of predicted", "predicted GB", "measured GB", "of predicted")
+    """Return a table of the strategies by measured time, and the quality of the predictions."""
+    heads = ("", "strategy", "predicted s", "measured s", "ratio", "predicted GB", "measured GB", "ratio")
     ran = [(row.seconds, row.gb, row) for row in rows if row.seconds is not None and row.gb is not None]
     ran.sort(key=lambda one: one[0])
     cells = [
@@ -236,10 +238,10 @@ def verified_text(rows: Sequence[Verified]) -> str:
     ]  # fmt: skip
     lines = aligned([heads, *cells], left={1})
     lines += [f"{row.number}  {row.strategy}: failed: {row.failure}" for row in rows if row.failure]
-    found = correlation(rows)
-    if found is not None:
-        lines.append(f"\nrank correlation of predicted and measured times: {found:.2f}")
+    agreement = correlation(rows)
+    if agreement is not None:
+        lines.append(f"\nrank correlation of predicted and measured times: {agreement:.2f}")
     first = next((seconds for seconds, _, row in ran if row.number == 1), None)
     if first is not None:
-        lines.append(f"the first of the search takes {first / ran[0][0]:.3f} times as long as the fastest")
+        lines.append(f"the first strategy of the search takes {first / ran[0][0]:.3f} times as long as the fastest")
     return "\n".join(lines)

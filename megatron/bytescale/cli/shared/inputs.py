@@ -1,8 +1,9 @@
-"""The parser of ``bytescale``, the types of its options, and the checks that come before any work."""
+"""The parser of ``bytescale``, the types of its options, and checks before any work."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -24,8 +25,21 @@ class UsageError(ValueError):
         self.prog = prog
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps help at spaces only, because argparse also breaks flags at their hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are a UsageError; its subparsers are of the same class."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        return HelpFormatter(prog=self.prog)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
@@ -64,26 +78,10 @@ def count(text: str) -> int:
     return number
 
 
-def add_optimizer_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add ``--optimizer-ranks``."""
-    parser.add_argument(
-        "--optimizer-ranks",
-        type=count,
-        default=1,
-        metavar="N",
-        help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
-    )
-
-
-def add_link(parser: argparse.ArgumentParser) -> None:
-    """Add ``--link-gb-per-second``."""
-    parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
-
-
 def check_writable(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if ``path`` cannot be written, or has none of ``suffixes`` where these are given.
+    """Raise ValueError if ``path`` cannot be written, or if it has none of the given ``suffixes``.
 
-    An existing file keeps its content; a new one is removed again.
+    An existing file keeps its content, and a new file is removed again.
     """
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"{flag} {path}: give a name that ends with {', '.join(suffixes[:-1])} or {suffixes[-1]}")
@@ -99,6 +97,6 @@ def check_writable(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> Non
 
 
 def check_picture(flag: str, path: Path | None) -> None:
-    """Raise ValueError if a picture was asked for that cannot be written to ``path``."""
+    """Raise ValueError if a picture cannot be written to ``path``; None: no picture."""
     if path is not None:
         check_writable(flag, path, PICTURES)

@@ -1,6 +1,6 @@
-"""A launch line resolved for N processes in one: Megatron makes its groups of fake processes, and nothing is trained.
+"""Resolve the launch line of N ranks in one process: Megatron makes its groups, and nothing is trained.
 
-torch's fake process group has the ranks of a real one, and its messages go nowhere.
+torch's fake process group has the ranks of a real group and sends no messages.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import named_or_installed, parse
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.cli.plan import draw_pieces, read_lengths
+from megatron.bytescale.cli.shared.lengths import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import WRITTEN
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a launch line would do.
+    """Forecast of a launch line.
 
     Attributes:
         about: model, processes and features, in words.
-        rank: the process whose groups are listed.
-        groups: name -> its ranks.
+        rank: rank whose groups are listed.
+        groups: ranks of each group, by name.
         step: figures of one planned step, in words.
-        received_gb: GB that the busiest process receives in the step, by kind.
+        received_gb: GB that the busiest rank receives in the step, by kind.
         memory_gb: device memory of each stage, by kind.
     """
 
@@ -66,11 +66,11 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch line that was resolved.
+    """A resolved launch line.
 
     Attributes:
         args: Megatron's arguments.
-        run: everything that is decided.
+        run: configuration of the run.
     """
 
     args: Any
@@ -78,15 +78,19 @@ class Launch:
 
     @property
     def batch(self) -> int:
-        """Documents of a step, of the last ones where steps grow."""
+        """Documents of a step, at the end of the training if steps grow."""
         schedule = self.run.get(HdpConfig).schedule
         return schedule[-1][1] if schedule else int(self.args.global_batch_size)
 
     def draw(self, lengths: Sequence[int] | None, seed: int) -> list[int]:
         """Return the lengths of one step, drawn from documents that are cut at ``--seq-length``.
 
-        ``lengths``: of the documents; None: those of ``--data-path``, or of its windows. Raises ValueError where these
-        are not here.
+        Args:
+            lengths: document lengths; None: lengths of the data sets or windows of ``--data-path``.
+            seed: seed of the draw.
+
+        Raises:
+            ValueError: this machine has no data sets of ``--data-path``.
         """
         windows = self.run.find(SculptConfig)
         if lengths is None and windows is not None:
@@ -101,11 +105,11 @@ class Launch:
         return self.of_step(partial(draw_pieces, lengths, self.args.seq_length, seed=seed))
 
     def sample(self, sampler: str, seed: int) -> list[int]:
-        """Return the lengths of one step of a published distribution. Raises ValueError for an unknown one."""
+        """Return the lengths of one step, drawn from a published distribution. Raises ValueError if it is unknown."""
         return self.of_step(lambda count: list(sample_documents(sampler, self.args.seq_length, count, seed)))
 
     def of_step(self, draw: Callable[[int], list[int]]) -> list[int]:
-        """Return the lengths of one step, of which ``draw`` returns a number that it is given."""
+        """Return the lengths of one step; ``draw`` returns as many lengths as its argument says."""
         lengths, num_tokens = draw(self.batch), self.run.get(HdpConfig).global_tokens
         if num_tokens is None:
             return lengths
@@ -114,7 +118,7 @@ class Launch:
         return lengths[: bisect_right(list(accumulate(lengths)), num_tokens)]
 
     def plan(self, lengths: Sequence[int]) -> DryRun:
-        """Plan a step of these documents, and forecast its time, memory and traffic."""
+        """Plan a step of documents of these lengths, and forecast its time, memory and traffic."""
         begun = time.process_time()
         plan = planner_of(self.run.decision)(lengths)
         seconds = time.process_time() - begun
@@ -152,7 +156,7 @@ class Launch:
         }
 
     def step(self, forecast: Forecast, plan: StepPlan, seconds: float) -> dict[str, str]:
-        """Return figures of the plan in words. ``seconds``: processor time of planning."""
+        """Return figures of the plan in words; ``seconds`` is the processor time of planning."""
         run, lengths, (table, slicing) = self.run, plan.lengths, forecast.table(plan)
         predicted = forecast.time(table, slicing)
         bound = lower_bounds(lengths, run.cluster, forecast.stages(slicing), slicing).largest
@@ -171,22 +175,22 @@ class Launch:
             f"passes take {predicted.makespan / bound:.3f} of the lower bound of any plan",
             "lost": f"{waiting:.1%} waiting, {exchange:.1%} in exchange and {update:.1%} in the update that do not "
             "overlap with computation",
-            "planning": f"{seconds:.2f} s of one core, {seconds / predicted.seconds:.1%} of the step, beside training",
+            "planning": f"{seconds:.2f} s of one core, {seconds / predicted.seconds:.1%} of the step, during training",
         }
 
 
 def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node: int) -> str:
-    """Return in words what rings send between nodes of ``node`` HDP ranks, and how many use all links for it."""
+    """Return the traffic of rings between nodes of ``node`` HDP ranks and their hierarchical rings, in words."""
     rank_bytes = forecast.ring_bytes(table, slicing, node) * max(forecast.setup.mesh.stage_layers)
     wide, nested = documents_on_nodes(table, node)
     return (
-        f"{rank_bytes.sum() / 1e6:,.6g} MB of a stage, {rank_bytes.max() / 1e6:,.6g} MB by the process that sends "
+        f"{rank_bytes.sum() / 1e6:,.6g} MB of a stage, {rank_bytes.max() / 1e6:,.6g} MB by the rank that sends "
         f"most; {nested:,} of {wide:,} documents on several nodes in hierarchical rings"
     )
 
 
 def memory_gb(forecast: Forecast, table: ShardTable, slicing: Slicing) -> list[dict[str, float]]:
-    """Return the memory of each stage in a step, on its fullest HDP rank; ``total`` is the memory of its device."""
+    """Return the GB of each stage in a step, on its fullest HDP rank; ``total`` is device memory."""
     stages = forecast.memory(table, slicing)
     kinds = [asdict(one.device) | {"host": one.host, "pages": one.pages} for one in stages]
     shown = [name for name in kinds[0] if name in ("states", "activations") or any(one[name] for one in kinds)]
@@ -199,7 +203,7 @@ def memory_gb(forecast: Forecast, table: ShardTable, slicing: Slicing) -> list[d
 
 
 def choice_text(decision: Decision) -> dict[str, str]:
-    """Return how model states were chosen, and what they leave of ``--device-memory-gb``, in words."""
+    """Return the choice of model states, and the rest of ``--device-memory-gb`` for activations, in words."""
     left = remaining_text(decision).partition("device memory ")[2]
     rows = {"device memory": left} if left else {}
     if decision.states is None:
@@ -208,16 +212,21 @@ def choice_text(decision: Decision) -> dict[str, str]:
     return {**rows, "model states": chosen.strip(), "or": others.removeprefix(", ")}
 
 
-def prepare(flags: Sequence[str], world_size: int, rank: int, ranks_per_node: int, on_cpu: bool) -> Launch:
-    """Resolve a launch line as process ``rank`` of ``world_size`` would, and make Megatron's groups. Once in a process.
+def resolve_launch(flags: Sequence[str], num_ranks: int, rank: int, ranks_per_node: int, on_cpu: bool) -> Launch:
+    """Resolve a launch line as rank ``rank`` of ``num_ranks``, and make Megatron's groups. Call it once in a process.
 
-    ``on_cpu``: the processes run on CPU; otherwise on GPUs, which this machine need not have.
+    Args:
+        flags: flags of the training.
+        num_ranks: ranks of the training.
+        rank: rank that this process stands for.
+        ranks_per_node: ranks of a node.
+        on_cpu: whether the training runs on CPU; else on GPUs, which this machine need not have.
 
     Raises:
-        ValueError: what the training command refuses, or a line without documents.
+        ValueError: flags that the training refuses, or a training without documents.
     """
-    local = min(ranks_per_node, world_size)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(local))
+    local = min(ranks_per_node, num_ranks)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(local))
     args = parse(["bytescale dry-run", *flags], on_cpu, _settle, named_or_installed(flags))
     run = resolve(args)
     initialize._initialize_distributed(None, None, None)
@@ -225,14 +234,14 @@ def prepare(flags: Sequence[str], world_size: int, rank: int, ranks_per_node: in
 
 
 def _settle(args: Any) -> None:
-    """Leave files alone and let no process be waited for. Raises ValueError where no documents are planned."""
+    """Use no files, and wait for no other process. Raises ValueError for a training without documents."""
     if not args.hybrid_data_parallel:
         raise ValueError("a dry run plans documents: add --hybrid-data-parallel and --hdp-tokens-per-rank")
     vars(args).update(dict.fromkeys(WRITTEN), fake_process_group=True, use_gloo_process_groups=False)
 
 
 def groups_of_this_process() -> dict[str, list[int]]:
-    """Return the ranks of Megatron's groups that this process is in, by name."""
+    """Return the ranks of Megatron's groups that include this rank, by name."""
     groups = {
         "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
         "pipeline": parallel_state.get_pipeline_model_parallel_group(),

@@ -1,4 +1,4 @@
-"""Megatron's own scheduler of hybrid context parallelism, called as installed, to simulate and to run its plans."""
+"""The installed Megatron's scheduler of hybrid context parallelism, to simulate and to run its plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 @dataclass(frozen=True)
 class _RankCount:
-    """The only method of a process group that the scheduler calls."""
+    """A process group with the only method that the scheduler calls."""
 
     num_ranks: int
 
@@ -24,7 +24,7 @@ def megatron_hybrid(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     """Run ``BalancedCPScheduler`` of ``--hybrid-context-parallel``: powers of two, one sub-sample in each forward.
 
     Raises:
-        NotApplicable: with pipelines, which Megatron's arguments refuse, and where ``hybrid_groups`` does.
+        NotApplicable: pipelines, which Megatron's arguments refuse, and the cases of ``hybrid_groups``.
     """
     if len(scenario.stages) > 1:
         raise NotApplicable("--hybrid-context-parallel refuses pipelines")
@@ -37,8 +37,8 @@ def hybrid_groups(lengths: Sequence[int], cluster: Cluster) -> list[list[list[in
     """Return groups[number][rank] -> sequences in running order; ranks meet at a barrier after each group.
 
     Raises:
-        NotApplicable: a number of ranks that is not a power of two, for which Megatron has no groups; or the scheduler
-            itself stops on these lengths.
+        NotApplicable: the number of ranks is not a power of two, so Megatron has no groups; or the scheduler fails on
+            these lengths.
     """
     num_ranks = cluster.num_ranks
     if num_ranks & (num_ranks - 1):

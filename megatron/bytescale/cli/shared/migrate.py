@@ -1,8 +1,8 @@
-"""What to change in a launch line of Megatron's, so that it trains with hybrid data parallelism.
+"""Change a launch line of Megatron so that it trains with hybrid data parallelism.
 
-The changes follow from the table of refusals: what a row says to remove, to add or to put in its place is done, other
-rows need a decision. A line that can run is also forecast: the memory of its fullest device. Of files, only a cost
-file that the line names is read.
+The changes follow from the table of refusals. A row that says to remove, add or replace a flag is applied; other rows
+need a decision. The memory of the fullest device is forecast for a line that can run. The only file that is read is a
+cost file in the line.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _INSTEAD: Final = re.compile(r"use (--[a-z0-9-]+)")
 
 
 @dataclass(frozen=True)
-class Change:
-    """One thing to change.
+class LineChange:
+    """One change of a launch line.
 
     Attributes:
         what: remove, add, replace or decide; a decision is left to the reader.
-        flag: the words that it is about.
-        why: the reason, or what to do.
+        flag: words of the line.
+        why: reason or advice.
     """
 
     what: str
@@ -49,57 +49,59 @@ class Change:
 
 @dataclass(frozen=True)
 class Migration:
-    """A launch line with hybrid data parallelism, and what was changed in it.
+    """A launch line with hybrid data parallelism, and its changes.
 
     Attributes:
-        line: its words.
-        changes: the changes, in the order in which they were found.
+        line: words of the line.
+        changes: changes, in the order in which they were made.
         device_gb: forecast memory of the fullest device, in GB, with full micro-batches that run whole; None if
             something is left to decide, or the number of processes is unknown.
     """
 
     line: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[LineChange, ...]
     device_gb: float | None = None
 
     @property
     def runs(self) -> bool:
-        """Whether nothing is left to decide."""
+        """Whether no decision is left to the reader."""
         return all(change.what != "decide" for change in self.changes)
 
 
 @dataclass
 class _Line:
-    """A launch line that is being changed: the words before the flags of the training, and these."""
+    """A launch line that is being changed: the words before the flags of the training, and the flags."""
 
     head: list[str]
     flags: list[str]
-    changes: list[Change] = field(default_factory=list)
+    changes: list[LineChange] = field(default_factory=list)
 
     def place(self, flag: str) -> tuple[int, int] | None:
         """Return the places of a flag and its values in ``flags``: [first, end), or None."""
         for first, word in enumerate(self.flags):
             if word.split("=")[0] == flag:
-                after = (n for n, one in enumerate(self.flags[first + 1 :], first + 1) if one.startswith("--"))
+                after = (
+                    place for place, later in enumerate(self.flags[first + 1 :], first + 1) if later.startswith("--")
+                )
                 return first, first + 1 if "=" in word else next(after, len(self.flags))
         return None
 
     def remove(self, flag: str, why: str) -> bool:
-        """Remove a flag and its values; return whether it was there."""
-        found = self.place(flag)
-        if found is None:
+        """Remove a flag and its values; return whether the line had it."""
+        place = self.place(flag)
+        if place is None:
             return False
-        words = self.flags[slice(*found)]
-        del self.flags[slice(*found)]
-        self.changes.append(Change("remove", shlex.join(words), why))
+        words = self.flags[slice(*place)]
+        del self.flags[slice(*place)]
+        self.changes.append(LineChange("remove", shlex.join(words), why))
         return True
 
     def put(self, words: list[str], why: str) -> None:
         """Set the value of a flag."""
-        found = self.place(words[0])
-        before = shlex.join(self.flags[slice(*found)]) + " -> " if found is not None else ""
-        self.flags[slice(*(found or (0, 0)))] = words
-        self.changes.append(Change("replace" if before else "add", before + shlex.join(words), why))
+        place = self.place(words[0])
+        before = shlex.join(self.flags[slice(*place)]) + " -> " if place is not None else ""
+        self.flags[slice(*(place or (0, 0)))] = words
+        self.changes.append(LineChange("replace" if before else "add", before + shlex.join(words), why))
 
 
 def migrate(line: str, num_processes: int | None = None) -> Migration:
@@ -110,7 +112,7 @@ def migrate(line: str, num_processes: int | None = None) -> Migration:
         num_processes: processes of the run; default: torchrun's processes, if the line has them in numbers.
 
     Raises:
-        ValueError: the line cannot be split into words, or is of another script.
+        ValueError: the line cannot be split into words, or starts another script.
     """
     changed = _split(line)
     num_processes = num_processes or _processes(changed.head)
@@ -143,12 +145,12 @@ def _split(line: str) -> _Line:
     found = _Line(head, words[scripts[0] + 1 :])
     if name != SCRIPTS[1]:
         found.head[-1] = SCRIPTS[1]
-        found.changes.append(Change("replace", f"{name} -> {SCRIPTS[1]}", "the same training loop, with our flags"))
+        found.changes.append(LineChange("replace", f"{name} -> {SCRIPTS[1]}", "the same training loop, with our flags"))
     return found
 
 
 def _processes(head: list[str]) -> int | None:
-    """Return the processes that torchrun starts; None where the line does not have them as numbers."""
+    """Return the number of processes that torchrun starts; None if the line does not have it as a number."""
     counts = {"--nnodes": 1, "--nproc-per-node": 1}
     joined = " ".join(head).replace("=", " ").replace("_", "-")
     for name in counts:
@@ -160,7 +162,7 @@ def _processes(head: list[str]) -> int | None:
 
 
 def _parsed(line: _Line) -> argparse.Namespace:
-    """Return the arguments of the flags, and note those that Megatron 0.19.2 does not have."""
+    """Return the arguments of the flags, after removing flags that Megatron 0.19.2 does not have."""
     refuse_renamed(line.flags)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -176,7 +178,7 @@ def _parsed(line: _Line) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a launch line says of sizes and steps, by arguments of the same names."""
+    """Sizes and steps of a launch line, named as Megatron's arguments."""
 
     hybrid_data_parallel: bool
     context_parallel_size: int | None
@@ -194,27 +196,29 @@ class _Given:
 
 
 def _replace_mesh(line: _Line, given: _Given) -> None:
-    """Put ranks for each document in the place of context parallelism and micro-batches of one size."""
+    """Replace context parallelism and micro-batches of one size by ranks for each document."""
     width = given.context_parallel_size or 1
     if not given.hybrid_data_parallel:
         line.put(["--hybrid-data-parallel"], "each document gets as many ranks as it needs")
     line.remove("--context-parallel-size", "--hybrid-data-parallel gives each document its own width")
     line.remove("--micro-batch-size", DONE_BY_PLAN)
     if given.seq_length is None:
-        line.changes.append(Change("decide", "--seq-length", "give the longest sample: longer documents are cut there"))
+        line.changes.append(
+            LineChange("decide", "--seq-length", "give the longest sample: longer documents are cut there")
+        )
     elif given.hdp_tokens_per_rank is None:
         multiple = given.tensor_model_parallel_size if given.sequence_parallel else 1
         tokens = -(-given.seq_length // width)
         tokens += -tokens % multiple
-        why = f"C, what a rank held before: --seq-length / {width}; larger is faster until memory runs out"
+        why = f"C, as many tokens as a rank had before: --seq-length / {width}; larger is faster until memory runs out"
         line.put(["--hdp-tokens-per-rank", str(tokens)], why)
 
 
 def _keep_tokens(line: _Line, given: _Given, num_processes: int | None) -> None:
-    """Count documents in the place of samples of one length, and keep the tokens of a step."""
+    """Count documents instead of samples of one length, and keep the tokens of a step."""
     size = given.global_batch_size
     if size is None and given.step_batch_size_schedule is None:
-        line.changes.append(Change("decide", "--global-batch-size", "give it: the documents of a step"))
+        line.changes.append(LineChange("decide", "--global-batch-size", "give it: the documents of a step"))
         return
     if size is None:
         return
@@ -240,7 +244,7 @@ def _keep_tokens(line: _Line, given: _Given, num_processes: int | None) -> None:
 
 
 def _heed_refusals(line: _Line) -> None:
-    """Change what rows of the table refuse, until none is left that says how."""
+    """Apply the rows of the table of refusals until no row refuses the line."""
     settled: set[str] = set()
     while True:
         args = _parsed(line)
@@ -256,24 +260,24 @@ def _heed_refusals(line: _Line) -> None:
             line.put([word for word in added.groups() if word], advice)
         elif (instead := _INSTEAD.match(advice)) and line.remove(flag, advice):
             if line.place(instead[1]) is None:
-                line.put([instead[1]], f"in the place of {flag}")
+                line.put([instead[1]], f"in place of {flag}")
         elif not (_DROP.match(advice) and line.remove(flag, advice)):
-            line.changes.append(Change("decide", row.flag, advice))
+            line.changes.append(LineChange("decide", row.flag, advice))
 
 
 def _check(line: _Line, num_processes: int | None) -> None:
-    """Note what the checks of the features still refuse."""
+    """Add a decision if the checks of the features still refuse the line."""
     args = _parsed(line)
     sizes = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     args.world_size = num_processes or sizes * (args.global_batch_size or 1)
     try:
         features.check(args)
     except ValueError as error:
-        line.changes.append(Change("decide", "", str(error)))
+        line.changes.append(LineChange("decide", "", str(error)))
 
 
 def device_gb(flags: list[str], num_processes: int) -> float | None:
-    """Return the forecast memory of the fullest device, in GB; None for a training that cannot be set up here."""
+    """Return the forecast memory of the fullest device, in GB; None if the training cannot be set up here."""
     words = [word for word in flags if word != "--cpu"]
     try:
         args = arguments_of(words, on_cuda=len(words) == len(flags), processes=num_processes)
@@ -283,7 +287,7 @@ def device_gb(flags: list[str], num_processes: int) -> float | None:
         return None
 
 
-def as_text(migration: Migration) -> str:
+def changes_text(migration: Migration) -> str:
     """Return the changes, the forecast and the line as text."""
     width = max((len(change.flag) for change in migration.changes), default=0)
     lines = [f"{change.what:8} {change.flag:{min(width, 60)}}  {change.why}" for change in migration.changes]

@@ -1,4 +1,4 @@
-"""The model that a string of Megatron's flags describes, read by Megatron's own parser; it may train elsewhere."""
+"""Models that strings of Megatron's flags describe, read by Megatron's own parser; they may train elsewhere."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megatron.bytescale.cli.profile import quiet
 
 FLAG: Final = "--model-flags"
 USUAL_VOCAB: Final = 32000
-"""Tokens of the vocabulary, where the flags do not say."""
+"""Size of the vocabulary if the flags do not give it."""
 
 USUAL_TOKENS: Final = 4096
-"""Tokens of a sequence, where the flags do not say: Megatron's parser wants a number."""
+"""Tokens of a sequence if the flags do not give them, because Megatron's parser needs a number."""
 
 NEEDED: Final = (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
-"""Flags of a model that hybrid data parallelism needs, and their values where the user gave none."""
+"""Flags that hybrid data parallelism needs, with the values that they get if they are missing."""
 
 WRITTEN: Final = ("save", "load", "tensorboard_dir", "hdp_log_dir", "data_cache_path", "record_memory_plan")
-"""Arguments of folders and files that only a training needs."""
+"""Arguments that name folders and files of a training."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model before it is built.
+    """Traits of a model before it is built.
 
     Attributes:
-        shape: its sizes, with the vocabulary as Megatron pads it on one tensor-parallel rank.
-        operators: the fused operators of a layer.
-        dtype: type of its parameters, for example "bfloat16".
-        rows_multiple: its matrix products take rows in multiples of this: 16 or 32 in FP8.
-        ties_embeddings: its input and output embedding are one matrix.
+        shape: sizes, with the vocabulary as Megatron pads it on one tensor-parallel rank.
+        operators: fused operators of a layer.
+        dtype: type of the parameters, for example "bfloat16".
+        rows_multiple: divisor of the rows of matrix products: 16 or 32 in FP8, else 1.
+        ties_embeddings: whether the input and output embedding are one matrix.
     """
 
     shape: ModelShape
@@ -49,7 +49,7 @@ class Model:
 
 
 def words_of(flags: str) -> list[str]:
-    """Split flags as a shell does. Raises ValueError."""
+    """Split flags as a shell does. Raises ValueError for an open quotation."""
     try:
         return shlex.split(flags)
     except ValueError as error:
@@ -68,14 +68,19 @@ def with_needed(words: Sequence[str]) -> list[str]:
 
 
 def shape_of_flags(flags: str) -> ModelShape:
-    """Return the sizes of a model. Raises ValueError for what training refuses."""
+    """Return the sizes of a model. Raises ValueError for flags that training refuses."""
     return model_of(words_of(flags)).shape
 
 
 def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
-    """Return the model of these flags, as hybrid data parallelism trains it. Raises ValueError for what it refuses.
+    """Return the model of these flags, as hybrid data parallelism trains it.
 
-    ``on_cuda``: it trains on GPUs, with TransformerEngine if the flags name it; else on CPU.
+    Args:
+        words: flags of the model.
+        on_cuda: whether it trains on GPUs, with TransformerEngine if the flags name it; else on CPU.
+
+    Raises:
+        ValueError: flags that hybrid data parallelism refuses.
     """
     from megatron.bytescale.arguments.model_shape import model_shape  # Megatron takes seconds to import
     from megatron.bytescale.arguments.operators import operators_of
@@ -98,7 +103,7 @@ def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
         processes: processes of the training.
 
     Raises:
-        ValueError: what the training would refuse.
+        ValueError: flags that the training refuses.
     """
     from megatron.bytescale.arguments.setup import setup_of  # Megatron takes seconds to import
 
@@ -108,21 +113,21 @@ def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
 
 
 def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1) -> argparse.Namespace:
-    """Return the arguments of a training with hybrid data parallelism and these flags, checked as it would be.
+    """Return the arguments of a training with hybrid data parallelism, checked as at its start.
 
-    Missing arguments of a training get default values. No file is read.
+    Missing arguments get default values. No file is read.
 
     Args:
-        words: the flags.
-        on_cuda: see ``model_of``.
+        words: flags of the training.
+        on_cuda: whether it trains on GPUs; else on CPU.
         processes: processes of the training.
 
     Raises:
-        ValueError: what the training would refuse.
+        ValueError: flags that the training refuses.
     """
     from megatron.bytescale.arguments.parse import check, named_or_installed, whole_parser
 
-    with quiet(), _stood_in():
+    with quiet(), _stand_in_for_gpu():
         try:
             refuse_renamed(words)
             args, unknown = whole_parser().parse_known_args(words)
@@ -140,9 +145,9 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
 
 
 @contextlib.contextmanager
-def _stood_in() -> Iterator[None]:
-    """Stand in for a GPU that this machine lacks, as Megatron's checks ask for its properties."""
-    import megatron.training.arguments  # noqa: F401  # what it binds stays torch's own
+def _stand_in_for_gpu() -> Iterator[None]:
+    """Install stand-ins if this machine has no GPU, because Megatron's checks ask for its properties."""
+    import megatron.training.arguments  # noqa: F401  # so that it binds torch's own functions
     import torch
 
     from megatron.bytescale.cpu import CpuStandIns
@@ -157,7 +162,7 @@ def _stood_in() -> Iterator[None]:
 
 
 def _fill(args: argparse.Namespace) -> None:
-    """Give arguments a value that the flags of a model leave out, and leave files and tokenizers alone."""
+    """Set the arguments that the flags of a model leave out, and clear arguments of files and tokenizers."""
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None  # as Megatron's parser does

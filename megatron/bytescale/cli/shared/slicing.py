@@ -1,4 +1,4 @@
-"""The options of slices, which several subcommands share."""
+"""The options of a setup that is planned without Megatron's flags, and of its slices."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.measure.cost_file import read_cost, shipped
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.setup.memory import affordable_keys
 from bytescale_ext.plan.setup.setup import AUTO, Budget, Setup, setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.shared.inputs import count
+from megatron.bytescale.cli.shared.options import add_option
 from megatron.bytescale.features.slices.flags import slices_value
+
+DEFAULT_COST = "the shipped costs of a 7B model"
 
 
 def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = count) -> None:
-    """Add ``--slices`` with this help and type, and ``--eager``; ``slices_of`` reads them."""
+    """Add ``--slices`` with this help and type, and ``--eager``; ``slicing_of_options`` reads them."""
     parser.add_argument("--slices", type=kind, default=1, metavar="K", help=text)
     parser.add_argument(
-        "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
+        "--eager", action="store_true", help="each stage runs two forwards ahead of the next, as with --seq1f1b-eager"
     )
 
 
-def slices_of(args: argparse.Namespace) -> Slicing:
+def slicing_of_options(args: argparse.Namespace) -> Slicing:
     """Return the slices of the options, without kept keys. Raises ValueError for fewer than 1."""
     if args.slices == AUTO:
         return ONE_SLICE
@@ -32,62 +37,65 @@ def slices_of(args: argparse.Namespace) -> Slicing:
     return Slicing(args.slices, eager=args.eager)
 
 
-def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add the options that ``setup_of_options`` reads; the help of ``--slices`` ends with ``more``."""
-    text = f"slices in which each stage runs a micro-batch, as --seq1f1b-slices (1); {AUTO}: the planner chooses"
-    add_slices_arguments(parser, text + more, slices_value)
-    parser.add_argument(
-        "--device-memory-gb",
-        type=float,
-        metavar="G",
-        help=f"with --slices {AUTO}: memory of a device, all of it; model states are subtracted",
-    )
+def add_setup_arguments(parser: argparse.ArgumentParser, slices_note: str = "") -> None:
+    """Add the options that ``setup_of_options`` reads.
+
+    Args:
+        parser: parser of the subcommand.
+        slices_note: end of the help of ``--slices``.
+    """
+    add_option(
+        parser, "--ranks", required=True,
+        note="HDP ranks (data x context parallel), each a whole pipeline with --pipeline-parallel",
+    )  # fmt: skip
+    add_option(parser, "--tokens-per-rank", required=True)
+    add_option(parser, "--pipeline-parallel")
+    add_option(parser, "--ranks-per-node", note="rings of up to N ranks stay in one node (default: one node)")
+    text = f"slices of each micro-batch in a pipeline, as with --seq1f1b-slices (1); {AUTO}: the planner chooses"
+    add_slices_arguments(parser, text + slices_note, slices_value)
+    add_option(parser, "--device-memory-gb", note=f"needed with --slices {AUTO}, which subtracts the model states")
     parser.add_argument(
         "--kept-keys",
         type=int,
         metavar="TOKENS",
-        help="keep the keys of documents of up to TOKENS tokens from slice to slice, as --hdp-kept-keys (default: as "
-        "long as that takes no more memory than 1F1B)",
+        help="keep the keys of documents of up to TOKENS tokens from slice to slice, as with --hdp-kept-keys "
+        "(default: the most that takes no more memory than 1F1B)",
     )
     parser.add_argument(
         "--swapped-keys",
         type=int,
         metavar="TOKENS",
-        help="keep the keys of longer documents of up to TOKENS tokens in host memory, as --hdp-swapped-keys (0)",
+        help="keep the keys of longer documents of up to TOKENS tokens in host memory, as with --hdp-swapped-keys (0)",
     )
-    parser.add_argument(
-        "--host-memory-gb",
-        type=float,
-        metavar="G",
-        help=f"with --slices {AUTO}: the host memory of a device in which keys may be kept (0)",
-    )
-    parser.add_argument(
-        "--link-gb-per-second",
-        type=float,
-        default=LINK_BYTES_PER_SECOND / 1e9,
-        metavar="B",
-        help="speed of the link between a device and host memory, one way (%(default)g)",
-    )
+    add_option(parser, "--host-memory-gb", note=f"for keys, with --slices {AUTO} (default: 0)")
+    add_option(parser, "--link-gb-per-second")
+    add_option(parser, "--cost-file", note=f"default: {DEFAULT_COST}")
+
+
+def cost_of_options(args: argparse.Namespace) -> ModelCost:
+    """Return the costs in ``--cost-file``, or the shipped costs of a 7B model. Raises ValueError for a bad file."""
+    path: Path | None = args.cost_file
+    return shipped("bytescale_7b") if path is None else read_cost(path)
 
 
 def setup_of_options(args: argparse.Namespace, cost: ModelCost, longest: int) -> Setup:
     """Return the setup of ``bytescale plan`` or ``bytescale simulate``; by default keys are kept as in training.
 
     Args:
-        args: the options.
+        args: options of the command.
         cost: costs of the model.
         longest: tokens of the longest document.
 
     Raises:
-        ValueError: options that conflict, or that need slices or stages and have none; a budget that is missing.
+        ValueError: options that conflict, options that need slices or stages, or a missing budget.
     """
     cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
-    setup = setup_of_cost(cost, args.stages, cluster, longest)
+    setup = setup_of_cost(cost, args.pipeline_parallel, cluster, longest)
     setup = replace(setup, budget=_budget(args))
     if args.slices == AUTO:
         _check_auto(args)
         return replace(setup, slicing=AUTO)
-    slicing = slices_of(args)
+    slicing = slicing_of_options(args)
     for flag, given in (("--device-memory-gb", args.device_memory_gb), ("--host-memory-gb", args.host_memory_gb)):
         if given is not None:
             raise ValueError(f"{flag} needs --slices {AUTO}")
@@ -104,7 +112,7 @@ def setup_of_options(args: argparse.Namespace, cost: ModelCost, longest: int) ->
 
 
 def _budget(args: argparse.Namespace) -> Budget:
-    """Return memory and links; keys that options swap have all the host memory that they need."""
+    """Return the budget of the options. Host memory is unlimited if ``--swapped-keys`` says which keys go there."""
     link = args.link_gb_per_second
     if not 0 < link < math.inf:
         raise ValueError(f"--link-gb-per-second {link:g} must be positive")
@@ -119,10 +127,10 @@ def _budget(args: argparse.Namespace) -> Budget:
 
 
 def _check_auto(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that do not fit ``--slices auto``, or a budget that is missing."""
-    if args.stages == 1:
-        raise ValueError(f"--slices {AUTO} needs a pipeline: give --stages of 2 or more")
+    """Raise ValueError for options that conflict with ``--slices auto``, or for a missing budget."""
+    if args.pipeline_parallel == 1:
+        raise ValueError(f"--slices {AUTO} needs a pipeline: give --pipeline-parallel of 2 or more")
     if args.kept_keys is not None or args.swapped_keys is not None or args.eager:
-        raise ValueError(f"--slices {AUTO} chooses what --kept-keys, --swapped-keys and --eager set: remove them")
+        raise ValueError(f"--slices {AUTO} chooses --kept-keys, --swapped-keys and --eager itself: remove them")
     if args.device_memory_gb is None or not 0 < args.device_memory_gb < math.inf:
         raise ValueError(f"--slices {AUTO} needs --device-memory-gb, the memory of a device")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Return a line for each row, equally many cells in each; the columns ``left`` begin in line, the others end so."""
+    """Return a line for each row of cells; columns in ``left`` are aligned at the left, the others at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""Megatron's flags of the tokenizer, for subcommands that turn text into tokens."""
+"""Megatron's tokenizer flags, for subcommands that turn text into tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings that were given, by name; none: a token is a byte. Raises ValueError for bad ones."""
+    """Return the given settings by name; without any, a token is a byte. Raises ValueError for bad settings."""
     settings = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name, None) is not None}
     if settings and args.tokenizer_type is None:
         raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")

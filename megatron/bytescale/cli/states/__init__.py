@@ -1,1 +1,1 @@
-"""``bytescale states``: what Adam's states in pages of host memory take and save."""
+"""``bytescale states``: memory, traffic and time of Adam's states in pages of host memory."""

@@ -1,4 +1,4 @@
-"""``bytescale states``: predict what paged model states take, move and save, before training."""
+"""``bytescale states``: predict memory, traffic and time of paged model states before training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.plan.setup.memory import state_cases
@@ -16,18 +15,19 @@ from bytescale_ext.plan.states.moves import Traffic
 from bytescale_ext.plan.states.pages import NUM_MOMENTS, page_bytes_of
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES, pages_on_disk, tiered_host_bytes
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, replay, step_seconds
-from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count
+from megatron.bytescale.cli.shared.inputs import check_picture, count
+from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot
 from megatron.bytescale.cli.states.computing import (
     add_corpus,
     automatic,
     check_corpus,
-    hidden_of,
-    hiding_text,
+    overlap_of,
+    overlap_text,
     setup_of_options,
 )
 
 NAME = "states"
-HELP = "predict what Adam's states in pages of host memory and NVMe take, move and save"
+HELP = "predict memory, traffic and time of Adam's states in pages of host memory and NVMe"
 STAGES = {1: "Adam's states", 2: "Adam's states, gradients", 3: "Adam's states, gradients, parameters of layers"}
 TIERS = {"": Tier.HOST, " with NVMe": Tier.DISK}
 EXAMPLE = 'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 --host-memory-gb 200 --plot moves.png'
@@ -35,79 +35,72 @@ EXAMPLE = 'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 -
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale states``."""
-    parser.add_argument(
-        "--model-flags",
-        required=True,
-        metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; experts and biases are not counted",
-    )
-    parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share a layer (1)")
-    parser.add_argument("--stages", type=count, default=1, metavar="N", help="pipeline stages of equal layers (1)")
-    add_optimizer_ranks(parser)
+    add_option(parser, "--model-flags", required=True, note="experts and biases are not counted")
+    add_option(parser, "--tensor-parallel")
+    add_option(parser, "--pipeline-parallel", note="with equal numbers of layers")
+    add_option(parser, "--optimizer-ranks")
     parser.add_argument(
         "--state-stage",
         type=int,
         choices=list(STAGES),
         default=1,
-        help="what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too (1)",
+        help="states off the device: 1 Adam's states, 2 also gradients, 3 also parameters of layers (default: 1)",
     )
     parser.add_argument(
         "--window-layers", type=count, default=2, metavar="N", help="layers on the device at a time in stage 3 (2)"
     )
-    parser.add_argument(
-        "--microbatches", type=count, default=1, metavar="N", help="micro-batches of a rank and step, for traffic (1)"
-    )
+    add_option(parser, "--micro-batches", note="for traffic")
     parser.add_argument(
         "--update-steps",
         type=count,
         default=0,
         metavar="N",
-        help="steps beside which a lock-free update runs, for host memory (none: updates are exact)",
+        help="steps that overlap with a lock-free update, for host memory (default: none, updates are exact)",
     )
     parser.add_argument("--float32", action="store_true", help="parameters of 32 bits on the device, not of 16")
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
-    parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="all of a device (80)")
-    parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
-    parser.add_argument("--nvme-gb", type=float, default=0.0, metavar="G", help="of a local disk, each process (none)")
-    parser.add_argument("--nvme-read-gb-per-second", type=float, default=6.0, metavar="B", help="of each process (6)")
-    parser.add_argument("--nvme-write-gb-per-second", type=float, default=3.0, metavar="B", help="of each process (3)")
-    add_link(parser)
+    add_option(parser, "--device-memory-gb", default=80.0)
+    add_option(parser, "--host-memory-gb", default=100.0)
     parser.add_argument(
-        "--adam-gb-per-second",
-        type=float,
-        default=20.0,
-        metavar="B",
-        help=f"host memory that Adam reads and writes in a second, {ADAM_BYTES} bytes for each parameter (20)",
+        "--nvme-gb", type=float, default=0.0, metavar="G", help="GB of a local disk that each process may use (0)"
     )
+    for option, default, text in (
+        ("--nvme-read-gb-per-second", 6.0, "GB/s that each process reads from the disk"),
+        ("--nvme-write-gb-per-second", 3.0, "GB/s that each process writes to the disk"),
+        ("--adam-gb-per-second", 20.0, f"GB/s of host memory in Adam, which moves {ADAM_BYTES} bytes per parameter"),
+    ):
+        parser.add_argument(option, type=float, default=default, metavar="B", help=f"{text} (default: %(default)g)")
+    add_option(parser, "--link-gb-per-second")
     add_corpus(parser)
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the moves of one step of the fullest stage")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_plot(parser, "the moves of one step of the fullest stage")
+    add_json(parser)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One stage.
+class StageStates:
+    """The paged states of one pipeline stage.
 
     Attributes:
-        case: its states.
-        on_disk: the pages that host memory has no room for.
+        case: sizes of the states.
+        on_disk: numbers of the pages for which host memory has no room.
         moves: moves of one step, in order of time.
-        num_microbatches: micro-batches of one step.
+        num_micro_batches: micro-batches of one step.
     """
 
     case: StateCase
     on_disk: frozenset[int]
     moves: tuple[TimedMove, ...]
-    num_microbatches: int = 1
+    num_micro_batches: int = 1
 
     @classmethod
-    def of(cls, case: StateCase, room: Room, speeds: Speeds, num_microbatches: int) -> Row:
-        """Return the row of a stage. Raises ValueError, naming the least that works, where its states do not fit."""
+    def of(cls, case: StateCase, room: Room, speeds: Speeds, num_micro_batches: int) -> StageStates:
+        """Return the states of a stage. Raises ValueError, with a sufficient size, if they do not fit."""
         fits = case.host_bytes <= room.host_bytes
         if not fits and not room.disk_bytes:
             raise ValueError(
                 f"pages of the fullest stage take {in_gigabytes(case.host_bytes)} GB of host memory: give "
-                "--host-memory-gb at least that, or --nvme-gb, or more --stages, --tensor-parallel or --optimizer-ranks"
+                "--host-memory-gb at least that, or --nvme-gb, or more --pipeline-parallel, --tensor-parallel or "
+                "--optimizer-ranks"
             )
         if not fits and case.least_host_bytes > room.host_bytes:
             raise ValueError(
@@ -117,21 +110,21 @@ class Row:
         if not fits and case.file_bytes > room.disk_bytes:
             raise ValueError(
                 f"pages of the fullest stage take {in_gigabytes(case.file_bytes)} GB of a disk in two versions: give "
-                "--nvme-gb at least that, or more --stages, --tensor-parallel or --optimizer-ranks"
+                "--nvme-gb at least that, or more --pipeline-parallel, --tensor-parallel or --optimizer-ranks"
             )
         on_disk = pages_on_disk(case.table, room.host_bytes - case.whole_host_bytes)
         moves = replay(case.table, case.element_bytes, speeds.of_stage(case.stage), on_disk)
-        return cls(case, on_disk, moves, num_microbatches)
+        return cls(case, on_disk, moves, num_micro_batches)
 
     @property
     def seconds(self) -> float:
-        """Time of the optimizer's step."""
+        """Seconds of the optimizer step."""
         return step_seconds(self.moves)
 
     @property
     def traffic(self) -> Traffic:
         """Bytes of one step."""
-        return replace(self.case.link_bytes(self.num_microbatches), on_disk=self.case.traffic(self.on_disk).on_disk)
+        return replace(self.case.link_bytes(self.num_micro_batches), on_disk=self.case.traffic(self.on_disk).on_disk)
 
     @property
     def host_bytes(self) -> int:
@@ -145,7 +138,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict and print.
+    """Predict the states and print them.
 
     Raises:
         ValueError: sizes out of range, stages that do not divide the layers, or pages that need more host memory.
@@ -153,30 +146,30 @@ def run(args: argparse.Namespace) -> int:
     check_sizes(args)
     check_corpus(args)
     setup = setup_of_options(args)
-    budget, speeds, found = setup.budget, setup.states.speeds, state_cases(setup)
+    budget, speeds, cases = setup.budget, setup.states.speeds, state_cases(setup)
     room = Room(budget.device_bytes, budget.host_bytes, budget.disk_bytes)
-    in_order = sorted(set(found), key=lambda case: -case.host_bytes)  # what is said is said of the fullest stage
-    made = {case: Row.of(case, room, speeds, args.microbatches) for case in in_order}
-    rows = [made[case] for case in found]
-    largest = largest_models(args, found, room)
+    in_order = sorted(set(cases), key=lambda case: -case.host_bytes)  # errors describe the fullest stage
+    of_case = {case: StageStates.of(case, room, speeds, args.micro_batches) for case in in_order}
+    rows = [of_case[case] for case in cases]
+    largest = largest_models(args, cases, room)
     if args.plot is not None:
         from bytescale_ext.draw.states import draw_moves
 
         fullest = in_order[0]
         title = f"one step of {fullest.num_parameters:,.0f} parameters in {len(fullest.table.pages):,} pages"
-        draw_moves(made[fullest].moves, args.plot, title)
-    hidden = choice = None
+        draw_moves(of_case[fullest].moves, args.plot, title)
+    overlap = choice = None
     if args.tokens_per_rank is not None:
-        hidden, choice = hidden_of(args, setup, in_order[0]), automatic(setup)
+        overlap, choice = overlap_of(args, setup, in_order[0]), automatic(setup)
     if args.json:
-        of_corpus = {} if hidden is None else {"hidden": asdict(hidden)}
+        of_corpus = {} if overlap is None else {"hidden": asdict(overlap)}
         of_choice = {} if choice is None else {"auto": choice.described().splitlines()}
         stages = {"stages": [row_json(row) for row in rows], "largest": largest}
         print(json.dumps({**stages, **of_corpus, **of_choice}))
         return 0
     print(table_text(rows))
-    if hidden is not None:
-        print(hiding_text(hidden, speeds))
+    if overlap is not None:
+        print(overlap_text(overlap, speeds))
     print(largest_text(args, largest))
     if choice is not None:
         print(choice.described())
@@ -196,10 +189,13 @@ def check_sizes(args: argparse.Namespace) -> None:
         raise ValueError(f"--page-mb {args.page_mb:g} must be a multiple of 1/256 with --nvme-gb")
 
 
-def largest_models(args: argparse.Namespace, found: Sequence[StateCase], room: Room) -> dict[str, tuple[int, float]]:
-    """Return, for each stage of paging and tier, the most layers whose states fit, and the parameters then.
+def largest_models(args: argparse.Namespace, cases: Sequence[StateCase], room: Room) -> dict[str, tuple[int, float]]:
+    """Return the most layers whose states fit, and their parameters, for each offload stage and tier.
 
-    ``found``: the states of each pipeline stage.
+    Args:
+        args: options of the command.
+        cases: states of each pipeline stage.
+        room: budgets of device memory, host memory and disk.
     """
     places = {"resident": (1, Tier.DEVICE)}
     for kind, tier in TIERS.items():
@@ -207,15 +203,15 @@ def largest_models(args: argparse.Namespace, found: Sequence[StateCase], room: R
             places |= {f"stage {stage}{kind}": (stage, tier) for stage in STAGES}
     largest = {}
     for name, (stage, tier) in places.items():
-        parts = [replace(case, stage=stage) for case in found]
+        parts = [replace(case, stage=stage) for case in cases]
         layers = min(most_layers(case, room, tier) for case in set(parts))
         parameters = sum(case.with_layers(layers).num_parameters for case in parts) if layers else 0.0
-        largest[name] = (layers * args.stages, args.tensor_parallel * parameters)
+        largest[name] = (layers * args.pipeline_parallel, args.tensor_parallel * parameters)
     return largest
 
 
-def table_text(rows: list[Row]) -> str:
-    """Return a table with a row for each stage; its columns about a disk only where one holds pages."""
+def table_text(rows: list[StageStates]) -> str:
+    """Return a table with a row for each stage, with columns about the disk if it holds pages."""
     has_disk = any(row.on_disk for row in rows)
     heads = [("stage", 5), ("parameters", 15), ("host pages", 10), ("host GB", 8), ("device GB", 9),
              ("resident GB", 11), ("to host GB", 10), ("to device GB", 12), ("optimizer ms", 12),
@@ -250,7 +246,7 @@ def largest_text(args: argparse.Namespace, largest: dict[str, tuple[int, float]]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def row_json(row: Row) -> dict[str, object]:
+def row_json(row: StageStates) -> dict[str, object]:
     """Return a row of ``table_text`` as plain values."""
     case = row.case
     return {

@@ -1,16 +1,15 @@
-"""What of the copies of paged states hides at the lengths of a corpus, and what ``--state-policy auto`` chooses."""
+"""Overlap of paged states with the computation of a corpus, and the choice of ``--state-policy auto``."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from bytescale_ext.measure.cost_file import check_same_model, read_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_documents
+from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.setup import AUTO, Budget, Policy, Setup, equal_layers
 from bytescale_ext.plan.states.choice import StateChoice
@@ -19,45 +18,35 @@ from bytescale_ext.plan.states.hiding import Hiding, computing_of, hiding
 from bytescale_ext.plan.states.pages import page_bytes_of
 from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.states.timeline import Speeds
-from megatron.bytescale.cli.plan import read_lengths
-from megatron.bytescale.cli.shared.inputs import size
+from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.cli.shared.model_flags import USUAL_TOKENS, setup_of_model, shape_of_flags
+from megatron.bytescale.cli.shared.options import add_lengths, add_option, add_rates, check_rates, check_sampler
 
 NUM_DRAWN = 4096
 SEED = 1234
-RATES = (650.0, 600.0, 500.0)
 
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the micro-batches that copies hide behind."""
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument("--lengths", type=Path, metavar="FILE", help="say what hides for the documents of this .idx "
-                         "or .npy file")  # fmt: skip
-    lengths.add_argument("--sampler", metavar="NAME", help=f"the same for a distribution: {', '.join(SAMPLERS)}")
-    parser.add_argument("--context", type=size, default=131072, metavar="S", help="most tokens of a document (128K)")
-    parser.add_argument(
-        "--tokens-per-rank",
-        type=size,
-        metavar="C",
-        help="of a micro-batch on one rank (8K with documents); without documents, of one that long. The output then "
-        "ends with what --state-policy auto would choose",
-    )
-    parser.add_argument("--activation-policy", default="none", metavar="P", help=f"{', '.join(POLICIES)} (none)")
-    parser.add_argument("--cost-file", type=Path, metavar="F.json", help="of `bytescale profile`; default: --tflops")
-    parser.add_argument("--tflops", type=float, nargs=3, default=RATES, metavar=("GEMM", "ATTENTION", "BACKWARD"),
-                        help="without a cost file (650 600 500)")  # fmt: skip
+    """Add the options of the micro-batches that overlap with copies."""
+    add_lengths(parser, note="adds the overlap of copies with their computation to the output")
+    add_option(parser, "--seq-length", default=131072, note="longer documents are cut")
+    add_option(
+        parser, "--tokens-per-rank",
+        note="8192 with documents, else one document of C tokens; adds the choice of --state-policy auto to the output",
+    )  # fmt: skip
+    add_option(parser, "--activation-policy", default="none")
+    add_option(parser, "--cost-file", note="default: --tflops")
+    add_rates(parser)
 
 
 def check_corpus(args: argparse.Namespace) -> None:
-    """Raise ValueError for an unknown name, a rate out of range, or documents of nothing."""
-    if args.sampler is not None and args.sampler not in SAMPLERS:
-        raise ValueError(f"--sampler {args.sampler} is unknown; choose one of {', '.join(SAMPLERS)}")
+    """Raise ValueError for an unknown name, a rate out of range, or a policy without micro-batches."""
+    check_sampler(args.sampler)
     if args.activation_policy not in POLICIES:
         raise ValueError(
             f"--activation-policy {args.activation_policy} is unknown; choose one of {', '.join(POLICIES)}"
         )
-    if not all(0 < rate < float("inf") for rate in args.tflops):
-        raise ValueError(f"--tflops must be positive, got {' '.join(map(str, args.tflops))}")
+    check_rates(args.tflops)
     if args.tokens_per_rank is None and args.activation_policy != "none":
         raise ValueError("--activation-policy needs --tokens-per-rank")
     if args.tokens_per_rank is None and (args.lengths is not None or args.sampler is not None):
@@ -65,12 +54,12 @@ def check_corpus(args: argparse.Namespace) -> None:
 
 
 def setup_of_options(args: argparse.Namespace) -> Setup:
-    """Return the setup of the options: what training resolves of the model's flags on this mesh.
+    """Return the setup of the options, as training resolves it from the flags of the model.
 
     Raises:
         ValueError: flags that training refuses, stages that do not divide the layers, or a bad cost file.
     """
-    tensor, stages, ranks = args.tensor_parallel, args.stages, args.optimizer_ranks
+    tensor, stages, ranks = args.tensor_parallel, args.pipeline_parallel, args.optimizer_ranks
     tokens = args.tokens_per_rank or USUAL_TOKENS
     words = ["--tensor-model-parallel-size", tensor, *["--sequence-parallel"] * (tensor > 1)]
     words += ["--pipeline-model-parallel-size", stages, *["--use-distributed-optimizer"] * (ranks > 1)]
@@ -95,9 +84,9 @@ def setup_of_options(args: argparse.Namespace) -> Setup:
     return replace(
         setup,
         mesh=replace(setup.mesh, stage_layers=equal),
-        cost=cost_of(args, setup),
+        cost=model_cost_of(args, setup),
         measured=args.cost_file is not None,
-        sequences=replace(setup.sequences, micro_batches=args.microbatches),
+        sequences=replace(setup.sequences, micro_batches=args.micro_batches),
         budget=budget,
         policy=Policy(args.activation_policy),
         states=states,
@@ -110,8 +99,8 @@ def speeds_of(args: argparse.Namespace) -> Speeds:
     return Speeds(*(getattr(args, f"{name}_gb_per_second") * 1e9 for name in names))
 
 
-def cost_of(args: argparse.Namespace, setup: Setup) -> ModelCost:
-    """Return the seconds of the model. Raises ValueError for a bad cost file or one of another model."""
+def model_cost_of(args: argparse.Namespace, setup: Setup) -> ModelCost:
+    """Return the costs of the model. Raises ValueError for a bad cost file or the cost file of another model."""
     if args.cost_file is None:
         products, forward, backward = (1e12 * rate for rate in args.tflops)
         return cost_of_rates(setup.shape, products, forward, backward, args.tensor_parallel)
@@ -120,32 +109,32 @@ def cost_of(args: argparse.Namespace, setup: Setup) -> ModelCost:
 
 
 def automatic(setup: Setup) -> StateChoice:
-    """Return the choice of ``--state-policy auto``, which training makes too. Raises ValueError if nothing fits."""
+    """Return the choice of ``--state-policy auto`` in training. Raises ValueError if no choice fits."""
     states = choose(replace(setup, states=replace(setup.states, option=AUTO))).states
     assert states is not None, "model states are left open"
     return states
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
-    """Return lengths of documents, cut at ``--context``. Raises ValueError for a bad file or sampler."""
+    """Return document lengths, cut at ``--seq-length``. Raises ValueError for a bad file or sampler."""
     if args.sampler is not None:
-        return list(sample_documents(args.sampler, args.context, NUM_DRAWN, SEED))
+        return list(sample_documents(args.sampler, args.seq_length, NUM_DRAWN, SEED))
     if args.lengths is None:
         return [args.tokens_per_rank]
-    return [min(length, args.context) for length in read_lengths(args.lengths)]
+    return [min(length, args.seq_length) for length in read_lengths(args.lengths)]
 
 
-def hidden_of(args: argparse.Namespace, setup: Setup, case: StateCase) -> Hiding:
+def overlap_of(args: argparse.Namespace, setup: Setup, case: StateCase) -> Hiding:
     """Return the copies of a step of a stage that overlap with computation."""
     computing = computing_of(setup.cost, lengths_of(args), args.tokens_per_rank)
-    return hiding(case, computing, args.microbatches, setup.states.speeds)
+    return hiding(case, computing, args.micro_batches, setup.states.speeds)
 
 
-def hiding_text(found: Hiding, speeds: Speeds) -> str:
-    """Return a line about what hides."""
-    total = found.num_bytes
+def overlap_text(overlap: Hiding, speeds: Speeds) -> str:
+    """Return a line about the overlap of copies."""
+    total = overlap.num_bytes
     return (
-        f"of {total / 1e9:.2f} GB that the fullest stage copies in a step, {found.computing_bytes / total:.1%} hides "
-        f"behind computing and {found.adam_bytes / total:.1%} behind Adam; "
-        f"{1e3 * found.waited_bytes / speeds.link_bytes_per_second:.1f} ms of the link are waited for"
+        f"of {total / 1e9:.2f} GB that the fullest stage copies in a step, {overlap.computing_bytes / total:.1%} "
+        f"overlap with computation and {overlap.adam_bytes / total:.1%} with Adam; "
+        f"the step waits {1e3 * overlap.waited_bytes / speeds.link_bytes_per_second:.1f} ms for the link"
     )

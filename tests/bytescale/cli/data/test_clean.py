@@ -21,7 +21,7 @@ def docs(tmp_path: Path) -> Path:
 
 
 def run(docs: Path, out: Path, *words: object) -> int:
-    options = ["--input", f"docs={docs}", "--output", out, "--workers", 1, "--tasks", 1, *words]
+    options = ["--input", f"docs={docs}", "--output", out, "--concurrent-tasks", 1, "--tasks", 1, *words]
     return cli.main([command.NAME, clean.NAME, *map(str, options)])
 
 
@@ -79,12 +79,12 @@ def test_bad_calls_are_one_line_before_any_work(
     out = tmp_path / "out"
     for words, message in (
         (("--steps", "near"), "near needs exact"),
-        (("--workers", 0), "--workers 0: give 1 or more"),
-        (("--executor", "slurm"), "name the partition: --slurm partition=P"),
-        (("--slurm", "partition=a"), "are for the --executor of that name"),
-        (("--tokenizer-type", "NullTokenizer", "--vocab-size", 9), "--tokenizer-type is for --tokenize"),
+        (("--concurrent-tasks", 0), "--concurrent-tasks 0: give 1 or more"),
+        (("--executor", "slurm"), "--executor slurm needs a partition: give --slurm partition=P"),
+        (("--slurm", "partition=a"), "need the --executor of the same name"),
+        (("--tokenizer-type", "NullTokenizer", "--vocab-size", 9), "--tokenizer-type needs --tokenize"),
         (("--recipe", tmp_path / "none.toml"), "none.toml: No such file"),
-        (("--output", full), "this folder holds other files"),
+        (("--output", full), "this folder has other files"),
     ):
         assert run(docs, out, *words) == 2
         error = capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_a_recipe_of_two_sources(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "prose.jsonl").write_text("\n".join([*lines, "{broken"]))
     folder_of(tmp_path, "code", {"a.py": "x = 1", "b.py": prose[0], "c.md": "not taken"})
     (tmp_path / "recipe.toml").write_text(RECIPE.format(root=tmp_path))
-    words = ["--recipe", tmp_path / "recipe.toml", "--output", tmp_path / "out", "--workers", 1]
+    words = ["--recipe", tmp_path / "recipe.toml", "--output", tmp_path / "out", "--concurrent-tasks", 1]
     assert cli.main([command.NAME, clean.NAME, *map(str, words)]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())["sources"]
     assert report["prose"]["bad"] == {"broken": 1}

@@ -79,13 +79,13 @@ def test_bad_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
     for words, message in (
         (("--temperature", 0), "--temperature 0: give a number above 0"),
         (("--quality-power", -1), "--quality-power -1: give a number of 0 or more"),
-        (("--report", report), "books is text alone: clean with --tokenize"),
+        (("--report", report), "books has text and no tokens: clean with --tokenize"),
         (("--report", folder / "none.json"), "none.json: No such file"),
         (("--data", "books"), "--data books: give NAME=PREFIX"),
         (("--data", f"x={folder / 'x'}"), "x.idx"),
-        (("--output", folder), "is a folder: give the name of a file"),
+        (("--output", folder), "is a folder: give a file name"),
         (("--proxy-steps", 8), "source books has tokens for 0 steps without repetition"),
-        (("--proxy-steps", 8, "--data", f"books={folder / 'books'}"), "compares sources, and there is one"),
+        (("--proxy-steps", 8, "--data", f"books={folder / 'books'}"), "compares sources: give two or more"),
     ):
         assert run(folder, *words) == 2
         error = capsys.readouterr().err

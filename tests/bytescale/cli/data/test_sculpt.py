@@ -26,7 +26,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def sculpt(source: Path, out: Path, *words: object) -> int:
-    options = ["--input", source, "--context", CONTEXT, "--output-prefix", out, *words]
+    options = ["--input", source, "--seq-length", CONTEXT, "--output", out, *words]
     return cli.main([command.NAME, command.sculpt.NAME, *map(str, options)])
 
 

@@ -20,7 +20,7 @@ MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--ffn-hidden-size 128 --swiglu"
 )
-SIZES = ["--model-flags", f"{MODEL} --vocab-size 256", "--context", "4K", "--global-batch-size", "8", "--gpus", "4",
+SIZES = ["--model-flags", f"{MODEL} --vocab-size 256", "--seq-length", "4K", "--global-batch-size", "8", "--ranks", "4",
          "--device-memory-gb", "1", "--steps", "2", "--best", "3"]  # fmt: skip
 LINE = ["search", *SIZES, "--sampler", "github", "--device", "h100"]
 
@@ -37,10 +37,10 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_the_table_and_the_flags_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(LINE, capsys).splitlines()
-    assert lines[0] == "NVIDIA H100 (published timings): 4 devices, steps of 8 documents; predicted"
+    assert lines[0] == "NVIDIA H100 (published timings): 4 ranks, steps of 8 documents; predicted"
     assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
     assert "planned and replayed" in lines[-2]
-    flags = lines[-1].removeprefix("flags of the first: ").split()
+    flags = lines[-1].removeprefix("flags of the fastest: ").split()
     strategy = parse_strategy(flags, 1)
     assert str(strategy) in lines[3]
 
@@ -60,9 +60,7 @@ def test_a_script_with_the_measured_costs(tmp_path: Path, capsys: pytest.Capture
     script = tmp_path / "launch.sh"
     words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
     beside = tmp_path / "launch.cost.json"
-    assert f"wrote {script}, and the costs with which it plans in {beside}" in printed(
-        [*words, "--output", str(script)], capsys
-    )
+    assert f"wrote {script} and its cost file {beside}" in printed([*words, "--output", str(script)], capsys)
     text = script.read_text()
     found = json.loads(printed([*words, "--json"], capsys))["strategies"][0]
     assert found["flags"] in " ".join(text.replace("\\\n", " ").replace("'", "").split())
@@ -94,11 +92,11 @@ def test_what_is_assumed_or_not_tried_is_said(capsys: pytest.CaptureFixture[str]
     words = [*LINE, "--model-flags", f"{MODEL}{later}"]
     lines = printed(words, capsys).splitlines()
     assert "--model-flags has no --vocab-size: a vocabulary of 32,000 is assumed" in lines
-    assert "layers with experts count as if they were spread evenly over the layers" in lines
+    assert "expert layers are assumed to be spread evenly over the layers" in lines
     assert any(line.startswith("not tried: --activation-policy does not work with --mtp-num-layers") for line in lines)
     engine = "--vocab-size 256 --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise"
     text = printed([*LINE, "--model-flags", f"{MODEL} {engine}"], capsys)
-    assert "FP8 counts as bfloat16, of which the published timings are" in text
+    assert "FP8 is predicted as bfloat16, because the published timings are in bfloat16" in text
     assert "not tried: --activation-policy does not work with --fp8-format" in text
 
 
@@ -113,7 +111,7 @@ def test_the_documents_of_a_step_may_be_left_open(tmp_path: Path, capsys: pytest
     tasks = command.tasks_of(cli.parse(words))
     assert [(task.batch, len(task.steps)) for task in tasks] == [(4, 8), (8, 4), (16, 2)]
     text = printed([*words, "--output", str(tmp_path / "launch.sh"), "--plot", str(tmp_path / "search.png")], capsys)
-    assert text.startswith("NVIDIA H100 (published timings): 4 devices, steps of 4 or 8 or 16 documents; predicted")
+    assert text.startswith("NVIDIA H100 (published timings): 4 ranks, steps of 4 or 8 or 16 documents; predicted")
     found = json.loads(printed([*words, "--json"], capsys))["strategies"]
     speeds = [row["tokens_per_second"] for row in found]
     assert speeds == sorted(speeds, reverse=True)
@@ -128,7 +126,7 @@ def test_the_documents_of_a_step_may_be_left_open(tmp_path: Path, capsys: pytest
 def test_sizes_of_steps_that_conflict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--largest-batch-size is for searches without" in refused([*LINE, "--largest-batch-size", "8"], capsys)
     few = refused([*open_size(LINE), "--largest-batch-size", "3"], capsys)
-    assert "--largest-batch-size 3 is less than one document for each of --gpus 4: give at least 4" in few
+    assert "--largest-batch-size 3 is less than one document for each of --ranks 4: give at least 4" in few
     assert "give --global-batch-size" in refused([*open_size(LINE), "--verify", "1"], capsys)
     assert "does not vary it" in refused([*LINE, "--explain", "global-batch-size"], capsys)
 
@@ -137,7 +135,7 @@ def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]
     tight = [*LINE, "--device-memory-gb", "0.005", "--explain", "hdp-tokens-per-rank"]
     assert "--hdp-tokens-per-rank 4096: nothing fits (device memory)" in printed(tight, capsys)
     with_any = refused([*tight, "--device-memory-gb", "0.0001"], capsys)
-    assert "nothing fits with any value of --hdp-tokens-per-rank" in with_any
+    assert "no strategy fits with any value of --hdp-tokens-per-rank" in with_any
 
 
 def test_an_interrupted_search_prints_what_it_found(

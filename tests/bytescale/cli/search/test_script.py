@@ -11,10 +11,10 @@ from bytescale_ext.measure.cost_file import read_cost
 from bytescale_ext.plan.search.costs import scaled_cost, strategy_cost
 from bytescale_ext.plan.search.strategy import FULL, Strategy
 from bytescale_ext.plan.search.task import cluster_of
-from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text, write_costs
+from megatron.bytescale.cli.search.script import LAUNCHERS, ScriptedRun, script_text, write_costs
 from tests.plan.search.tasks import small_task
 
-RUN = Run(["--num-layers", "4", "--swiglu"], ["--hdp-tokens-per-rank", "64"], 256, 8, None)
+RUN = ScriptedRun(["--num-layers", "4", "--swiglu"], ["--hdp-tokens-per-rank", "64"], 256, 8, None)
 
 
 def words(text: str) -> list[str]:
@@ -25,12 +25,12 @@ def words(text: str) -> list[str]:
 
 def test_what_the_user_gave_is_kept(tmp_path: Path) -> None:
     given = ["--hidden-dropout=0.1", "--max-position-embeddings", "512"]
-    run = Run(given, [], 256, 8, tmp_path / "cost.json")
+    run = ScriptedRun(given, [], 256, 8, tmp_path / "cost.json")
     assert run.flags() == [*given, "--seq-length", "256", "--global-batch-size", "8",
                            "--cost-file", str(tmp_path / "cost.json")]  # fmt: skip
-    one = Run.of("--hidden-dropout=0.1 --swiglu", small_task(), Strategy(2, (6,), 1024), tmp_path / "cost.json")
+    one = ScriptedRun.of("--hidden-dropout=0.1 --swiglu", small_task(), Strategy(2, (6,), 1024), tmp_path / "cost.json")
     assert one.model_flags == ["--hidden-dropout=0.1", "--swiglu", "--attention-dropout", "0", "--bf16"]
-    assert (one.context, one.batch) == (4096, 8)
+    assert (one.seq_length, one.batch) == (4096, 8)
     assert one.flags()[-len(one.strategy_flags) :] == Strategy(2, (6,), 1024).flags()
 
 
@@ -62,7 +62,7 @@ def test_scripts_are_bash(launcher: str, devices: int) -> None:
 
 
 def test_words_with_spaces_are_quoted() -> None:
-    run = Run(["--tensorboard-dir", "a folder"], ["--pipeline-model-parallel-layout", "Et*3|t*1L"], 8, 8, None)
+    run = ScriptedRun(["--tensorboard-dir", "a folder"], ["--pipeline-model-parallel-layout", "Et*3|t*1L"], 8, 8, None)
     text = script_text(run, 1, 8, "torchrun", [])
     assert "--tensorboard-dir 'a folder'" in text
     assert "'Et*3|t*1L'" in text

@@ -7,7 +7,7 @@ from bytescale_ext.plan.search.costed import StepFigures
 from bytescale_ext.plan.search.explore import Scored, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.forecast import StepTime
-from megatron.bytescale.cli.search.table import binds, loses, rows_of
+from megatron.bytescale.cli.search.table import binds, loses, strategy_rows
 from tests.plan.search.tasks import STEPS, small_task
 
 FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 0.1, 0.0, 1.0), 5e8, 0.0),) * 2, small_task())
@@ -16,7 +16,7 @@ SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 3.0, 0.2,
 
 def test_rows() -> None:
     task = small_task()
-    fast, slow = rows_of([FAST, SLOW], peak_flops=1e9)
+    fast, slow = strategy_rows([FAST, SLOW], peak_flops=1e9)
     assert fast.seconds == pytest.approx(8.2)
     tokens = sum(map(sum, STEPS)) / 2
     assert fast.tokens_per_second == pytest.approx(tokens / 8.2)
@@ -25,14 +25,14 @@ def test_rows() -> None:
     assert (fast.device_gb, slow.host_gb) == (0.5, 2.0)
     assert (fast.binds, fast.loses) == ("computing", "")
     assert (slow.binds, slow.loses) == ("waiting, memory", "+2.9 s waiting")
-    assert rows_of([FAST], None)[0].mfu is None
+    assert strategy_rows([FAST], None)[0].mfu is None
 
 
 def test_steps_of_other_sizes_lose_by_the_time_of_as_many_documents() -> None:
     short = Scored(
         SLOW.strategy, (StepFigures(StepTime(4.0, 0.05, 2.0, 0.1, 1.0), 5e8, 0.0),) * 4, in_sizes(small_task(), [4])[0]
     )
-    fast, slow = rows_of([FAST, short], None)
+    fast, slow = strategy_rows([FAST, short], None)
     assert (fast.documents, slow.documents) == (8, 4)
     assert slow.loses == "+3.9 s waiting"
     assert slow.tokens_per_second == pytest.approx(fast.tokens_per_second * 8.2 / 12.3)

@@ -30,7 +30,7 @@ def test_documents_of_a_file_are_cut_at_the_context(tmp_path: Path) -> None:
 
 
 def test_slower_links_between_nodes() -> None:
-    task = task_of(cli.parse([*LINE, "--gpus-per-node", "2", "--slowdown", "8"]))
+    task = task_of(cli.parse([*LINE, "--ranks-per-node", "2", "--slowdown", "8"]))
     assert task.cost.slowdown == 8
     assert (task.devices.count, task.devices.per_node) == (4, 2)
 

@@ -12,7 +12,7 @@ from bytescale_ext.plan.search.task import Task
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search import trainable
 from megatron.bytescale.cli.search.task import task_of
-from megatron.bytescale.cli.search.trainable import Trainable, kind_of
+from megatron.bytescale.cli.search.trainable import Trainable, choices_of
 from tests.bytescale.cli.search.test_command import LINE
 from tests.bytescale.cli.search.test_task import with_model
 
@@ -65,11 +65,11 @@ def test_a_mesh_that_training_refuses_is_refused_with_all_choices() -> None:
     assert "--enable-cuda-graph" in takes.refused()[0]
 
 
-def test_the_kind_of_a_strategy_has_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choices_of_a_strategy_has_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Strategy(2, (3, 2), 64, shares_optimizer=True, loss_tokens=8)
-    assert kind_of(one) == kind_of(replace(one, tensor_parallel=4, stage_layers=(1, 3), tokens_per_rank=8))
-    assert kind_of(one) != kind_of(replace(one, stage_layers=(2, 2)))
-    assert kind_of(one) != kind_of(replace(one, loss_tokens=None))
+    assert choices_of(one) == choices_of(replace(one, tensor_parallel=4, stage_layers=(1, 3), tokens_per_rank=8))
+    assert choices_of(one) != choices_of(replace(one, stage_layers=(2, 2)))
+    assert choices_of(one) != choices_of(replace(one, loss_tokens=None))
     asked: list[list[str]] = []
     monkeypatch.setattr(trainable, "arguments_of", lambda words, *_: asked.append(words))
     flags, task = task_with("--num-layers 4")

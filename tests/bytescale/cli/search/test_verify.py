@@ -105,5 +105,5 @@ def test_the_table_is_in_measured_order() -> None:
     assert lines[2].split() == ["1", "tp", "1", "1", "1.2", "1.20", "2", "2.1", "1.050"]
     assert lines[3] == "2  tp 2: failed: no --lr"
     assert lines[-2] == "rank correlation of predicted and measured times: -1.00"
-    assert lines[-1] == "the first of the search takes 1.200 times as long as the fastest"
+    assert lines[-1] == "the first strategy of the search takes 1.200 times as long as the fastest"
     assert verified_text(rows[1:2]).splitlines()[-1] == lines[3]

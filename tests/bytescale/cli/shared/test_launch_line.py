@@ -35,9 +35,9 @@ BIG = [
 
 
 def dry_run(rank: int, world: int, flags: list[str], world_size: int, lengths: list[int], of: int) -> Any:
-    from megatron.bytescale.cli.shared.launch_line import prepare
+    from megatron.bytescale.cli.shared.launch_line import resolve_launch
 
-    launch = prepare([*flags, "--cpu"], world_size, of, 8, on_cpu=True)
+    launch = resolve_launch([*flags, "--cpu"], world_size, of, 8, on_cpu=True)
     return dataclasses.asdict(launch.plan(lengths))
 
 
@@ -47,9 +47,9 @@ def predicted(flags: list[str], world_size: int, lengths: list[int], of: int = 0
 
 
 def drawn(rank: int, world: int, flags: list[str]) -> list[int]:
-    from megatron.bytescale.cli.shared.launch_line import prepare
+    from megatron.bytescale.cli.shared.launch_line import resolve_launch
 
-    return prepare([*flags, "--cpu"], 2, 0, 8, on_cpu=True).draw(None, seed=0)
+    return resolve_launch([*flags, "--cpu"], 2, 0, 8, on_cpu=True).draw(None, seed=0)
 
 
 def test_a_step_of_windows_is_drawn_from_them(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
     """Lengths of a published distribution, and those of the data set of the launch line."""
     sizes = "--seq-length 65536 --max-position-embeddings 65536 --hdp-tokens-per-rank 1024 --global-batch-size 512"
     flags = [*BIG, *sizes.split(), "--cpu"]
-    text = run_ranks(type_command, 1, ["dry-run", "--world-size", "1024", "--sampler", "github", "--", *flags],
+    text = run_ranks(type_command, 1, ["dry-run", "--ranks", "1024", "--sampler", "github", "--", *flags],
                      init_group=False)[0]  # fmt: skip
     assert "1,024 = 2 tensor-parallel x 2 stages x 256 HDP ranks, of up to 1,024 tokens each" in text
     assert "0, 2, ..., 510 (256 ranks)" in text
@@ -143,7 +143,7 @@ def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
     assert "documents on several nodes in hierarchical rings" in text
     assert "1,024 tokens each; CPU" in text
     corpus = write_documents(tmp_path / "docs", copies=1)
-    words = ["dry-run", "--world-size", "4", "--json", "--", *ONE_STEP, "--data-path", str(corpus), "--cpu"]
+    words = ["dry-run", "--ranks", "4", "--json", "--", *ONE_STEP, "--data-path", str(corpus), "--cpu"]
     found = json.loads(run_ranks(type_command, 1, words, init_group=False)[0])
     assert found["step"]["documents"].startswith("8 of ")
     assert found["groups"]["HDP"] == [0, 1, 2, 3]
@@ -152,7 +152,7 @@ def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
 def test_a_line_is_for_gpus_unless_it_says_otherwise() -> None:
     """A machine without GPUs plans for those of a cluster, where norms and SwiGLU are single kernels."""
     flags = [*ONE_STEP, *"--bf16 --global-batch-size 64 --seq-length 4096 --max-position-embeddings 4096".split()]
-    words = ["dry-run", "--world-size", "64", "--sampler", "github", "--json", "--", *flags]
+    words = ["dry-run", "--ranks", "64", "--sampler", "github", "--json", "--", *flags]
     engine = [*words, "--transformer-impl", "transformer_engine"]
     gpus, with_engine, cpus = (
         json.loads(run_ranks(type_command, 1, one, init_group=False)[0]) for one in (words, engine, [*words, "--cpu"])
@@ -165,10 +165,10 @@ def test_a_line_is_for_gpus_unless_it_says_otherwise() -> None:
 
 
 def refuse(rank: int, world: int, flags: list[str], world_size: int) -> str:
-    from megatron.bytescale.cli.shared.launch_line import prepare
+    from megatron.bytescale.cli.shared.launch_line import resolve_launch
 
     with pytest.raises(ValueError, match=r"\S") as refusal:
-        prepare([*flags, "--cpu"], world_size, 0, 8, on_cpu=True)
+        resolve_launch([*flags, "--cpu"], world_size, 0, 8, on_cpu=True)
     return str(refusal.value)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bytescale.cli.shared.migrate import Change, Migration, as_text, migrate
+from megatron.bytescale.cli.shared.migrate import LineChange, Migration, changes_text, migrate
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -130,7 +130,7 @@ def test_what_needs_a_decision_is_marked(found: dict[str, Migration | str]) -> N
     assert [change.flag for change in one.changes if change.what == "decide"] == ["--fim-data"]
     assert "--fim-data" in one.line
     assert "--micro-batch-size" not in one.line
-    assert "not yet: decide as marked" in as_text(one)
+    assert "not yet: decide as marked" in changes_text(one)
     assert one.device_gb is None
     assert of(found, "nothing but flags").device_gb is None, "the number of processes is unknown"
     missing = [change.flag for change in of(found, "missing").changes if change.what == "decide"]
@@ -177,6 +177,6 @@ def test_the_command_prints_changes_and_line() -> None:
     assert changed[1].splitlines()[-4].endswith(" GB, for a vocabulary of 32,000")
     assert undecided[0] == 1
     shown = json.loads(undecided[1])
-    assert Change(**shown["changes"][-1]).what == "decide"
+    assert LineChange(**shown["changes"][-1]).what == "decide"
     assert shown["line"][0] == "torchrun"
     assert (refused[0], refused[1], refused[2].count("\n")) == (2, "", 1)

@@ -12,10 +12,10 @@ from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.setup import Setup
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.cli.shared.slicing import (
+    add_setup_arguments,
     add_slices_arguments,
-    add_slicing_arguments,
     setup_of_options,
-    slices_of,
+    slicing_of_options,
 )
 
 COST = shipped("bytescale_7b")
@@ -23,9 +23,9 @@ COST = shipped("bytescale_7b")
 
 def setup(words: str, stages: int = 4) -> Setup:
     parser = argparse.ArgumentParser()
-    add_slicing_arguments(parser)
-    parser.set_defaults(stages=stages, tokens_per_rank=8192, ranks=16, ranks_per_node=None)
-    return setup_of_options(parser.parse_args(words.split()), COST, 65536)
+    add_setup_arguments(parser)
+    options = f"--ranks 16 --tokens-per-rank 8192 --pipeline-parallel {stages} {words}"
+    return setup_of_options(parser.parse_args(options.split()), COST, 65536)
 
 
 def slicing(words: str, stages: int = 4) -> Slicing:
@@ -35,8 +35,8 @@ def slicing(words: str, stages: int = 4) -> Slicing:
 def test_slices_without_keys() -> None:
     parser = argparse.ArgumentParser()
     add_slices_arguments(parser, "slices")
-    assert slices_of(parser.parse_args([])) == Slicing()
-    assert slices_of(parser.parse_args(["--slices", "3", "--eager"])) == Slicing(3, eager=True)
+    assert slicing_of_options(parser.parse_args([])) == Slicing()
+    assert slicing_of_options(parser.parse_args(["--slices", "3", "--eager"])) == Slicing(3, eager=True)
 
 
 def test_kept_keys_are_those_given_or_those_of_training() -> None:
@@ -80,7 +80,7 @@ def test_the_planner_chooses_within_the_memory_of_a_device() -> None:
     ("words", "stages", "message"),
     [
         ("--slices auto --device-memory-gb -1", 4, "--slices auto needs --device-memory-gb"),
-        ("--slices auto --device-memory-gb 80 --swapped-keys 9", 4, "chooses what --kept-keys, --swapped-keys and"),
+        ("--slices auto --device-memory-gb 80 --swapped-keys 9", 4, "chooses --kept-keys, --swapped-keys and"),
         (
             "--slices auto --device-memory-gb 80 --host-memory-gb -1",
             4,

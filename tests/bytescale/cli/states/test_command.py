@@ -32,7 +32,7 @@ def test_a_7b_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--stages 2 --tensor-parallel 2 --page-mb 0.01 --host-memory-gb 1000 --json".split()
+    words = "--pipeline-parallel 2 --tensor-parallel 2 --page-mb 0.01 --host-memory-gb 1000 --json".split()
     found = json.loads(printed(capsys, "--model-flags", SMALL, *words))
     first, last = found["stages"]
     assert last["parameters"] - first["parameters"] == 64  # the last norm; both have one of embedding and output layer
@@ -96,7 +96,7 @@ def test_each_stage_makes_room_for_a_larger_model(capsys: pytest.CaptureFixture[
 
 
 def test_a_stage_and_its_traffic(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model-flags", SEVEN, "--host-memory-gb", "200", "--json", "--microbatches", "4", "--state-stage"]
+    words = ["--model-flags", SEVEN, "--host-memory-gb", "200", "--json", "--micro-batches", "4", "--state-stage"]
     first, second, third = (json.loads(printed(capsys, *words, stage))["stages"][0] for stage in "123")
     parameters = first["parameters"]
     assert (first["fetched_bytes"], second["fetched_bytes"]) == (4 * parameters, 4 * 2 * parameters)
@@ -124,7 +124,7 @@ def test_the_named_tier_is_the_least_that_works(host: str, flag: str, capsys: py
     ("words", "message"),
     [
         (["--page-mb", "0"], "--page-mb 0 must be at least 0.00390625"),
-        (["--stages", "3"], "3 stages do not divide the 4 layers"),
+        (["--pipeline-parallel", "3"], "3 stages do not divide the 4 layers"),
         (["--host-memory-gb", "-1"], "--host-memory-gb must be positive"),
         (["--adam-gb-per-second", "0"], "--adam-gb-per-second must be positive"),
         (["--nvme-gb", "-1"], "--nvme-gb must be 0 or more"),

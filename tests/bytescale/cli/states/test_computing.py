@@ -1,4 +1,4 @@
-"""``bytescale states`` at the lengths of a corpus: what hides, and what would be chosen."""
+"""``bytescale states`` at the lengths of a corpus: the overlap of copies, and the choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from megatron.bytescale import cli
 from megatron.bytescale.cli.shared.model_flags import shape_of_flags
-from megatron.bytescale.cli.states.computing import RATES
+from megatron.bytescale.cli.shared.options import RATES
 from tests.bytescale.cli.states.test_command import SMALL, printed
 
 MODEL = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --swiglu --vocab-size 32000"
@@ -25,10 +25,10 @@ def hidden(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
     return found
 
 
-def test_what_hides_and_what_would_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, *WORDS, "--sampler", "github", "--microbatches", "4")
-    line = re.search(r"^of ([\d.]+) GB that the fullest stage copies in a step, ([\d.]+)% hides behind computing and "
-                     r"([\d.]+)% behind Adam; ([\d.]+) ms of the link are waited for$", text, re.MULTILINE)  # fmt: skip
+def test_the_overlap_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, *WORDS, "--sampler", "github", "--micro-batches", "4")
+    line = re.search(r"^of ([\d.]+) GB that the fullest stage copies in a step, ([\d.]+)% overlap with computation and "
+                     r"([\d.]+)% with Adam; the step waits ([\d.]+) ms for the link$", text, re.MULTILINE)  # fmt: skip
     assert line
     total, computing, adam, waited = map(float, line.groups())
     assert 0 < computing < 100
@@ -38,12 +38,12 @@ def test_what_hides_and_what_would_be_chosen(capsys: pytest.CaptureFixture[str])
 
 
 def test_lengths_of_a_file_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Long documents hide more over a slow link, up to ``--context``."""
+    """Long documents hide more over a slow link, up to ``--seq-length``."""
     for name, length in (("short", 64), ("long", 200_000)):
         np.save(tmp_path / f"{name}.npy", np.full(16, length))
     slow = ("--link-gb-per-second", "2", "--tokens-per-rank", "1K")
     short, long, cut = (
-        hidden(capsys, *slow, "--lengths", str(tmp_path / f"{name}.npy"), "--context", context)
+        hidden(capsys, *slow, "--lengths", str(tmp_path / f"{name}.npy"), "--seq-length", context)
         for name, context in (("short", "128K"), ("long", "128K"), ("long", "1K"))
     )
     assert short["num_bytes"] == long["num_bytes"]
@@ -69,7 +69,7 @@ def test_the_choice_follows_the_budgets(capsys: pytest.CaptureFixture[str]) -> N
 
     assert ": resident: " in chosen("60")
     assert re.search(r"\(resident takes [\d.]+ GB of device memory\): stage 1: ", chosen("5"))
-    assert "(the least predicted time)" in chosen("60", "--activation-policy", "priced", "--stages", "2")
+    assert "(the least predicted time)" in chosen("60", "--activation-policy", "priced", "--pipeline-parallel", "2")
 
 
 @pytest.mark.parametrize(
