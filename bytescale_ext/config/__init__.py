@@ -1,1 +1,1 @@
-"""The frozen configuration of each feature."""
+"""Frozen configuration of each feature."""

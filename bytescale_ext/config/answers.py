@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AnswerLossConfig:
-    """Only answers have a loss; a sample is a conversation.
+    """Training on conversations. Each conversation is one sample, and only its answers have a loss.
 
     Attributes:
-        prefixes: the data sets, each with its mask beside it.
+        prefixes: prefixes of the data sets; the mask of a data set has the same prefix.
     """
 
     prefixes: tuple[str, ...]

@@ -8,21 +8,22 @@ from typing import Final
 
 KINDS: Final = ("clover", "medusa")
 LAYERS: Final = {"clover": 2, "medusa": 0}
-"""Transformer layers below the heads, by default."""
+"""Default number of transformer layers below the heads."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Heads that guess the tokens after the next one.
+    """Draft heads, which predict the tokens after the next token.
 
     Attributes:
-        kind: "clover": each head sees the token that the head before it stands for; "medusa": heads are independent.
-        num_heads: head i guesses the token i + 2 places after the one that the model has read last.
-        num_layers: transformer layers between the model and its heads.
-        decay: weight of a head's loss, over that of the head before it.
-        hidden_weight: of the difference between what a head gives the output layer and what the model gives it one
-            forward pass later, beside the cross entropy.
-        train_trunk: the model is trained too, on its own loss and that of the heads.
+        kind: "clover" if each head receives the token predicted by the head before it, "medusa" if heads are
+            independent.
+        num_heads: number of heads. Head i predicts the token i + 2 positions after the last input token.
+        num_layers: number of transformer layers between the model and its heads.
+        decay: ratio of a head's loss weight to the loss weight of the head before it.
+        hidden_weight: weight of the distance between a head's input to the output layer and the model's own input to
+            the output layer one forward pass later. The distance is added to the cross entropy.
+        train_trunk: whether the model is also trained, on its own loss and the losses of the heads.
     """
 
     kind: str

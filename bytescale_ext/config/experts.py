@@ -1,4 +1,4 @@
-"""Settings of experts: the record of their loads, the placement that follows them, and where they begin."""
+"""Settings of experts: trace of their loads, placement, and creation from a dense checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bytescale_ext.plan.experts.trace import TraceHead
 
 @dataclass(frozen=True)
 class TraceTo:
-    """A record of the loads of experts.
+    """Output of a trace of expert loads.
 
     Attributes:
-        path: file that lines are appended to.
-        head: its first line.
+        path: file to which lines are appended.
+        head: header of the trace, its first line.
     """
 
     path: Path
@@ -25,13 +25,13 @@ class TraceTo:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Experts in slots.
+    """Placement of experts in slots.
 
     Attributes:
-        num_experts: of each layer.
-        num_ranks: that share them.
-        placing: how replicas are placed; its cost is of one micro-batch.
-        measures: the cost is an assumption, and is measured when training starts.
+        num_experts: number of experts of each layer.
+        num_ranks: number of ranks that share the experts of a layer.
+        placing: settings of the placement, with the cost of one micro-batch.
+        measures: whether the cost is an assumption that a measurement at the start of training replaces.
     """
 
     num_experts: int
@@ -46,11 +46,11 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class UpcycleFrom:
-    """A dense checkpoint that experts are made from.
+    """Conversion of a dense checkpoint to experts.
 
     Attributes:
         load: folder of the dense checkpoint.
-        save: folder of the new ones.
+        save: folder of the new checkpoints.
         ffn_hidden: width of the dense model's MLPs.
     """
 

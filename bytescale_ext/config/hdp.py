@@ -12,31 +12,31 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 @dataclass(frozen=True)
 class HdpConfig:
-    """Hybrid data parallelism.
+    """Configuration of hybrid data parallelism.
 
     Attributes:
-        cluster: HDP ranks (Megatron's dp x cp domain), C (the most tokens of a micro-batch on one rank), and ranks of a
-            node, None if they do not fill nodes evenly.
-        cost: what a planner balances: cost of micro-batches on the largest pipeline stage, in seconds or FLOPs.
-        longest_sequence: the longest possible sequence (``--seq-length``).
-        rows_multiple: micro-batches, and their slices, are padded at their end to a multiple of this many rows: 16 or
-            32 with FP8, else 1, times the tensor-parallel size under sequence parallelism. C is a multiple of it.
+        cluster: number of HDP ranks (Megatron's dp x cp domain), largest number of tokens of a micro-batch on a rank
+            (C), and number of ranks per node, or None if HDP ranks do not fill nodes evenly.
+        cost: cost that a planner balances: cost of micro-batches on the largest pipeline stage, in seconds or FLOPs.
+        longest_sequence: longest possible sequence (``--seq-length``).
+        rows_multiple: number to whose multiple the rows of micro-batches and slices are padded: 16 or 32 with FP8,
+            else 1, times the tensor-parallel size under sequence parallelism. C is a multiple of it.
         balance: name of the planner (``plan.hdp.table``).
-        num_stages: pipeline stages.
-        expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
-        expert_share: the share of routed experts in what is linear in tokens in ``cost``.
-        plan_ahead: steps planned and read ahead in the background.
-        plan_seconds: time limit for the plan of one step, after which the simple plan is taken; None: no limit.
+        num_stages: number of pipeline stages.
+        expert_ranks: number of HDP ranks that share the experts of a layer (expert parallelism).
+        expert_share: fraction of the linear part of ``cost`` that routed experts take.
+        plan_ahead: number of steps that are planned and read ahead in the background.
+        plan_seconds: time limit for the plan of one step, after which the simple plan is used; None means no limit.
         check_plans_every: number of steps after which all ranks compare their plans.
-        kernel: attention kernel by name, or None to choose.
-        global_tokens: a step of training is the next documents up to this many tokens; None: steps count documents.
-        schedule: (documents of training before, documents of a step from then on), where steps grow; else empty.
-        static_width: None, or the width of a static context-parallel mesh to compare with.
+        kernel: name of the attention kernel, or None to choose a kernel automatically.
+        global_tokens: limit of the tokens of a training step, which takes the next documents; None counts documents.
+        schedule: (documents trained on before, documents of a step from then on) if steps grow, else empty.
+        static_width: width of a static context-parallel mesh to compare with, or None.
         log_dir: folder of metrics and timelines, or None.
-        timeline_step: the step whose timeline is recorded (needs ``log_dir``), or None.
-        memory_step: the step whose memory is measured, or None.
-        plans_offload: plans may move activations to host memory (``--activation-policy offload``), so that ranks hold
-            more than C tokens; ``PlannedOffload`` then checks that the longest sequence fits.
+        timeline_step: step at which a timeline is recorded, which needs ``log_dir``; or None.
+        memory_step: step at which memory is measured, or None.
+        plans_offload: whether plans may move activations to host memory (``--activation-policy offload``), so that
+            ranks can process more than C tokens. ``PlannedOffload`` then checks that the longest sequence fits.
     """
 
     cluster: Cluster
@@ -71,26 +71,26 @@ class HdpConfig:
             raise ValueError(f"--hdp-balance {self.balance}: choose one of auto, {', '.join(planner_names())}")
         if self.aligned and not planner_row(self.balance).aligned:
             raise ValueError(
-                f"--hdp-balance {self.balance} does not align slots, and pipelines and expert parallelism need their "
-                f"micro-batches in step: use auto, which is {auto_balance(aligned=True)} there"
+                f"--hdp-balance {self.balance} does not align slots, but pipelines and expert parallelism need aligned "
+                f"micro-batches: use auto, which selects {auto_balance(aligned=True)}"
             )
         if self.global_tokens is not None and self.global_tokens < self.longest_sequence:
             raise ValueError(
-                f"--hdp-global-tokens {self.global_tokens} is less than --seq-length {self.longest_sequence}: a step "
-                "must hold the longest document"
+                f"--hdp-global-tokens {self.global_tokens} is less than --seq-length {self.longest_sequence}, but the "
+                "longest document must fit in a step"
             )
         if self.static_width is not None:
             self._check_static(self.static_width)
         if self.timeline_step is not None and self.log_dir is None:
-            raise ValueError("--hdp-timeline-step needs --hdp-log-dir, the folder to write it to")
+            raise ValueError("--hdp-timeline-step needs --hdp-log-dir, the folder of the timeline")
 
     def _check_capacity(self) -> None:
         capacity, num_ranks = self.cluster.tokens_per_rank, self.cluster.num_ranks
         if capacity % self.rows_multiple:
             nearest = (capacity // self.rows_multiple + 1) * self.rows_multiple
             raise ValueError(
-                f"--hdp-tokens-per-rank {capacity} is not a multiple of {self.rows_multiple}, which "
-                "--sequence-parallel (--tensor-model-parallel-size) and --fp8-format (16 or 32) need; the next "
+                f"--hdp-tokens-per-rank {capacity} is not a multiple of {self.rows_multiple}, as required by "
+                "--sequence-parallel (--tensor-model-parallel-size) and --fp8-format (16 or 32); the next "
                 f"multiple is {nearest}"
             )
         if not self.plans_offload and -(-self.longest_sequence // capacity) > num_ranks:
@@ -111,11 +111,11 @@ class HdpConfig:
 
     @property
     def aligned(self) -> bool:
-        """Whether ranks that share a sequence must have it in the same micro-batch slot."""
+        """Whether all ranks of a ring must have their sequence in the same micro-batch slot."""
         return self.num_stages > 1 or self.expert_ranks > 1
 
     @property
     def smallest_capacity(self) -> int:
-        """The smallest C with which the longest sequence fits on all ranks."""
+        """Smallest C with which the longest sequence fits on all ranks together."""
         exact = -(-self.longest_sequence // self.cluster.num_ranks)
         return -(-exact // self.rows_multiple) * self.rows_multiple

@@ -1,4 +1,4 @@
-"""Settings of the loss in chunks."""
+"""Settings of the chunked loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossChunks:
-    """Output layer and loss in chunks: only the logits of ``num_tokens`` tokens exist at a time."""
+    """Computation of output layer and loss in chunks, so that only ``num_tokens`` tokens have logits at a time."""
 
     num_tokens: int
 

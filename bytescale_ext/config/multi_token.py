@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MultiTokenConfig:
-    """Layers after the model's own, each of which guesses one token further ahead (DeepSeek-V3, section 2.2).
+    """Layers after the model that predict tokens further ahead (DeepSeek-V3, section 2.2).
 
     Attributes:
-        num_heads: depths: layer k guesses the token k + 1 places after the next one.
-        loss_scale: weight of each depth's loss beside that of the next token.
+        num_heads: number of layers (depths). Layer k predicts the token k + 1 positions after the next token.
+        loss_scale: weight of the loss of each depth; the loss of the next token has the weight 1.
     """
 
     num_heads: int

@@ -11,8 +11,8 @@ class RemoteConfig:
 
     Attributes:
         address: host:port of a Ray cluster, or None to start Ray on this machine.
-        num_servers: actors that read and tokenize.
-        server_tokens: the most tokens that each of them keeps.
+        num_servers: number of actors that read and tokenize.
+        server_tokens: largest number of tokens in the cache of an actor.
         json_key: key of the text in each line.
     """
 

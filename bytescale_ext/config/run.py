@@ -1,7 +1,7 @@
-"""Everything that is decided before a run builds anything, as one frozen value.
+"""All decisions about a run, made before anything is built, as one frozen value.
 
-``megatron/bytescale/arguments/resolve.py`` makes it once from Megatron's arguments. Each feature that is on adds its
-frozen configuration, and finds the configurations of earlier features by their type.
+``megatron/bytescale/arguments/resolve.py`` makes this value once from Megatron's arguments. Each enabled feature adds
+its frozen configuration, and finds the configurations of earlier features by their type.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Process:
-    """This process, and what it shares with the others.
+    """Position of this process in the run, and settings that all processes share.
 
     Attributes:
-        rank: among all processes.
-        local_rank: among the processes of its machine.
-        on_cuda: it computes on a GPU.
+        rank: rank among all processes.
+        local_rank: rank among the processes of this machine.
+        on_cuda: whether the process computes on a GPU.
         dtype: type of the parameters.
-        tensor_parallel: ranks that share each layer.
+        tensor_parallel: number of ranks that share each layer.
         timeout_minutes: timeout of a process group.
-        log_interval: steps between log lines.
-        train_iters: steps of the whole run; 0 where that is not known.
-        stage: its pipeline stage.
-        hdp_rank: its pipeline, among those that train side by side.
+        log_interval: number of steps between log lines.
+        train_iters: number of steps of the whole run, or 0 if unknown.
+        stage: pipeline stage of this process.
+        hdp_rank: HDP rank of this process.
     """
 
     rank: int
@@ -52,22 +52,22 @@ class Process:
 
     @property
     def tensor_rank(self) -> int:
-        """Its number among the ranks that share its layers, as Megatron numbers ranks."""
+        """Rank among the processes that share the same layers, in Megatron's order of ranks."""
         return self.rank % self.tensor_parallel
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A training run.
+    """Configuration of a training run.
 
     Attributes:
         shape: sizes of the model.
-        cluster: HDP ranks, the most tokens of a micro-batch on one of them, ranks of a node.
+        cluster: number of HDP ranks, largest number of tokens of a micro-batch on a rank, and ranks per node.
         cost: measured seconds of the model (``--cost-file``), or None.
         process: this process.
-        stage_layers: transformer layers of each pipeline stage.
-        decision: what steps are planned for, with all choices made.
-        features: configuration of each feature that is on, by the feature's name, in the order of the feature table.
+        stage_layers: number of transformer layers of each pipeline stage.
+        decision: setup of the planner, with all choices made.
+        features: configuration of each enabled feature, by its name, in the order of the feature table.
     """
 
     shape: ModelShape
@@ -79,15 +79,15 @@ class RunConfig:
     features: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, kind: type[Config]) -> Config | None:
-        """Return the configuration of this class, or None where its feature is off."""
+        """Return the configuration of this class, or None if its feature is off."""
         return next((config for config in self.features.values() if isinstance(config, kind)), None)
 
     def get(self, kind: type[Config]) -> Config:
         """Return the configuration of this class, whose feature must be on."""
-        found = self.find(kind)
-        assert found is not None, f"{kind.__name__} is off: {tuple(self.features)}"
-        return found
+        config = self.find(kind)
+        assert config is not None, f"{kind.__name__} is off: {tuple(self.features)}"
+        return config
 
     def with_feature(self, name: str, config: object) -> RunConfig:
-        """Return this run with the configuration of one more feature."""
+        """Return a copy with the configuration of one more feature."""
         return replace(self, features=MappingProxyType({**self.features, name: config}))

@@ -13,15 +13,15 @@ from bytescale_ext.data.corpus.windows_file import load_windows
 from bytescale_ext.plan.sculpt.pieces import window_bounds
 
 ATTENTION: Final = ("window", "document")
-"""What tokens of a window attend to: everything before them in the window, or in their document alone."""
+"""Range of attention: earlier tokens of the same window, or only earlier tokens of the same document."""
 
 
 @dataclass(frozen=True)
 class SculptConfig:
-    """Windows take the place of documents: each is one sample.
+    """Training on windows instead of documents. Each window is one sample.
 
     Attributes:
-        files: the file of windows of each data set, by the data set's prefix.
+        files: file of windows of each data set, by the prefix of the data set.
         attention: one of ``ATTENTION``.
     """
 
@@ -29,14 +29,19 @@ class SculptConfig:
     attention: str
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Return the table of windows [rows] of each data set, mapped from its file."""
+        """Return a memory map of the table of windows, [rows], of each data set."""
         return {prefix: load_windows(path)[0] for prefix, path in self.files.items()}
 
     def drawn(self, number: int, seed: int) -> list[int]:
-        """Return the lengths of what a plan places for randomly drawn windows, of all data sets together."""
+        """Return the lengths of the sequences that a plan places for random windows from all data sets.
+
+        Args:
+            number: number of windows.
+            seed: seed of the drawing.
+        """
         samples: list[Sequence[int]] = []
         for table in self.tables().values():
             windows = np.split(table["length"], window_bounds(table)[1:-1])
-            samples += [[int(one.sum())] if self.attention == "window" else one.tolist() for one in windows]
+            samples += [[int(rows.sum())] if self.attention == "window" else rows.tolist() for rows in windows]
         chosen = np.random.default_rng(seed).choice(len(samples), number, replace=len(samples) < number)
-        return [length for one in chosen.tolist() for length in samples[one]]
+        return [length for sample in chosen.tolist() for length in samples[sample]]

@@ -1,4 +1,4 @@
-"""Settings of pipelines in slices (Seq1F1B): of samples of one length, and of documents; and of zero bubble."""
+"""Settings of pipeline schedules: slices of fixed-length samples or of documents (Seq1F1B), and zero bubble."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 @dataclass(frozen=True)
 class SliceConfig:
-    """Samples of one length, each cut into the same slices.
+    """Slices of samples of one length, which are equal for all samples.
 
     Attributes:
-        slicing: k slices of a micro-batch, and the order in which stages run them.
-        lengths: tokens of each slice; their sum is the sequence length.
-        num_stages: pipeline stages.
-        num_chunks: virtual stages of each.
-        row_shares: ranks that share the rows between layers: the tensor-parallel size under sequence parallelism.
+        slicing: number of slices of a micro-batch, and their order on a stage.
+        lengths: tokens of each slice, which sum to the sequence length.
+        num_stages: number of pipeline stages.
+        num_chunks: number of virtual stages per pipeline stage.
+        row_shares: number of ranks that share the rows between layers, which is the tensor-parallel size under sequence
+            parallelism.
     """
 
     slicing: Slicing
@@ -34,32 +35,32 @@ class SliceConfig:
 
     @property
     def group_size(self) -> int:
-        """Slices that pass a virtual stage together."""
+        """Number of slices that pass a virtual stage together."""
         return slice_group_size(self.num_stages, self.slicing.num_slices)
 
     @property
     def receives_ahead(self) -> bool:
-        """Whether stages may run two forwards ahead."""
+        """Whether stages may run two forward passes ahead."""
         return self.slicing.receives_ahead
 
     def schedule(self, num_micro_batches: int) -> SliceSchedule:
         """Return the checked schedule of a step.
 
-        Raises ValueError where virtual stages do not run this number of micro-batches.
+        Raises ValueError if the schedule of virtual stages does not support this number of micro-batches.
         """
         return checked_schedule(self.num_stages, num_micro_batches, self.slicing, self.num_chunks)
 
 
 @dataclass(frozen=True)
 class DocumentSliceConfig:
-    """Micro-batches of documents (hybrid data parallelism), each cut by a rule.
+    """Slices of micro-batches of documents (hybrid data parallelism).
 
     Attributes:
-        rule: rule that cuts a micro-batch into slices.
-        num_stages: pipeline stages.
-        note: what to tell the user once about keys that are kept between slices; "" where micro-batches run whole.
-        is_chosen: the planner chooses the slices of each step; the rule does not apply.
-        host_bytes: host memory of this process for swapped keys; 0: no keys are swapped.
+        rule: rule that splits a micro-batch into slices.
+        num_stages: number of pipeline stages.
+        note: message to the user about keys that are kept between slices; "" if micro-batches are not split.
+        is_chosen: whether the planner chooses the slices of each step, instead of the rule.
+        host_bytes: host memory of this process for swapped keys, in bytes; 0 means that no keys are swapped.
     """
 
     rule: SliceRule
@@ -69,28 +70,32 @@ class DocumentSliceConfig:
     host_bytes: float = 0.0
 
     def with_note(self, note: str) -> DocumentSliceConfig:
-        """Return these slices with a note."""
+        """Return a copy with a note."""
         return replace(self, note=note)
 
     @property
     def slicing(self) -> Slicing:
-        """The slices, as planners take them."""
+        """Number and order of the slices, as an input of planners."""
         return self.rule.slicing
 
     @property
     def receives_ahead(self) -> bool:
-        """Whether stages may run two forwards ahead."""
+        """Whether stages may run two forward passes ahead."""
         options = OPTIONS if self.is_chosen else (self.slicing,)
         return any(slicing.receives_ahead for slicing in options)
 
     @property
     def group_size(self) -> int:
-        """Slices that pass a virtual stage together."""
+        """Number of slices that pass a virtual stage together."""
         return slice_group_size(self.num_stages, self.slicing.num_slices)
 
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """Weight gradients run where a stage would be idle; no stage holds more than ``most_slices`` slices."""
+    """Schedule that computes weight gradients while a stage would be idle.
+
+    Attributes:
+        most_slices: largest number of slices whose activations a stage stores.
+    """
 
     most_slices: int

@@ -1,1 +1,1 @@
-"""Which rank computes which tokens of which expert: replicas in slots, by measured loads."""
+"""Placement of experts: replicas in the slots of ranks, planned from measured loads."""

@@ -1,8 +1,10 @@
-"""What a placement costs: computing, four exchanges of tokens, and the weights and gradients of replicas.
+"""Cost of a placement: computation, four token exchanges, and transfers of replicas' weights and gradients.
 
-The cost model is FlexMoE's (Nie et al. 2023) for the slowest rank, with two changes that follow from homes: only tokens
-that leave their rank are exchanged, and weights travel from home to each replica once in a step and gradients back with
-each micro-batch, in place of an all-reduce over equal copies.
+This is the cost model of FlexMoE (Nie et al. 2023) for the slowest rank, with two changes because experts have homes:
+
+- Only tokens that leave their rank are exchanged.
+- Weights are sent from the home to each replica once a step, and gradients are sent back in each micro-batch. FlexMoE
+  all-reduces over equal copies instead.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD, ModelShape
 from bytescale_ext.plan.experts.placement import Bools, Floats, Ints, homes_of, tokens_of_ranks
 
 EXCHANGES: Final = 4
-"""Tokens travel to their experts and back, in the forward and in the backward pass."""
+"""Number of token exchanges: to the experts and back, in the forward pass and in the backward pass."""
 
 
 @dataclass(frozen=True)
 class ExpertCost:
-    """The constants of one layer of experts.
+    """Cost constants of one layer of experts.
 
     Attributes:
-        token_seconds: of one token in one expert, forward and backward.
-        exchange_seconds: of one token on the link of a rank, one way.
-        copy_seconds: of the weights or gradients of one expert on the link of a rank, in a step: half of both ways.
+        token_seconds: seconds to compute one token in one expert, forward and backward.
+        exchange_seconds: seconds to send one token over the link of a rank.
+        copy_seconds: half of the seconds to send the weights of one expert to a replica and its gradients back, over
+            the link of a rank, in one step.
     """
 
     token_seconds: float
@@ -35,19 +38,22 @@ class ExpertCost:
 
     @classmethod
     def of(cls, shape: ModelShape, flops: float, link_bytes: float, micro_batches: int = 1) -> ExpertCost:
-        """Return the constants of a model in 16 bits: 2 FLOPs forward per weight (Narayanan et al. 2021, appendix).
+        """Return the constants of a 16-bit model, with 2 forward FLOPs per weight (Narayanan et al. 2021, appendix).
 
         Args:
-            shape: with experts.
-            flops: that a rank computes in a second.
-            link_bytes: that a rank sends in a second.
-            micro_batches: of a step; gradients of replicas travel with each.
+            shape: sizes of a model with experts.
+            flops: FLOPs per second of a rank.
+            link_bytes: bytes per second that a rank sends.
+            micro_batches: number of micro-batches of a step. Gradients of replicas are sent in each micro-batch.
         """
         one_micro_batch = cls._of_one(shape, flops, link_bytes)
         return one_micro_batch.with_micro_batches(micro_batches)
 
     def with_micro_batches(self, count: float) -> ExpertCost:
-        """Return the cost of steps of so many micro-batches, from that of one: weights travel once in any case."""
+        """Return the cost of a step of ``count`` micro-batches, given the cost of a step of one micro-batch.
+
+        Gradients are sent in every micro-batch, but weights only once a step.
+        """
         return replace(self, copy_seconds=self.copy_seconds * (1 + count) / 2)
 
     @classmethod
@@ -65,10 +71,10 @@ def rank_seconds(tokens: Floats | Ints, held: Bools, loads: Ints, cost: ExpertCo
     """Return the seconds of each rank: [ranks].
 
     Args:
-        tokens: [ranks, experts] that each rank computes.
-        held: [ranks, experts] which replicas a rank holds; homes are not marked.
-        loads: [ranks, experts] tokens of each rank for each expert.
-        cost: of the layer.
+        tokens: tokens of each expert that each rank computes, [ranks, experts].
+        held: whether a rank has a replica of an expert, [ranks, experts]; False for homes.
+        loads: tokens of each rank for each expert, [ranks, experts].
+        cost: cost constants of the layer.
     """
     sent = np.maximum(loads - tokens, 0).sum(1)
     received = np.maximum(tokens - loads, 0).sum(1)
@@ -89,6 +95,6 @@ def step_seconds(parts: Ints, loads: Ints, cost: ExpertCost) -> float:
 
 
 def balance_ratio(parts: Ints, loads: Ints) -> float:
-    """Return the tokens of the busiest rank over the mean; 1 without tokens. Both arrays: [ranks, experts]."""
+    """Return the tokens of the busiest rank over the mean, or 1 without tokens. Both arrays: [ranks, experts]."""
     tokens = tokens_of_ranks(parts, loads.sum(0)).sum(1)
     return float(tokens.max() / tokens.mean()) if tokens.any() else 1.0

@@ -1,8 +1,8 @@
-"""DeepSeek's expert placement (EPLB): replicas for the experts with most tokens per copy, packed from scratch.
+"""DeepSeek's expert placement (EPLB), which packs replicas from scratch at every plan.
 
-Each further replica goes to the expert that has most tokens for each of its copies. Replicas are placed heaviest first,
-each on the rank with the least tokens that has an empty slot. Copies of an expert share its tokens equally. Homes stay
-where they are, which EPLB, made for inference, does not need.
+Each replica is given to the expert with the most tokens per copy. Then the replicas are placed in order of their
+tokens, largest first, each on the rank that has the fewest tokens and an empty slot. Copies of an expert share its
+tokens equally. Unlike EPLB, which is for inference, homes never move.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bytescale_ext.plan.experts.placement import PARTS, Ints, PlacementPlan, hom
 
 
 def packed(plan: PlacementPlan, loads: Ints) -> PlacementPlan:
-    """Return the next plan, which does not depend on the placement of ``plan``. ``loads``: [ranks, experts]."""
+    """Return the next plan. Only the sizes of ``plan`` matter, not its placement. ``loads``: [ranks, experts]."""
     num_ranks, num_experts = plan.num_ranks, plan.num_experts
     total, copies = loads.sum(0), np.ones(num_experts, np.int64)
     free = np.full(num_ranks, plan.num_slots - num_experts // num_ranks)
@@ -24,9 +24,9 @@ def packed(plan: PlacementPlan, loads: Ints) -> PlacementPlan:
     of_rank = (held * per_copy).sum(1)
     replicas = np.repeat(np.arange(num_experts), copies - 1)
     for expert in replicas[np.argsort(-per_copy[replicas], kind="stable")].tolist():
-        able = (free > 0) & ~held[:, expert]
-        if able.any():
-            rank = int(np.where(able, of_rank, np.inf).argmin())
+        has_room = (free > 0) & ~held[:, expert]
+        if has_room.any():
+            rank = int(np.where(has_room, of_rank, np.inf).argmin())
             held[rank, expert] = True
             free[rank] -= 1
             of_rank[rank] += per_copy[expert]
@@ -34,6 +34,9 @@ def packed(plan: PlacementPlan, loads: Ints) -> PlacementPlan:
 
 
 def _equal_parts(held: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Ints:
-    """Return equal parts [ranks, experts] for all copies of an expert. ``held``: [ranks, experts]."""
-    each, rest = np.divmod(PARTS, held.sum(0))
-    return np.where(held, each + (held.cumsum(0) <= rest), 0)
+    """Return equal parts for all copies of each expert: [ranks, experts].
+
+    ``held``: whether a rank has a copy of an expert, [ranks, experts].
+    """
+    share, remainder = np.divmod(PARTS, held.sum(0))
+    return np.where(held, share + (held.cumsum(0) <= remainder), 0)

@@ -1,9 +1,14 @@
-"""FlexMoE's scheduler (Nie et al. 2023): few changes of the placement at a time, each of which shortens the step.
+"""FlexMoE's scheduler (Nie et al. 2023), which makes a few changes of the placement at a time to shorten the step.
 
-While the busiest rank has more than ``threshold`` times the mean, one of its experts gets a replica on another rank
-(*expand*), where a replica that is needed less gives up its slot if none is empty (*shrink*), or moves there
-(*migrate*). Of all such changes the one with the least modelled step is made. If none shortens the step, the placement
-stays. Quotas follow the loads in any case, because they cost nothing.
+While the busiest rank has more than ``threshold`` times the mean number of tokens, three kinds of change are considered
+for one of its experts:
+
+- *expand*: the expert gets a replica on another rank.
+- *shrink*: if that rank has no empty slot, the replica with the fewest tokens gives up its slot.
+- *migrate*: the replica on the busiest rank moves to the other rank.
+
+The change with the shortest modelled step is made, if it shortens the step. Quotas always follow the loads, because
+new quotas cost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ EXPERTS_TRIED = 3
 RANKS_TRIED = 3
 MOST_CHANGES = 64
 LEAST_GAIN = 1e-3
-"""A change must lower the seconds by this share, so that there is no end of tiny ones."""
+"""Smallest relative decrease of the seconds that justifies a change. It prevents many tiny changes."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,10 @@ class Change:
     """One change of the placement.
 
     Attributes:
-        expert: that gets a replica.
+        expert: expert that gets a replica.
         target: rank of the new replica.
-        source: rank whose replica of it ends (migrate), or None (expand).
-        evicted: expert whose replica on the target ends (shrink), or None.
+        source: rank that loses its replica of the expert (migrate), or None (expand).
+        evicted: expert that loses its replica on the target (shrink), or None.
     """
 
     expert: int
@@ -43,12 +48,12 @@ class Change:
 
 @dataclass
 class _Layer:
-    """A placement that is being changed.
+    """Placement during the search.
 
     Attributes:
-        held: [ranks, experts], homes too.
-        tokens: [ranks, experts].
-        seconds: [ranks].
+        held: whether a rank has an expert, as its home or as a replica; [ranks, experts].
+        tokens: tokens of each expert that each rank computes, [ranks, experts].
+        seconds: seconds of each rank, [ranks].
     """
 
     held: Bools
@@ -57,25 +62,29 @@ class _Layer:
 
     @property
     def score(self) -> tuple[float, float]:
-        """What is compared: the slowest rank, then the sum of squares."""
+        """Seconds of the slowest rank, then the sum of the squared seconds of all ranks. Smaller is better."""
         return float(self.seconds.max()), float((self.seconds**2).sum())
 
     def improves(self, before: _Layer) -> bool:
-        """Return whether the slowest rank is faster, or as fast where another rank as slow has become faster."""
+        """Return whether this placement is better by at least ``LEAST_GAIN``.
+
+        The slowest rank must be faster. If it is only as fast as before, the sum of squares must be smaller, so that
+        progress counts even if several ranks are equally slow.
+        """
         (slowest, squares), (slowest_before, squares_before) = self.score, before.score
-        worth = 1 - LEAST_GAIN
-        is_faster = slowest < worth * slowest_before
-        return is_faster or (slowest <= slowest_before and squares < worth * squares_before)
+        limit = 1 - LEAST_GAIN
+        is_faster = slowest < limit * slowest_before
+        return is_faster or (slowest <= slowest_before and squares < limit * squares_before)
 
 
 def follow(plan: PlacementPlan, loads: Ints, cost: ExpertCost, threshold: float) -> PlacementPlan:
-    """Return the next plan.
+    """Return the next plan of a layer.
 
     Args:
-        plan: of the layer so far.
-        loads: [ranks, experts] tokens of each rank for each expert, as they were measured.
-        cost: of the layer.
-        threshold: ratio of the busiest rank to the mean from which the placement changes.
+        plan: current plan of the layer.
+        loads: measured tokens of each rank for each expert, [ranks, experts].
+        cost: cost constants of the layer.
+        threshold: ratio of the busiest rank to the mean above which the placement changes.
     """
     homes = homes_of(plan.num_experts, plan.num_ranks)
     held = homes | (plan.parts() > 0)
@@ -86,8 +95,8 @@ def follow(plan: PlacementPlan, loads: Ints, cost: ExpertCost, threshold: float)
         of_rank = layer.tokens.sum(1)
         if of_rank.max() <= threshold * of_rank.mean():
             break
-        tried = (_changed(layer, change, loads, cost) for change in _changes(layer, homes, plan.num_slots))
-        best = min(tried, key=lambda one: one.score, default=None)
+        candidates = (_changed(layer, change, loads, cost) for change in _changes(layer, homes, plan.num_slots))
+        best = min(candidates, key=lambda candidate: candidate.score, default=None)
         if best is None or not best.improves(layer):
             break
         level_out(best.tokens, best.held)
@@ -97,16 +106,16 @@ def follow(plan: PlacementPlan, loads: Ints, cost: ExpertCost, threshold: float)
 
 
 def _changes(layer: _Layer, homes: Bools, num_slots: int) -> Iterator[Change]:
-    """Yield what may relieve the busiest rank: its experts with most tokens, on ranks with the least work."""
+    """Yield changes that may relieve the busiest rank: replicas of its largest experts on the ranks with least work."""
     busiest = int(layer.seconds.argmax())
     experts = np.argsort(-layer.tokens[busiest], kind="stable")[:EXPERTS_TRIED].tolist()
     ranks = np.argsort(layer.seconds, kind="stable").tolist()
     replicas = layer.held & ~homes
     for expert in experts:
         for target in [rank for rank in ranks if not layer.held[rank, expert]][:RANKS_TRIED]:
-            mine = np.flatnonzero(replicas[target]).tolist()
+            on_target = np.flatnonzero(replicas[target]).tolist()
             is_full = layer.held[target].sum() == num_slots
-            evicted = min(mine, key=lambda one: layer.tokens[target, one]) if is_full and mine else None
+            evicted = min(on_target, key=lambda other: layer.tokens[target, other]) if is_full and on_target else None
             if is_full and evicted is None:
                 continue
             yield Change(expert, target, evicted=evicted)

@@ -1,7 +1,7 @@
-"""Gates that start dense and become sparse: their temperature is a function of the step (DTS-Gate, Nie et al. 2021).
+"""Temperature of gates that start dense and become sparse during training (DTS-Gate, Nie et al. 2021).
 
-In "EvoMoE: An Evolutional Mixture-of-Experts Training Framework via Dense-To-Sparse Gate" a softmax of high temperature
-gives each token to all experts. As the temperature falls, scores below a threshold are dropped.
+In "EvoMoE: An Evolutional Mixture-of-Experts Training Framework via Dense-To-Sparse Gate" a softmax with a high
+temperature sends each token to all experts. As the temperature falls, scores below a threshold are dropped.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ SCHEDULES: Final = (EXP, LINEAR)
 TOPK: Final = "topk"
 TOP1: Final = "top1"
 FINALS: Final = (TOPK, TOP1)
-"""Routers that a gate ends as."""
+"""Names of the router that replaces the gate after the last annealing step."""
 
 
 @dataclass(frozen=True)
 class DenseToSparse:
-    """How a gate anneals.
+    """Annealing schedule of a gate.
 
     Attributes:
-        high, low: temperature of the first step, and the one that it falls to.
+        high: temperature of the first step.
+        low: final temperature.
         schedule: one of ``SCHEDULES``.
-        steps: after so many the router is Megatron's.
-        threshold: experts with a smaller score are dropped.
-        most_experts: of a token.
-        noise_seed: of the noise on logits; None: there is none.
+        steps: number of annealing steps, after which Megatron's router takes over.
+        threshold: smallest score of an expert that a token is sent to.
+        most_experts: largest number of experts of a token.
+        noise_seed: seed of the noise on logits; None means no noise.
     """
 
     high: float
@@ -41,7 +42,7 @@ class DenseToSparse:
     noise_seed: int | None = None
 
     def temperature(self, step: int) -> float | None:
-        """Return the temperature of a step, which are counted from 0; None once the router is Megatron's."""
+        """Return the temperature of a step, or None once Megatron's router takes over. Steps are counted from 0."""
         if step >= self.steps:
             return None
         share = step / self.steps

@@ -1,4 +1,4 @@
-"""How the tokens of an expert are shared by the ranks that hold it: as evenly as the placement allows."""
+"""Quotas: the tokens of an expert are divided among the ranks that have it, as evenly as the placement allows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import numpy as np
 from bytescale_ext.plan.experts.placement import PARTS, Bools, Floats, Ints
 
 SWEEPS = 4
-"""Times that the tokens of every shared expert are poured anew."""
+"""Number of times that the tokens of every shared expert are redistributed."""
 
 
 def poured(tokens: float, levels: Sequence[float]) -> list[float]:
-    """Return how much of ``tokens`` each rank takes so that the lowest levels rise to a common one (water filling)."""
+    """Return the tokens that each rank receives by water filling, which raises the lowest levels to a common level.
+
+    Args:
+        tokens: tokens to distribute.
+        levels: tokens that each rank already has.
+    """
     order = sorted(range(len(levels)), key=lambda rank: levels[rank])
     total, count = tokens, 0
     for count, rank in enumerate(order):
@@ -27,10 +32,15 @@ def poured(tokens: float, levels: Sequence[float]) -> list[float]:
 
 
 def level_out(tokens: Floats, held: Bools, sweeps: int = SWEEPS) -> None:
-    """Move tokens [ranks, experts] among the ranks that hold their expert, until the ranks are level.
+    """Redistribute the tokens of shared experts in place, so that all ranks have about the same number of tokens.
 
-    Pouring each expert anew onto the others, again and again, leads to the least sum of squares, and so to the least
-    maximum. ``held``: [ranks, experts], homes too. ``tokens`` is changed.
+    Each sweep redistributes the tokens of every shared expert, given all other tokens. Sweeps converge to the smallest
+    sum of squares over ranks, which is also the smallest maximum.
+
+    Args:
+        tokens: tokens of each expert that each rank computes, [ranks, experts].
+        held: whether a rank has an expert, as its home or as a replica, [ranks, experts].
+        sweeps: number of sweeps.
     """
     of_rank = tokens.sum(1)
     shared = [int(expert) for expert in np.flatnonzero(held.sum(0) > 1) if tokens[:, expert].any()]
@@ -41,9 +51,13 @@ def level_out(tokens: Floats, held: Bools, sweeps: int = SWEEPS) -> None:
 
 
 def pour(tokens: Floats, of_rank: Floats, ranks: Ints, expert: int) -> None:
-    """Share the tokens of one expert anew among ``ranks`` [n], given ``of_rank`` [ranks]; both arrays are changed.
+    """Redistribute the tokens of one expert among some ranks, in place.
 
-    ``tokens``: [ranks, experts].
+    Args:
+        tokens: tokens of each expert that each rank computes, [ranks, experts]; updated.
+        of_rank: tokens of each rank, [ranks]; updated.
+        ranks: ranks that have the expert, [n].
+        expert: number of the expert.
     """
     column = tokens[:, expert]
     of_rank -= column
@@ -54,9 +68,11 @@ def pour(tokens: Floats, of_rank: Floats, ranks: Ints, expert: int) -> None:
 
 
 def as_parts(tokens: Floats, homes: Bools) -> Ints:
-    """Return the parts [ranks, experts] nearest to tokens [ranks, experts]; experts without tokens stay at home.
+    """Return the parts nearest to the given tokens: [ranks, experts]. Experts without tokens stay at home.
 
-    ``homes``: [ranks, experts].
+    Args:
+        tokens: tokens of each expert that each rank computes, [ranks, experts].
+        homes: whether each rank is the home of each expert, [ranks, experts].
     """
     total = tokens.sum(0)
     exact = np.where(total > 0, tokens / np.maximum(total, 1e-30), homes) * PARTS

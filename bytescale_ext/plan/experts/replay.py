@@ -1,4 +1,4 @@
-"""Replay recorded loads under each placement: the plan of a step is made from the loads before it, as in training."""
+"""Replay of recorded loads with a placement. As in training, a step is planned from the loads of earlier steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PLACEMENTS: Final = (STATIC, FLEXMOE, EPLB)
 
 @dataclass(frozen=True)
 class Placing:
-    """How a run places its experts.
+    """Settings of expert placement.
 
     Attributes:
         placement: one of ``PLACEMENTS``.
-        num_slots: of each rank.
-        threshold: ratio of the busiest rank to the mean from which flexmoe changes the placement.
-        interval: steps between plans; their loads are added up.
-        cost: of a layer, for flexmoe.
+        num_slots: number of slots of each rank.
+        threshold: ratio of the busiest rank to the mean above which flexmoe changes the placement.
+        interval: number of steps between plans; a plan uses the sum of their loads.
+        cost: cost constants of a layer, for flexmoe.
     """
 
     placement: str
@@ -44,7 +44,7 @@ class Placing:
 
     @property
     def planner(self) -> Planner:
-        """The function from the plan so far and loads [ranks, experts] to the next plan."""
+        """Function from the current plan and the loads, [ranks, experts], to the next plan."""
         planners: Mapping[str, Planner] = {
             STATIC: lambda plan, _: plan,
             FLEXMOE: partial(follow, cost=self.cost, threshold=self.threshold),
@@ -55,14 +55,14 @@ class Placing:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a placement makes of recorded loads.
+    """Result of a replay.
 
     Attributes:
-        ratios: [steps, layers] tokens of the busiest rank over the mean.
-        seconds: [steps] modelled, all layers.
-        num_moves: replicas that were new, in all steps and layers.
-        planner_seconds: [plans] of the processor, for one layer each.
-        last: the plan of each layer at the end.
+        ratios: tokens of the busiest rank over the mean, [steps, layers].
+        seconds: modelled seconds of all layers, [steps].
+        num_moves: number of new replicas in all steps and layers.
+        planner_seconds: processor time of each plan of one layer, [plans].
+        last: plan of each layer after the last step.
     """
 
     ratios: Floats
@@ -73,17 +73,17 @@ class Replay:
 
     @property
     def mean_ratio(self) -> float:
-        """The mean over steps and layers."""
+        """Mean of the ratios over steps and layers."""
         return float(self.ratios.mean())
 
     @property
     def late_ratio(self) -> float:
-        """The 95th percentile over steps and layers."""
+        """95th percentile of the ratios over steps and layers."""
         return float(np.quantile(self.ratios, 0.95))
 
 
 def replay(loads: Ints, placing: Placing) -> Replay:
-    """Return what a placement makes of loads [steps, layers, ranks, experts]. The first plan is static."""
+    """Replay loads, [steps, layers, ranks, experts], with a placement. The first plan has no replicas."""
     num_steps, num_layers, num_ranks, num_experts = loads.shape
     plans = [PlacementPlan.static(num_experts, num_ranks, placing.num_slots)] * num_layers
     ratios, seconds = np.zeros((num_steps, num_layers)), np.zeros(num_steps)

@@ -1,1 +1,1 @@
-"""Windows of related documents: clusters, the greedy fit inside them, the check of windows, and simpler builders."""
+"""Windows of related documents: clustering, greedy fit, validation, and simpler builders for comparison."""

@@ -1,4 +1,4 @@
-"""Other ways to make windows, to compare with: Megatron's concatenation, best fit, a path of nearest neighbours."""
+"""Simpler builders of windows, for comparison: Megatron's concatenation, best fit, a path of nearest neighbours."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from bytescale_ext.plan.sculpt.pieces import Ints, Pieces, Table, table_of
 
 
 def concatenated(pieces: Pieces, context: int, seed: int) -> Table:
-    """Return the windows of shuffled documents laid end to end and cut every ``context`` tokens [rows].
+    """Return windows of shuffled documents: [rows]. Documents are concatenated and split every ``context`` tokens.
 
-    So Megatron's ``GPTDataset`` makes its samples.
+    Megatron's ``GPTDataset`` makes its samples in this way.
     """
     num_documents = int(pieces.document[-1]) + 1
     rank = np.random.RandomState(seed % 2**32).permutation(num_documents)
@@ -19,7 +19,7 @@ def concatenated(pieces: Pieces, context: int, seed: int) -> Table:
 
 
 def fitted(pieces: Pieces, context: int) -> Table:
-    """Return the windows of best-fit packing [rows], which looks at lengths alone (arXiv 2404.10830)."""
+    """Return windows made by best-fit packing, which considers only lengths (arXiv 2404.10830): [rows]."""
     everything = np.arange(len(pieces))
     none_open = OpenWindows(context, everything[:0], pieces.vectors[:0])
     window = best_fit(pieces.length, pieces.vectors, none_open)
@@ -27,31 +27,32 @@ def fitted(pieces: Pieces, context: int) -> Table:
 
 
 def neighbour_path(pieces: Pieces, context: int) -> Table:
-    """Return the windows of a path [rows] from each piece to the nearest one not yet visited, laid end to end.
+    """Return windows of a path that moves from each piece to the nearest unvisited piece: [rows].
 
-    In-context pretraining orders documents so (arXiv 2310.10638). Takes O(n^2) time, so it is for comparisons.
+    In-context pretraining orders documents in this way (arXiv 2310.10638). It takes O(n^2) time, so it is only for
+    comparison.
     """
     free = np.ones(len(pieces), dtype=bool)
-    order, at = np.empty(len(pieces), dtype=np.int64), 0
+    order, current = np.empty(len(pieces), dtype=np.int64), 0
     for i in range(len(pieces)):
-        order[i] = at
-        free[at] = False
+        order[i] = current
+        free[current] = False
         if i + 1 < len(pieces):
-            at = int(np.where(free, pieces.vectors @ pieces.vectors[at], -np.inf).argmax())
+            current = int(np.where(free, pieces.vectors @ pieces.vectors[current], -np.inf).argmax())
     return _end_to_end(pieces, order, context)
 
 
 def _end_to_end(pieces: Pieces, order: Ints, context: int) -> Table:
-    """Return the windows [rows] of pieces in an order [n], cut every ``context`` tokens."""
+    """Return windows of concatenated pieces, split every ``context`` tokens: [rows]. ``order``: piece numbers, [n]."""
     ends = np.cumsum(pieces.length[order])
-    cuts = np.union1d(ends, np.arange(context, int(ends[-1]), context))  # where a part ends
-    place = np.searchsorted(ends, cuts, side="left")
-    begins = np.concatenate([[0], cuts[:-1]])
-    piece = order[place]
+    part_ends = np.union1d(ends, np.arange(context, int(ends[-1]), context))
+    position = np.searchsorted(ends, part_ends, side="left")
+    begins = np.concatenate([[0], part_ends[:-1]])
+    piece = order[position]
     return table_of(
         pieces,
         window=begins // context,
         piece=piece,
-        offset=begins - (ends[place] - pieces.length[piece]),
-        length=cuts - begins,
+        offset=begins - (ends[position] - pieces.length[piece]),
+        length=part_ends - begins,
     )

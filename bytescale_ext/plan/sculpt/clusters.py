@@ -1,9 +1,9 @@
-"""Clusters of documents by the variant of ISODATA that DataSculpt describes (arXiv 2409.00997, section 3).
+"""Clusters of documents, by the variant of ISODATA in DataSculpt (arXiv 2409.00997, section 3).
 
-Centres begin as random documents. In each round every document joins its nearest centre; documents that are far from
-all centres found clusters of their own, centres that are close to each other merge, and clusters too small to fill a
-window dissolve. "Far" and "close" are percentiles of the similarities of the round, because a fixed threshold, as
-published, fits one embedding model only.
+The first centres are random documents. In each round every document joins its nearest centre. Documents that are far
+from all centres start new clusters. Centres that are close to each other merge, and clusters that are too small to fill
+a window dissolve. "Far" and "close" are percentiles of the similarities of the round, because the fixed thresholds of
+the paper suit only one embedding model.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import numpy as np
 from bytescale_ext.plan.sculpt.pieces import Ints, Vectors
 
 Nearest = Callable[[Vectors, Vectors], tuple[Ints, Vectors]]
-"""(centres [c, d], vectors [n, d]) -> (nearest centre of each vector [n], their inner product [n])."""
+"""Function from (centres [c, d], vectors [n, d]) to (nearest centre of each vector [n], inner product with it [n])."""
 
-_BLOCK: Final = 4096  # vectors compared with all centres at a time
+_BLOCK: Final = 4096  # vectors that are compared with all centres together
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """How clusters are found.
+    """Settings of the clustering.
 
     Attributes:
-        windows: windows that the first clusters hold on average; few make clusters pure, many leave little over.
-        percentile: a document below this percentile of similarity to its centre founds a cluster, and centres merge
-            that are more alike than documents and centres are at its counterpart, 100 - percentile.
-        rounds: the most rounds.
-        epsilon: rounds end once centres move less than this, as 1 - cosine, on average.
+        windows: average number of windows that the documents of a first cluster fill. Small clusters are purer; large
+            clusters leave fewer documents over.
+        percentile: percentile of the similarities between documents and their centres. A document below it starts a
+            new cluster. Centres merge if their similarity exceeds the percentile ``100 - percentile``.
+        rounds: largest number of rounds.
+        epsilon: average movement of the centres, as 1 - cosine, below which rounds end.
     """
 
     windows: float = 2.0
@@ -41,22 +42,19 @@ class ClusterSettings:
 
 
 def nearest_exact(centres: Vectors, vectors: Vectors) -> tuple[Ints, Vectors]:
-    """Return the nearest centre of each vector, and their inner product.
+    """Return (number of the nearest centre, int64 [n]; inner product with it, float32 [n]) of each vector.
 
     Args:
-        centres: [c, d].
-        vectors: [n, d].
-
-    Returns:
-        Numbers of centres [n]; inner products [n].
+        centres: centres, [c, d].
+        vectors: vectors, [n, d].
     """
-    label, alike = np.empty(len(vectors), dtype=np.int64), np.empty(len(vectors), dtype=np.float32)
+    label, similarity = np.empty(len(vectors), dtype=np.int64), np.empty(len(vectors), dtype=np.float32)
     for start in range(0, len(vectors), _BLOCK):
         block = slice(start, start + _BLOCK)
         products = vectors[block] @ centres.T
         label[block] = products.argmax(axis=1)
-        alike[block] = products.max(axis=1)
-    return label, alike
+        similarity[block] = products.max(axis=1)
+    return label, similarity
 
 
 def find_clusters(
@@ -67,23 +65,24 @@ def find_clusters(
     seed: int,
     nearest: Nearest = nearest_exact,
 ) -> Ints:
-    """Return the cluster of each vector [n]: numbers from 0, each of them used.
+    """Return the cluster of each vector: [n]. Clusters are numbered from 0, and none is empty.
 
     Args:
-        vectors: [n, d], unit length.
-        tokens: [n] of each vector; clusters with fewer than ``context`` tokens dissolve.
+        vectors: unit vectors, [n, d].
+        tokens: tokens of each vector's piece, [n]. Clusters with fewer than ``context`` tokens dissolve.
         context: tokens of a window.
-        settings: how clusters are found.
-        seed: of the random first centres.
-        nearest: finds nearest centres.
+        settings: settings of the clustering.
+        seed: seed of the random first centres.
+        nearest: function that returns the nearest centres.
     """
-    wanted = max(1, round(float(tokens.sum()) / (settings.windows * context)))
-    chosen = np.random.RandomState(seed % 2**32).permutation(len(vectors))[:wanted]
+    num_first = max(1, round(float(tokens.sum()) / (settings.windows * context)))
+    chosen = np.random.RandomState(seed % 2**32).permutation(len(vectors))[:num_first]
     centres = vectors[np.sort(chosen)]
+    percentiles = settings.percentile, 100 - settings.percentile
     for _ in range(settings.rounds):
-        label, alike = nearest(centres, vectors)
-        low, high = (float(value) for value in np.percentile(alike, (settings.percentile, 100 - settings.percentile)))
-        far = vectors[alike < low]
+        label, similarity = nearest(centres, vectors)
+        low, high = (float(value) for value in np.percentile(similarity, percentiles))
+        far = vectors[similarity < low]
         grown = np.concatenate([centres, far[leaders(far, low)]])
         label, _ = nearest(grown, vectors)
         means = _means(vectors, label, len(grown))
@@ -99,18 +98,21 @@ def find_clusters(
 
 
 def leaders(vectors: Vectors, threshold: float) -> Ints:
-    """Return the vectors [leaders] of which none is as alike as ``threshold`` to one before it. ``vectors``: [n, d]."""
+    """Return the indices of leaders, [leaders]. ``vectors``: unit vectors, [n, d].
+
+    A vector is a leader if its similarity to every earlier leader is below ``threshold``.
+    """
     chosen: list[int] = []
-    kept = np.empty_like(vectors)
+    leading = np.empty_like(vectors)
     for i, vector in enumerate(vectors):
-        if not chosen or float((kept[: len(chosen)] @ vector).max()) < threshold:
-            kept[len(chosen)] = vector
+        if not chosen or float((leading[: len(chosen)] @ vector).max()) < threshold:
+            leading[len(chosen)] = vector
             chosen.append(i)
     return np.array(chosen, dtype=np.int64)
 
 
 def _means(vectors: Vectors, label: Ints, num_clusters: int) -> Vectors:
-    """Return the mean direction of each cluster [c, d]; zeros for an empty one."""
+    """Return the mean direction of each cluster, [c, d]; zeros for an empty cluster."""
     order = np.argsort(label, kind="stable")
     present, first = np.unique(label[order], return_index=True)
     means = np.zeros((num_clusters, vectors.shape[1]), dtype=np.float32)

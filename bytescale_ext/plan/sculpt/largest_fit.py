@@ -1,4 +1,4 @@
-"""The greedy fits: by meaning and room inside a cluster, and by room alone for what is left over."""
+"""Greedy fits: by similarity and room inside a cluster, and best fit for the remaining pieces."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from bytescale_ext.plan.sculpt.pieces import Ints, Vectors
 
 
 def largest_fit(lengths: Ints, vectors: Vectors, context: int, overflow: str) -> tuple[Ints, Ints]:
-    """Put pieces of one cluster into as many windows as they fill: semantic largest fit (DataSculpt, algorithm 2).
+    """Assign pieces of one cluster to windows by semantic largest fit (DataSculpt, algorithm 2).
 
-    The longest piece comes first. Each goes to the window with the largest product of its room and its similarity to
-    what the window holds; an empty window is as similar as can be. So long pieces spread over empty windows, and
-    windows hold few pieces. What finds no room is left over.
+    The number of windows is the number that the tokens of the cluster can fill. Pieces are assigned in order of length,
+    longest first. A piece goes to the window with the largest product of free room and similarity to the contents of
+    the window. The similarity to an empty window is 1. So long pieces spread over empty windows, and windows contain
+    few pieces.
 
     Args:
-        lengths: [n] tokens of each piece, at most ``context``.
-        vectors: [n, d], unit length.
+        lengths: tokens of each piece, at most ``context``; [n].
+        vectors: unit vectors, [n, d].
         context: tokens of a window.
-        overflow: "none": a piece only goes where all of it fits; else its end may remain.
+        overflow: "none" assigns only whole pieces; with other values the end of a piece may remain.
 
     Returns:
-        Window of each piece [n], -1 where it is left over; tokens of each piece in its window [n].
+        Window of each piece, or -1 for a piece that does not fit, [n]; assigned tokens of each piece, [n].
     """
     window, taken = np.full(len(lengths), -1, dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
     num_windows = int(lengths.sum()) // context
@@ -35,8 +36,8 @@ def largest_fit(lengths: Ints, vectors: Vectors, context: int, overflow: str) ->
     norms = np.zeros(num_windows, dtype=np.float32)
     for i in np.argsort(-lengths, kind="stable").tolist():
         needed = int(lengths[i]) if overflow == "none" else 1
-        alike = np.divide(sums @ vectors[i], norms, out=np.ones_like(norms), where=norms > 0)
-        score = np.where(room >= needed, alike * room, -np.inf)
+        similarity = np.divide(sums @ vectors[i], norms, out=np.ones_like(norms), where=norms > 0)
+        score = np.where(room >= needed, similarity * room, -np.inf)
         best = int(score.argmax())
         if room[best] < needed:
             continue
@@ -49,12 +50,12 @@ def largest_fit(lengths: Ints, vectors: Vectors, context: int, overflow: str) ->
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpenWindows:
-    """Windows that take more pieces.
+    """Windows that have room for more pieces.
 
     Attributes:
         context: tokens of a window.
-        room: [windows] tokens that each has left.
-        sums: [windows, d] sum of the vectors of what each holds.
+        room: free tokens of each window, [windows].
+        sums: sum of the vectors of the pieces in each window, [windows, d].
     """
 
     context: int
@@ -63,16 +64,16 @@ class OpenWindows:
 
 
 def best_fit(lengths: Ints, vectors: Vectors, windows: OpenWindows, choices: int = 1) -> Ints:
-    """Return the window of each piece [n], by best fit, longest first ("Fewer Truncations", arXiv 2404.10830).
+    """Return the window of each piece by best fit, longest piece first: [n] ("Fewer Truncations", arXiv 2404.10830).
 
-    A piece goes to one of the fullest windows that it fits in, or opens a new one; numbers of new windows follow those
-    of the open ones.
+    Among the ``choices`` fullest windows with enough room, a piece goes to the most similar window. If no window has
+    enough room, the piece opens a new window. New windows are numbered after the open windows.
 
     Args:
-        lengths: [n] tokens of each piece, at most ``windows.context``.
-        vectors: [n, d], unit length.
-        windows: the open windows.
-        choices: of how many such windows the one most similar to the piece is taken.
+        lengths: tokens of each piece, at most ``windows.context``; [n].
+        vectors: unit vectors, [n, d].
+        windows: open windows.
+        choices: number of windows that are compared by similarity.
     """
     rooms = sorted((room, number) for number, room in enumerate(windows.room.tolist()) if room > 0)
     sums = list(windows.sums)
@@ -83,10 +84,10 @@ def best_fit(lengths: Ints, vectors: Vectors, windows: OpenWindows, choices: int
         if first == len(rooms):
             rooms.append((windows.context, len(sums)))
             sums.append(np.zeros(vectors.shape[1], dtype=np.float32))
-        held = np.stack([sums[number] for _, number in rooms[first : first + choices]])
-        norms = np.linalg.norm(held, axis=1)
-        alike = np.divide(held @ vectors[i], norms, out=np.zeros_like(norms), where=norms > 0)
-        room, number = rooms.pop(first + int(alike.argmax()))
+        contents = np.stack([sums[number] for _, number in rooms[first : first + choices]])
+        norms = np.linalg.norm(contents, axis=1)
+        similarity = np.divide(contents @ vectors[i], norms, out=np.zeros_like(norms), where=norms > 0)
+        room, number = rooms.pop(first + int(similarity.argmax()))
         window[i] = number
         sums[number] = sums[number] + vectors[i]
         if room > length:

@@ -1,4 +1,4 @@
-"""Pieces of documents, and windows made of them as the rows of one table."""
+"""Pieces of documents, and the table of windows that contain them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Vectors = npt.NDArray[np.float32]
 Table = npt.NDArray[np.void]
 
 OVERFLOWS: Final = ("none", "truncate", "split")
-"""What happens to the end of a piece that its window has no room for: the piece does not go there; the end is dropped;
-the end goes to another window."""
+"""Treatments of a piece that does not fit in the rest of a window: "none" does not put it there, "truncate" drops its
+end, and "split" puts its end in another window."""
 
 ROW: Final = np.dtype([("window", "<i8"), ("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
-"""A row of a table of windows: tokens [start, start + length) of a document. Rows are sorted by window, then by
-document and start; windows are numbered from 0."""
+"""Row of a table of windows: tokens [start, start + length) of a document. Rows are sorted by window, document and
+start. Windows are numbered from 0."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces:
-    """Documents cut at every ``context`` tokens, in the order of the corpus: what windows are made of.
+    """Documents split every ``context`` tokens, in the order of the corpus.
 
     Attributes:
-        document: [n] number of the document.
-        start: [n] first token in the document.
-        length: [n] tokens, from 1 to the context.
-        vectors: [n, d] what each piece is about, as unit vectors.
+        document: document of each piece, [n].
+        start: first token of each piece in its document, [n].
+        length: tokens of each piece, from 1 to the context; [n].
+        vectors: embedding of each piece as a unit vector, [n, d].
     """
 
     document: Ints
@@ -42,14 +42,14 @@ class Pieces:
 
 
 def table_of(pieces: Pieces, window: Ints, piece: Ints, offset: Ints, length: Ints) -> Table:
-    """Return the table of windows [parts] from parts of pieces, in any order.
+    """Return the sorted table of windows for parts of pieces in any order: [parts].
 
     Args:
-        pieces: the pieces.
-        window: [parts] number of the window of each part.
-        piece: [parts] its piece.
-        offset: [parts] its first token in the piece.
-        length: [parts] its tokens.
+        pieces: all pieces.
+        window: window of each part, [parts].
+        piece: piece of each part, [parts].
+        offset: first token of each part in its piece, [parts].
+        length: tokens of each part, [parts].
     """
     table = np.empty(len(window), dtype=ROW)
     table["window"], table["length"] = window, length
@@ -59,14 +59,14 @@ def table_of(pieces: Pieces, window: Ints, piece: Ints, offset: Ints, length: In
 
 
 def pieces_of_rows(table: Table, pieces: Pieces, context: int) -> Ints:
-    """Return the piece of each row [rows] of a table."""
+    """Return the piece of each row of a table: [rows]."""
     first = np.searchsorted(pieces.document, table["document"], side="left")
-    found: Ints = first + table["start"] // context
-    return found
+    numbers: Ints = first + table["start"] // context
+    return numbers
 
 
 def window_bounds(table: Table) -> Ints:
-    """Return the first row of each window, then the number of rows: [windows + 1]."""
+    """Return the first row of each window, followed by the number of rows: [windows + 1]."""
     if not len(table):
         return np.zeros(1, dtype=np.int64)
     return np.append(np.flatnonzero(np.diff(table["window"], prepend=-1)), len(table))

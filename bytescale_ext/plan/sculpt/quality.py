@@ -1,4 +1,4 @@
-"""Figures of windows: how full they are, how related what they hold is, and what was cut."""
+"""Quality metrics of windows: fill, similarity of the pieces in a window, and split pieces."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bytescale_ext.plan.sculpt.pieces import Ints, Pieces, Table, Vectors, piece
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What windows are like.
+    """Quality metrics of a table of windows.
 
     Attributes:
-        num_windows: their number.
-        fill: share of the windows' tokens that documents fill.
-        relevance: mean cosine of two pieces in a window, averaged over windows of two or more; 0 without any.
+        num_windows: number of windows.
+        fill: fraction of the windows' tokens that documents fill.
+        relevance: mean cosine of two pieces in a window, averaged over windows with several pieces; 0 if none has.
         random_relevance: mean cosine of any two pieces of the corpus.
-        cut: share of pieces that are not whole in one window.
-        documents_per_window: documents of a window, on average.
-        tokens_kept: share of the corpus's tokens that are in a window.
+        cut: fraction of pieces that no window contains whole.
+        documents_per_window: mean number of documents in a window.
+        tokens_kept: fraction of the corpus's tokens that are in a window.
     """
 
     num_windows: int
@@ -33,7 +33,7 @@ class Quality:
 
 
 def quality_of(table: Table, pieces: Pieces, context: int) -> Quality:
-    """Return the figures of windows, a table [rows] with at least one row."""
+    """Return the quality of windows. ``table``: table of windows with at least one row, [rows]."""
     num_windows = int(table["window"][-1]) + 1
     piece = pieces_of_rows(table, pieces, context)
     tokens = int(table["length"].sum())
@@ -53,11 +53,11 @@ def quality_of(table: Table, pieces: Pieces, context: int) -> Quality:
 
 
 def mean_cosine(vectors: Vectors, group: Ints) -> float:
-    """Return the mean cosine of two vectors of a group, averaged over groups of two or more; 0 without any.
+    """Return the mean cosine of two vectors of a group, averaged over groups with several vectors; 0 if none has.
 
     Args:
-        vectors: [n, d], unit length or zero.
-        group: [n] group of each vector, ascending.
+        vectors: unit vectors or zeros, [n, d].
+        group: group of each vector, ascending; [n].
     """
     _, first, count = np.unique(group, return_index=True, return_counts=True)
     sums = np.add.reduceat(vectors.astype(np.float64), first, axis=0)

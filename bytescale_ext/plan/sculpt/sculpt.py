@@ -1,7 +1,10 @@
-"""Windows of related pieces (DataSculpt, arXiv 2409.00997): clusters, a greedy fit inside each, best fit for the rest.
+"""Windows of related pieces (DataSculpt, arXiv 2409.00997): clusters, a greedy fit in each, best fit for the rest.
 
-Departures from the paper: nothing is dropped but by ``overflow="truncate"``; what clusters leave over is clustered
-again; no fixed threshold of similarity is needed (``clusters.py``).
+This differs from the paper in three ways:
+
+- Tokens are dropped only with ``overflow="truncate"``.
+- Pieces that do not fit in the windows of their cluster are clustered again.
+- No fixed threshold of similarity is needed (``clusters.py``).
 """
 
 from __future__ import annotations
@@ -15,21 +18,21 @@ from bytescale_ext.plan.sculpt.clusters import ClusterSettings, Nearest, find_cl
 from bytescale_ext.plan.sculpt.largest_fit import OpenWindows, best_fit, largest_fit
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, Ints, Pieces, Table, table_of
 
-_CHOICES: Final = 256  # fullest windows among which a piece that is left over finds the most similar one
+_CHOICES: Final = 256  # windows that are compared by similarity for a remaining piece, see ``best_fit``
 
 
 @dataclass(frozen=True, slots=True)
 class SculptSettings:
-    """What windows there shall be.
+    """Settings of windows.
 
     Attributes:
-        context: the most tokens of a window.
+        context: largest number of tokens of a window.
         overflow: one of ``OVERFLOWS``.
-        seed: of the clusters; equal seeds give equal windows.
-        clusters: how clusters are found.
+        seed: seed of the clusters; equal seeds give equal windows.
+        clusters: settings of the clustering.
 
     Raises:
-        ValueError: a context below 1, or another overflow.
+        ValueError: the context is below 1, or the overflow is unknown.
     """
 
     context: int
@@ -46,11 +49,11 @@ class SculptSettings:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sculpted:
-    """Windows, and the clusters that they were made in.
+    """Windows, and the clusters of their pieces.
 
     Attributes:
-        table: rows [rows] of the dtype ``ROW``.
-        cluster: [pieces] cluster of each piece in the first round.
+        table: table of windows of dtype ``ROW``, [rows].
+        cluster: cluster of each piece in the first round, [pieces].
     """
 
     table: Table
@@ -58,37 +61,37 @@ class Sculpted:
 
 
 def sculpt(pieces: Pieces, settings: SculptSettings, nearest: Nearest = nearest_exact) -> Sculpted:
-    """Return windows of related pieces. Each token is in exactly one of them, unless ``overflow`` is "truncate".
+    """Return windows of related pieces. Each token is in exactly one window, unless ``overflow`` is "truncate".
 
-    What a round of clusters leaves over is clustered again, as long as it can fill windows.
+    Pieces that remain after a round of clusters are clustered again, as long as they can fill windows.
 
     Args:
-        pieces: documents cut at ``settings.context``.
-        settings: what windows there shall be.
-        nearest: finds nearest centres.
+        pieces: documents split every ``settings.context`` tokens.
+        settings: settings of the windows.
+        nearest: function that returns the nearest centres.
     """
     context, parts = settings.context, _Parts(pieces, settings)
-    left = np.arange(len(pieces))
+    remaining = np.arange(len(pieces))
     first: Ints | None = None
     while True:
-        tokens = parts.rest[left]
-        cluster = find_clusters(pieces.vectors[left], tokens, context, settings.clusters, settings.seed, nearest)
+        tokens = parts.rest[remaining]
+        cluster = find_clusters(pieces.vectors[remaining], tokens, context, settings.clusters, settings.seed, nearest)
         first = cluster if first is None else first
         order = np.argsort(cluster, kind="stable")
-        for members in np.split(left[order], np.cumsum(np.bincount(cluster))[:-1]):
+        for members in np.split(remaining[order], np.cumsum(np.bincount(cluster))[:-1]):
             parts.fill(members)
-        left = np.flatnonzero(parts.rest)
-        if not context <= int(parts.rest[left].sum()) < int(tokens.sum()):
+        remaining = np.flatnonzero(parts.rest)
+        if not context <= int(parts.rest[remaining].sum()) < int(tokens.sum()):
             break
-    parts.fit(left)
+    parts.fit(remaining)
     return Sculpted(parts.table(), first)
 
 
 class _Parts:
-    """Parts of pieces in windows, while they are made.
+    """Parts of pieces that are already in windows, during the assignment.
 
     Attributes:
-        rest: [pieces] tokens of each piece that are still to be placed, from its end.
+        rest: number of unassigned tokens of each piece, which are at its end; [pieces].
     """
 
     def __init__(self, pieces: Pieces, settings: SculptSettings) -> None:
@@ -99,7 +102,7 @@ class _Parts:
         self.rest = pieces.length.copy()
 
     def fill(self, members: Ints) -> None:
-        """Fill windows with pieces [members] of one cluster."""
+        """Fill windows with the pieces of one cluster. ``members``: numbers of the pieces, [members]."""
         vectors, overflow = self._pieces.vectors[members], self._settings.overflow
         window, taken = largest_fit(self.rest[members], vectors, self._settings.context, overflow)
         placed = window >= 0
@@ -108,19 +111,20 @@ class _Parts:
             self.rest[members[placed]] = 0
         self._num_windows += int(window.max()) + 1
 
-    def fit(self, left: Ints) -> None:
-        """Put pieces [left] where they fit."""
+    def fit(self, remaining: Ints) -> None:
+        """Assign the remaining pieces by best fit. ``remaining``: numbers of the pieces, [n]."""
         context, vectors = self._settings.context, self._pieces.vectors
         room = np.full(self._num_windows, context, dtype=np.int64)
         sums = np.zeros((self._num_windows, vectors.shape[1]), dtype=np.float32)
         for window, piece, _, length in self._made:
             np.subtract.at(room, window, length)
             np.add.at(sums, window, vectors[piece])
-        window = best_fit(self.rest[left], vectors[left], OpenWindows(context, room, sums), _CHOICES)
-        self._add(window, left, self.rest[left])
+        open_windows = OpenWindows(context, room, sums)
+        window = best_fit(self.rest[remaining], vectors[remaining], open_windows, _CHOICES)
+        self._add(window, remaining, self.rest[remaining])
 
     def table(self) -> Table:
-        """Return the table of all parts [rows]."""
+        """Return the table of all parts: [rows]."""
         window, piece, offset, length = (np.concatenate(column) for column in zip(*self._made, strict=True))
         return table_of(self._pieces, window, piece, offset, length)
 

@@ -73,8 +73,8 @@ def test_rows_are_those_of_megatrons_recipes_on_each_tensor_parallel_rank() -> N
     (found,) = run_ranks(settings_of_recipes, 1, init_group=False)
     assert found == {
         "none": (1, 2), "tensorwise": (16, 32), "blockwise": (16, 32), "mxfp8": (32, 64),
-        "no multiple": "--hdp-tokens-per-rank 120 is not a multiple of 32, which --sequence-parallel "
-        "(--tensor-model-parallel-size) and --fp8-format (16 or 32) need; the next multiple is 128",
+        "no multiple": "--hdp-tokens-per-rank 120 is not a multiple of 32, as required by --sequence-parallel "
+        "(--tensor-model-parallel-size) and --fp8-format (16 or 32); the next multiple is 128",
     }  # fmt: skip
 
 

@@ -25,20 +25,20 @@ def with_rank(rank: int, slots: tuple[int, ...] | None = None, quotas: tuple[int
 
 
 DAMAGES: dict[str, tuple[PlacementPlan, str]] = {
-    "of another model": (replace(PLAN, num_experts=9), "it is of 9 experts, not of 6"),
+    "of another model": (replace(PLAN, num_experts=9), "the plan has 9 experts instead of 6"),
     "a rank without quotas": (replace(PLAN, quotas=PLAN.quotas[:2]), "3 ranks have 2 rows of quotas"),
-    "too few slots": (with_rank(1, (2, 3, EMPTY), (PARTS, PARTS, 0)), "3 slots and 3 quotas where there are 4 slots"),
-    "too few quotas": (with_rank(1, quotas=(PARTS, PARTS, 0)), "4 slots and 3 quotas where there are 4 slots"),
+    "too few slots": (with_rank(1, (2, 3, EMPTY), (PARTS, PARTS, 0)), "3 slots and 3 quotas instead of 4"),
+    "too few quotas": (with_rank(1, quotas=(PARTS, PARTS, 0)), "4 slots and 3 quotas instead of 4"),
     "an expert away from home": (with_rank(1, (2, 4, 3, EMPTY), (PARTS, 1, PARTS, 0)), "an expert is not in its home"),
     "homes in another order": (with_rank(1, (3, 2, EMPTY, EMPTY)), "an expert is not in its home"),
     "a gap": (with_rank(0, (0, 1, EMPTY, 5), (512, 1000, 0, 24)), "an empty slot comes before a replica"),
-    "held twice": (with_rank(2, (4, 5, 0, 0), (PARTS, 1000, 256, 256)), "an expert is held twice"),
-    "its own replica": (with_rank(2, (4, 5, 5, 1)), "an expert is held twice"),
-    "no such expert": (with_rank(0, (0, 1, 6, EMPTY)), "there is no such expert"),
+    "held twice": (with_rank(2, (4, 5, 0, 0), (PARTS, 1000, 256, 256)), "an expert is in two slots"),
+    "its own replica": (with_rank(2, (4, 5, 5, 1)), "an expert is in two slots"),
+    "no such expert": (with_rank(0, (0, 1, 6, EMPTY)), "an expert in a slot does not exist"),
     "below nothing": (with_rank(0, quotas=(536, 1000, -24, 0)), "a quota is negative"),
     "tokens for nobody": (with_rank(0, quotas=(512, 1000, 23, 1)), "an empty slot has a quota"),
     "an idle replica": (with_rank(2, quotas=(PARTS, 1000, 0, 24)), "a replica has no quota"),
-    "tokens are lost": (with_rank(0, quotas=(511, 1000, 24, 0)), "the quotas of expert 0 are 1023 together, not 1024"),
+    "tokens are lost": (with_rank(0, quotas=(511, 1000, 24, 0)), "the quotas of expert 0 sum to 1023 instead of 1024"),
     "tokens twice": (with_rank(1, quotas=(PARTS, PARTS + 1, 0, 0)), "the quotas of expert 3 are 1025 together"),
 }
 

@@ -68,5 +68,7 @@ def test_no_token_is_lost(load: int) -> None:
 def test_slots_are_too_few_or_too_many(slots: int) -> None:
     check_slots("--slots", 4, 8, 2)
     check_slots("--slots", 8, 8, 2)
-    with pytest.raises(ValueError, match=rf"--slots {slots}: a rank is home of 4 of 8 experts, .* at least 4 .*most 8"):
+    with pytest.raises(
+        ValueError, match=rf"--slots {slots}: a rank is the home of 4 of 8 experts: .* at least 4 .*most 8"
+    ):
         check_slots("--slots", slots, 8, 2)

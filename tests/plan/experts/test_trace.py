@@ -29,14 +29,14 @@ def test_steps_and_layers_are_read(tmp_path: Path) -> None:
 
 
 STEP = {"step": 1, "loads": {"2": ROWS}}
-NO_LOADS = "trace.jsonl:2: loads must be, for each layer, 2 rows of 4 numbers of tokens"
+NO_LOADS = "trace.jsonl:2: the loads of each layer must be 2 rows of 4 token counts"
 BAD: dict[str, tuple[list[object], str]] = {
-    "nothing": ([], "trace.jsonl:1: not a line of a trace"),
-    "no head": ([STEP], "trace.jsonl:1: not the head of a trace"),
+    "nothing": ([], "trace.jsonl:1: not a line of an expert trace"),
+    "no head": ([STEP], "trace.jsonl:1: not the header of an expert trace"),
     "no step": ([HEAD], "trace.jsonl has no step"),
-    "words": (["experts"], "trace.jsonl:1: not a line of a trace"),
-    "a list": ([[4, 2, 2]], "trace.jsonl:1: not a line of a trace"),
-    "half a line": ([HEAD, '{"step": 1, "loa'], "trace.jsonl:2: not a line of a trace"),
+    "words": (["experts"], "trace.jsonl:1: not a line of an expert trace"),
+    "a list": ([[4, 2, 2]], "trace.jsonl:1: not a line of an expert trace"),
+    "half a line": ([HEAD, '{"step": 1, "loa'], "trace.jsonl:2: not a line of an expert trace"),
     "no experts": ([{**HEAD, "experts": 0}, STEP], "trace.jsonl:1: not the head"),
     "ranks that divide nothing": ([{**HEAD, "ranks": 3}, STEP], "trace.jsonl:1: not the head"),
     "no loads": ([HEAD, {"step": 1}], NO_LOADS),
@@ -48,7 +48,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "true": ([HEAD, {"loads": {"2": [[True] * 4] * 2}}], NO_LOADS),
     "fewer than none": ([HEAD, {"loads": {"2": [[-1] * 4] * 2}}], NO_LOADS),
     "too many": ([HEAD, {"loads": {"2": [[10**13] * 4] * 2}}], NO_LOADS),
-    "other layers": ([HEAD, STEP, {"loads": {"3": ROWS}}], "trace.jsonl:3: its layers are not those"),
+    "other layers": ([HEAD, STEP, {"loads": {"3": ROWS}}], "trace.jsonl:3: the layers differ from"),
 }
 
 

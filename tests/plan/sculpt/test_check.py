@@ -27,7 +27,7 @@ def test_good_tables(overflow: str) -> None:
 
 def test_no_rows_of_no_documents() -> None:
     check_windows(np.empty(0, dtype=ROW), np.zeros(2, dtype=np.int64), 10, "none")
-    with pytest.raises(PlanError, match="windows hold 0 of 35 tokens"):
+    with pytest.raises(PlanError, match="windows contain 0 of 35 tokens"):
         check([], "none")
 
 
@@ -41,14 +41,14 @@ MUTATIONS = {  # overflow, row, column, value, law, bad row
     "a gap": ("none", 4, 0, 5, "not numbered one after the other", 4),
     "back": ("none", 3, 0, 0, "not numbered one after the other", 3),
     "not from 0": ("none", 0, 0, -1, "not numbered one after the other from 0", 0),
-    "no such document": ("none", 4, 1, 9, "no such document", 4),
-    "no document": ("none", 1, 1, -1, "no such document", 1),
+    "no such document": ("none", 4, 1, 9, "the document does not exist", 4),
+    "no document": ("none", 1, 1, -1, "the document does not exist", 1),
     "past the end": ("none", 1, 3, 4, "outside its document", 1),
     "before the start": ("none", 0, 2, -1, "outside its document", 0),
     "nothing": ("none", 4, 3, 0, "outside its document", 4),
     "too full": ("split", 3, 3, 11, "more than 10 tokens", 3),
     "twice": ("split", 2, 2, 2, "tokens of another row", 2),
-    "an end is missing": ("split", 4, 3, 1, "windows hold 34 of 35 tokens", None),
+    "an end is missing": ("split", 4, 3, 1, "windows contain 34 of 35 tokens", None),
     "a beginning": ("truncate", 3, 2, 21, "does not begin at a multiple of 10", 3),
 }
 
@@ -66,7 +66,7 @@ def test_strict_windows_cut_no_document() -> None:
     for overflow in ("none", "truncate"):
         with pytest.raises(PlanError, match="does not begin at a multiple of 10"):
             check(SPLIT, overflow)
-    with pytest.raises(PlanError, match="windows hold 24 of 35 tokens"):
+    with pytest.raises(PlanError, match="windows contain 24 of 35 tokens"):
         check(TRUNCATED, "none")
 
 
@@ -79,7 +79,7 @@ def test_the_message_shows_the_rows_around() -> None:
     with pytest.raises(PlanError) as error:
         check(changed(STRICT, 2, 3, 11), "none")
     assert str(error.value).splitlines() == [
-        "the window holds more than 10 tokens",
+        "the window contains more than 10 tokens",
         "   row 0: window 0, document 0 tokens 0-7",
         "   row 1: window 0, document 3 tokens 0-3",
         ">> row 2: window 1, document 2 tokens 0-11",

@@ -52,11 +52,11 @@ def test_flexmoe_is_more_even_where_links_are_fast(words: list[str], capsys: pyt
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--trace", "/dev/null"], "/dev/null:1: not a line of a trace"),
+    (["--trace", "/dev/null"], "/dev/null:1: not a line of an expert trace"),
     (["--model-flags", MODEL.replace("--num-experts 4", "")], "--model-flags needs --num-experts"),
     (["--model-flags", f"{MODEL} --num-experts 8"], "another model: 4 experts and 1 for each.*has 8 and 1"),
-    (["--slots", "1"], "--slots 1: a rank is home of 2 of 4 experts, so it has at least 2"),
-    (["--slots", "5"], "--slots 5: a rank is home of 2 of 4 experts.*at most 4"),
+    (["--slots", "1"], "--slots 1: a rank is the home of 2 of 4 experts: give at least 2"),
+    (["--slots", "5"], "--slots 5: a rank is the home of 2 of 4 experts.*at most 4"),
     (["--threshold", "0.9"], "--threshold 0.9 must be at least 1"),
     (["--tflops", "0"], "--tflops 0 must be positive"),
 ]

@@ -69,7 +69,7 @@ def test_speeds_that_are_not_given_are_measured_for_flexmoe(words: list[str], me
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["3"], "--moe-expert-slots 3: a rank is home of 4 of 8 experts, so it has at least 4"),
+        (["3"], "--moe-expert-slots 3: a rank is the home of 4 of 8 experts: give at least 4"),
         (["9"], "--moe-expert-slots 9: .* at most 8"),
         (["6", "--moe-placement-threshold", "0.5"], "--moe-placement-threshold 0.5 must be at least 1"),
         (["6", "--moe-placement-interval", "0"], "--moe-placement-interval 0 must be at least 1"),

@@ -60,5 +60,5 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"--moe-placement-trace .* cannot be written"):
             config_of(path)
     (tmp_path / "text").write_text("no trace\n")
-    with pytest.raises(ValueError, match="text:1: not a line of a trace"):
+    with pytest.raises(ValueError, match="text:1: not a line of an expert trace"):
         config_of(tmp_path / "text")
