@@ -39,7 +39,7 @@ DAMAGES: dict[str, tuple[PlacementPlan, str]] = {
     "tokens for nobody": (with_rank(0, quotas=(512, 1000, 23, 1)), "an empty slot has a quota"),
     "an idle replica": (with_rank(2, quotas=(PARTS, 1000, 0, 24)), "a replica has no quota"),
     "tokens are lost": (with_rank(0, quotas=(511, 1000, 24, 0)), "the quotas of expert 0 sum to 1023 instead of 1024"),
-    "tokens twice": (with_rank(1, quotas=(PARTS, PARTS + 1, 0, 0)), "the quotas of expert 3 are 1025 together"),
+    "tokens twice": (with_rank(1, quotas=(PARTS, PARTS + 1, 0, 0)), "the quotas of expert 3 sum to 1025"),
 }
 
 
