@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bytescale_ext.draw.charts import Series, draw_loss
 from bytescale_ext.draw.timeline import draw_timeline
-from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_spans, write_perfetto
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_phases, write_perfetto
 
 ROOT = Path(__file__).resolve().parent.parent
 # Share of the samples, files and tokens of each corpus: Python files are long, C headers short.
@@ -174,10 +174,10 @@ def draw(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str,
     curve, marks = (([s["iteration"] for s in run], [s["lm loss"] for s in run]) for run in (steps, static))
     reference = Series("static context parallelism, the same documents", *marks)
     draw_loss(*curve, demo.folder / "loss.png", "loss of hybrid data parallelism", reference)
-    spans = read_spans(demo.folder / "timeline", TIMELINE_STEP)
+    phases = read_phases(demo.folder / "timeline", TIMELINE_STEP)
     title = f"step {TIMELINE_STEP} on {demo.num_ranks} {demo.device} ranks"
-    draw_timeline(spans, demo.folder / "timeline.png", title)
-    write_perfetto(spans, demo.folder / "timeline.json")
+    draw_timeline(phases, demo.folder / "timeline.png", title)
+    write_perfetto(phases, demo.folder / "timeline.json")
 
 
 def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict
     steady = steps[1:] or steps
     mean = {name: sum(s[name] for s in steady) / len(steady) for name in
             ("tokens_per_second", "planned_imbalance", "measured_imbalance", "padding_share")}  # fmt: skip
-    shards = [s for span in read_spans(demo.folder / "timeline", TIMELINE_STEP)
-              if span.kind in COMPUTE_KINDS for s in span.shards]  # fmt: skip
+    shards = [s for phase in read_phases(demo.folder / "timeline", TIMELINE_STEP)
+              if phase.kind in COMPUTE_KINDS for s in phase.shards]  # fmt: skip
     return {
         "key": demo.key,
         "num_ranks": demo.num_ranks,

@@ -35,9 +35,9 @@ def write_timeline(folder: Path) -> None:
     for rank in range(2):
         shards = [[{"seq": 0, "length": 90, "tokens": 45, "ring": [0, 1]}],
                   [{"seq": 1 + rank, "length": 7, "tokens": 7, "ring": [rank]}]]  # fmt: skip
-        spans = [{"step": demo.TIMELINE_STEP, "rank": rank, "kind": "forward", "micro_batch": i, "start": i,
+        phases = [{"step": demo.TIMELINE_STEP, "rank": rank, "kind": "forward", "micro_batch": i, "start": i,
                   "stop": i + 1, "shards": shards[i]} for i in range(2)]  # fmt: skip
-        (folder / "timeline" / f"rank{rank}.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+        (folder / "timeline" / f"rank{rank}.jsonl").write_text("".join(json.dumps(phase) + "\n" for phase in phases))
 
 
 def parse_flags(rank: int, world: int, argv: list[str]) -> tuple[int, int]:

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Final
 
 from bytescale_ext.draw.figure import INK, draw_line, new_figure, save, set_grid, set_title
-from bytescale_ext.plan.activation.forecast import Forecast
+from bytescale_ext.plan.activation.forecast import ActivationForecast
 
 # Title of each panel, and its value from a forecast and the fastest step time at the same length. Time is relative:
 # absolute times differ so little between policies that their lines would coincide.
-_PANELS: Final[tuple[tuple[str, Callable[[Forecast, float], float]], ...]] = (
+_PANELS: Final[tuple[tuple[str, Callable[[ActivationForecast, float], float]], ...]] = (
     ("time over the fastest policy: %", lambda forecast, fastest: 100.0 * (forecast.step_seconds / fastest - 1.0)),
     ("device memory: GB", lambda forecast, _: forecast.device_bytes / 1e9),
     ("host memory: GB", lambda forecast, _: forecast.host_bytes / 1e9),
 )
 
 
-def draw_policies(rows: Sequence[tuple[int, str, Forecast | None]], path: Path) -> None:
+def draw_policies(rows: Sequence[tuple[int, str, ActivationForecast | None]], path: Path) -> None:
     """Plot step time relative to the fastest policy, device memory and host memory against sequence length.
 
     Args:

@@ -23,7 +23,7 @@ from bytescale_ext.draw.figure import (
     set_title,
     tinted,
 )
-from bytescale_ext.measure.timeline import COMPUTE_KINDS, Span, SpanShard, shard_parts
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, Phase, PhaseShard, shard_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ _ROW: Final = 0.78  # height of a box; ranks are 1 apart
 _NARROW: Final = 0.01  # boxes narrower than this fraction of the picture have neither frame nor label
 
 
-def draw_timeline(spans: Sequence[Span], path: Path, title: str, unit: str = "s") -> None:
+def draw_timeline(phases: Sequence[Phase], path: Path, title: str, unit: str = "s") -> None:
     """Draw ranks (vertical) over time (horizontal) into a file, whose suffix sets the format.
 
     A micro-batch has one box for its forward pass and one for its backward pass. Each box is divided among the shards
@@ -41,48 +41,48 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, unit: str = "s"
     empty row is idle.
 
     Args:
-        spans: spans of one step.
+        phases: phases of one step.
         path: file to write.
         title: title of the picture.
-        unit: unit of the spans' times, for the axis label.
+        unit: unit of the phases' times, for the axis label.
 
     Raises:
-        ValueError: there are no spans, or the file cannot be written.
+        ValueError: there are no phases, or the file cannot be written.
     """
-    draw_timelines([(title, spans)], path, unit)
+    draw_timelines([(title, phases)], path, unit)
 
 
-def draw_timelines(steps: Sequence[tuple[str, Sequence[Span]]], path: Path, unit: str = "s") -> None:
+def draw_timelines(steps: Sequence[tuple[str, Sequence[Phase]]], path: Path, unit: str = "s") -> None:
     """Draw several steps below each other on the same time axis, each as ``draw_timeline`` draws a single step.
 
     Args:
-        steps: (title, spans) of each step.
+        steps: (title, phases) of each step.
         path: file to write.
-        unit: unit of the spans' times, for the axis label.
+        unit: unit of the phases' times, for the axis label.
 
     Raises:
-        ValueError: a step has no spans, or the file cannot be written.
+        ValueError: a step has no phases, or the file cannot be written.
     """
-    if not all(spans for _, spans in steps):
-        raise ValueError("there are no spans to draw")
-    num_rows = [max(span.rank for span in spans) + 1 for _, spans in steps]
+    if not all(phases for _, phases in steps):
+        raise ValueError("there are no phases to draw")
+    num_rows = [max(phase.rank for phase in phases) + 1 for _, phases in steps]
     heights = [min(1.9 + 0.46 * rows, 5.2 + 0.115 * rows) for rows in num_rows]
     figure, panels = new_figure(14.0, sum(heights), heights=heights)
-    longest = max(max(span.stop for span in spans) - min(span.start for span in spans) for _, spans in steps)
-    for axes, (title, spans), rows, height in zip(panels, steps, num_rows, heights, strict=True):
-        origin = min(span.start for span in spans)
-        _draw_boxes(axes, spans, origin)
-        _draw_rings(axes, spans, origin, longest)
-        _draw_labels(axes, spans, origin, longest, (height - 1.5) / rows)
+    longest = max(max(phase.stop for phase in phases) - min(phase.start for phase in phases) for _, phases in steps)
+    for axes, (title, phases), rows, height in zip(panels, steps, num_rows, heights, strict=True):
+        origin = min(phase.start for phase in phases)
+        _draw_boxes(axes, phases, origin)
+        _draw_rings(axes, phases, origin, longest)
+        _draw_labels(axes, phases, origin, longest, (height - 1.5) / rows)
         axes.set_xlim(0.0, longest * 1.005 or 1.0)
         axes.set_ylim(rows - 0.42, -0.58)
         step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096) if rows / step <= 24)
         set_rows(axes, range(0, rows, step), "rank")
         set_title(axes, title)
     panels[-1].set_xlabel(f"time ({unit})" if unit == "s" else unit)
-    all_spans = [span for _, spans in steps for span in spans]
-    has_rings = any(len(shard.ring) > 1 for span in all_spans for shard in span.shards)
-    _draw_legend(panels[0], {span.kind for span in all_spans}, has_rings)
+    all_phases = [phase for _, phases in steps for phase in phases]
+    has_rings = any(len(shard.ring) > 1 for phase in all_phases for shard in phase.shards)
+    _draw_legend(panels[0], {phase.kind for phase in all_phases}, has_rings)
     save(figure, path)
 
 
@@ -97,7 +97,7 @@ class _Frame:
     """
 
     kind: str
-    shard: SpanShard
+    shard: PhaseShard
     rows: dict[int, tuple[float, float]]
 
     @property
@@ -124,52 +124,52 @@ def _sequence_colour(seq: int, is_ring: bool, kind: str) -> Colour:
     return tinted(colour, 0.50 if kind == "forward" else 0.0)
 
 
-def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
+def _draw_boxes(axes: Axes, phases: Sequence[Phase], origin: float) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    num_rows = max(span.rank for span in spans) + 1
-    end = max(span.stop for span in spans) - origin
+    num_rows = max(phase.rank for phase in phases) + 1
+    end = max(phase.stop for phase in phases) - origin
     boxes = [Rectangle((0.0, row - _ROW / 2), end, _ROW, facecolor=IDLE, edgecolor="none") for row in range(num_rows)]
     outlines = []
-    for span in spans:
-        corner = (span.start - origin, span.rank - _ROW / 2)
-        if not span.shards:
-            colour = GREYS.get(span.kind, PADDING)
-            boxes.append(Rectangle(corner, span.stop - span.start, _ROW, facecolor=colour, edgecolor="none"))
+    for phase in phases:
+        corner = (phase.start - origin, phase.rank - _ROW / 2)
+        if not phase.shards:
+            colour = GREYS.get(phase.kind, PADDING)
+            boxes.append(Rectangle(corner, phase.stop - phase.start, _ROW, facecolor=colour, edgecolor="none"))
             continue
-        for shard, start, stop in shard_parts(span):
-            colour = _sequence_colour(shard.seq, len(shard.ring) > 1, span.kind)
-            part = (start - origin, span.rank - _ROW / 2)
+        for shard, start, stop in shard_parts(phase):
+            colour = _sequence_colour(shard.seq, len(shard.ring) > 1, phase.kind)
+            part = (start - origin, phase.rank - _ROW / 2)
             edge = "white" if stop - start > 0.003 * end else colour  # white lines would wash out narrow boxes
             boxes.append(Rectangle(part, stop - start, _ROW, facecolor=colour, edgecolor=edge, linewidth=0.25))
-        outlines.append(Rectangle(corner, span.stop - span.start, _ROW))
+        outlines.append(Rectangle(corner, phase.stop - phase.start, _ROW))
     axes.add_collection(PatchCollection(boxes, match_original=True))
     edges = PatchCollection(outlines, facecolor="none", edgecolor="white", linewidth=0.9 if num_rows <= 24 else 0.45)
     edges.set_alpha(0.45)
     axes.add_collection(edges)
 
 
-def _frames(spans: Sequence[Span], origin: float, length: float) -> list[_Frame]:
+def _frames(phases: Sequence[Phase], origin: float, length: float) -> list[_Frame]:
     """Return a frame for each pass of each ring (one pass per slice), without frames that have a narrow box."""
     frames: dict[tuple[str, int, int], _Frame] = {}
     passes: Counter[tuple[str, int, int]] = Counter()
-    for span in spans:
-        for shard, start, stop in shard_parts(span):
-            if len(shard.ring) < 2 or span.kind not in COMPUTE_KINDS:
+    for phase in phases:
+        for shard, start, stop in shard_parts(phase):
+            if len(shard.ring) < 2 or phase.kind not in COMPUTE_KINDS:
                 continue
-            key = (span.kind, shard.seq, span.rank)
-            frame = frames.setdefault((span.kind, shard.seq, passes[key]), _Frame(span.kind, shard, {}))
-            frame.rows[span.rank] = (start - origin, stop - origin)
+            key = (phase.kind, shard.seq, phase.rank)
+            frame = frames.setdefault((phase.kind, shard.seq, passes[key]), _Frame(phase.kind, shard, {}))
+            frame.rows[phase.rank] = (start - origin, stop - origin)
             passes[key] += 1
     return [frame for frame in frames.values() if frame.narrowest >= _NARROW * length]
 
 
-def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float) -> None:
+def _draw_rings(axes: Axes, phases: Sequence[Phase], origin: float, length: float) -> None:
     """Draw a frame around each ring, and fill the gaps between its rows so that the ring is one block."""
     from matplotlib.patches import Polygon
 
-    for frame in _frames(spans, origin, length):
+    for frame in _frames(phases, origin, length):
         colour = _sequence_colour(frame.shard.seq, True, "backward")
         dark: Colour = (colour[0] * 0.6, colour[1] * 0.6, colour[2] * 0.6)
         fill = _sequence_colour(frame.shard.seq, True, frame.kind)
@@ -202,21 +202,21 @@ def _ring_label(frame: _Frame, inches: float, inches_per_row: float) -> tuple[fl
     return 0.0, 0.0, ""
 
 
-def _draw_labels(axes: Axes, spans: Sequence[Span], origin: float, length: float, inches_per_row: float) -> None:
+def _draw_labels(axes: Axes, phases: Sequence[Phase], origin: float, length: float, inches_per_row: float) -> None:
     """Label the rings and the documents of single ranks if the text fits in their boxes."""
     inches = 12.5 / length if length else 0.0
-    for frame in _frames(spans, origin, length):
+    for frame in _frames(phases, origin, length):
         time, row, text = _ring_label(frame, inches, inches_per_row)
         colour = ink_on(_sequence_colour(frame.shard.seq, True, frame.kind))
         axes.text(time, row, text, ha="center", va="center", fontsize=8, color=colour, zorder=4)
-    for span in spans:
-        for shard, start, stop in shard_parts(span):
+    for phase in phases:
+        for shard, start, stop in shard_parts(phase):
             if len(shard.ring) > 1:
                 continue
             text = _fitting_text((f"{shard.seq}",), (stop - start) * inches, _ROW * inches_per_row)
-            middle = ((start + stop) / 2 - origin, float(span.rank))
+            middle = ((start + stop) / 2 - origin, float(phase.rank))
             if text:
-                colour = ink_on(_sequence_colour(shard.seq, False, span.kind))
+                colour = ink_on(_sequence_colour(shard.seq, False, phase.kind))
                 axes.text(*middle, text, ha="center", va="center", fontsize=7, color=colour, zorder=4)
 
 

@@ -49,7 +49,7 @@ class ExpertSize:
         )
 
 
-def token_counts(weights: int, on_cuda: bool) -> tuple[int, int]:
+def timed_token_counts(weights: int, on_cuda: bool) -> tuple[int, int]:
     """Return the two numbers of tokens to time an expert with. They are equal on all ranks."""
     if on_cuda:
         return LENGTHS_ON_CUDA
@@ -68,7 +68,7 @@ def token_seconds(compute: Callable[[int], object], counts: tuple[int, int], tim
     return slope if slope > 0 else more / counts[1]
 
 
-def exchange_seconds(group: dist.ProcessGroup, sent: Sequence[int], device: torch.device) -> float:
+def all_to_all_seconds(group: dist.ProcessGroup, sent: Sequence[int], device: torch.device) -> float:
     """Return the seconds of an all-to-all: the fastest of several, after one for warm-up. Collective over ``group``.
 
     Args:
@@ -94,8 +94,8 @@ def link_seconds(size: ExpertSize, group: dist.ProcessGroup, device: torch.devic
     """
     others = group.size() - 1
     part = max(1, MESSAGE_BYTES // others)
-    tokens = exchange_seconds(group, [0, *[part] * others], device)
-    weights = exchange_seconds(group, [0, size.weights * size.element_bytes, *[0] * (others - 1)], device)
+    tokens = all_to_all_seconds(group, [0, *[part] * others], device)
+    weights = all_to_all_seconds(group, [0, size.weights * size.element_bytes, *[0] * (others - 1)], device)
     return tokens / (part * others) * size.hidden * size.element_bytes, weights
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bytescale_ext.measure.stragglers import Straggler
-from bytescale_ext.measure.timeline import Span, SpanShard
+from bytescale_ext.measure.timeline import Phase, PhaseShard
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 
@@ -72,7 +72,7 @@ class StepClock:
 
     def work_seconds(self) -> float:
         """Return the seconds of forward and backward passes. On CPU they exclude waiting for rings."""
-        work = self._phases("forward", "backward")
+        work = self._mark_pairs("forward", "backward")
         if not self.on_cuda:
             return sum(following.busy_seconds - mark.busy_seconds for mark, following in work)
         if work and (last := work[-1][1].event) is not None:
@@ -85,19 +85,19 @@ class StepClock:
         On CUDA call ``work_seconds`` first, which waits until the stream has passed all marks.
         """
         totals: dict[int, float] = {}
-        for mark, following in self._phases("backward"):
+        for mark, following in self._mark_pairs("backward"):
             if mark.micro_batch is not None:
                 wall = following.wall_seconds - mark.wall_seconds
                 seconds = mark.stream_seconds(following) if self.on_cuda else wall
                 totals[mark.micro_batch] = totals.get(mark.micro_batch, 0.0) + seconds
         return totals
 
-    def _phases(self, *kinds: str) -> list[tuple[Mark, Mark]]:
+    def _mark_pairs(self, *kinds: str) -> list[tuple[Mark, Mark]]:
         """Return (first mark, mark that ended the phase) of each phase of these kinds."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [(mark, following) for mark, following in pairs if mark.kind in kinds]
 
-    def spans(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[Span]:
+    def phases(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[Phase]:
         """Return the phases of the step.
 
         Args:
@@ -106,14 +106,14 @@ class StepClock:
             micro_batches: micro-batches of this rank.
             lengths: lengths of the step's sequences.
         """
-        spans = []
+        phases = []
         for mark, following in zip(self.marks, self.marks[1:], strict=False):
             known = mark.micro_batch is not None and mark.micro_batch < len(micro_batches)
             shards = micro_batches[mark.micro_batch or 0].shards if known else ()
-            parts = tuple(SpanShard(s.seq, lengths[s.seq], s.num_tokens, s.ring) for s in shards)
+            parts = tuple(PhaseShard(s.seq, lengths[s.seq], s.num_tokens, s.ring) for s in shards)
             start, stop = mark.wall_seconds, following.wall_seconds
-            spans.append(Span(step, rank, mark.kind, mark.micro_batch, start, stop, parts))
-        return spans
+            phases.append(Phase(step, rank, mark.kind, mark.micro_batch, start, stop, parts))
+        return phases
 
 
 @dataclass(frozen=True)

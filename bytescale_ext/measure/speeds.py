@@ -129,7 +129,7 @@ def measured_lengths(shape: ModelShape, tensor_parallel: int, on_cuda: bool) -> 
     return longer // 4, longer
 
 
-def layer_seconds(
+def kind_seconds(
     shape: ModelShape, tensor_parallel: int, kernel: Kernel, like: torch.Tensor, length: int, timer: Timer
 ) -> tuple[float, float, float, float]:
     """Return the seconds of each entry of ``WORK`` in one layer, for one sequence.
@@ -157,7 +157,7 @@ def layer_seconds(
 def _attention_seconds(
     shape: ModelShape, tensor_parallel: int, kernel: Kernel, like: torch.Tensor, length: int, timer: Timer
 ) -> tuple[float, float]:
-    """Return the forward and backward seconds of causal attention of one sequence; ``like``: see ``layer_seconds``."""
+    """Return the forward and backward seconds of causal attention of one sequence; ``like``: see ``kind_seconds``."""
     heads = max(1, shape.num_heads // tensor_parallel)
     kv_heads = max(1, shape.num_kv_heads // tensor_parallel)
     offsets = CuSeqlens.of_lengths((length,))

@@ -1,4 +1,4 @@
-"""Timelines of ranks, measured (one JSON line per span) or planned, and their Perfetto traces."""
+"""Timelines of ranks, measured (one JSON line per phase) or planned, and their Perfetto traces."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FILE_NAME = re.compile(r"rank(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class SpanShard:
-    """A shard in a span: ``tokens`` of the ``length`` tokens of sequence ``seq``, which the ranks of ``ring`` share."""
+class PhaseShard:
+    """A shard in a phase: ``tokens`` of the ``length`` tokens of sequence ``seq``, shared by the ranks of ``ring``."""
 
     seq: int
     length: int
@@ -32,7 +32,7 @@ class SpanShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Phase:
     """One phase of one rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Span:
     micro_batch: int | None
     start: float
     stop: float
-    shards: tuple[SpanShard, ...] = ()
+    shards: tuple[PhaseShard, ...] = ()
 
 
 class _ShardJson(TypedDict):
@@ -61,7 +61,7 @@ class _ShardJson(TypedDict):
     ring: list[int]
 
 
-class _SpanJson(TypedDict):
+class _PhaseJson(TypedDict):
     step: int
     rank: int
     kind: str
@@ -78,7 +78,7 @@ class RankTimes:
     Attributes:
         rank: number of the rank.
         busy: total time of forward and backward passes.
-        finish: end of the last forward or backward pass, from the first span of the step on; 0 without passes.
+        finish: end of the last forward or backward pass, from the first phase of the step on; 0 without passes.
         busy_share: ``busy`` over the latest ``finish`` of all ranks.
     """
 
@@ -88,102 +88,104 @@ class RankTimes:
     busy_share: float
 
 
-def read_spans(directory: str | Path, step: int | None = None) -> tuple[Span, ...]:
-    """Read the spans of one step from ``rank{r}.jsonl`` of all ranks, ordered by rank and then as in the file.
+def read_phases(directory: str | Path, step: int | None = None) -> tuple[Phase, ...]:
+    """Read the phases of one step from ``rank{r}.jsonl`` of all ranks, ordered by rank and then as in the file.
 
     Args:
         directory: folder with one file for each of the ranks 0 to n-1.
         step: number of the step; None for the latest step that every rank has.
 
     Raises:
-        ValueError: the directory or a rank's file is missing, a line is not a span, or a rank lacks the step.
+        ValueError: the directory or a rank's file is missing, a line is not a phase, or a rank lacks the step.
     """
     files = _rank_files(Path(directory))
-    spans = [span for rank, path in enumerate(files) for span in _read_file(path, rank)]
+    phases = [phase for rank, path in enumerate(files) for phase in _read_file(path, rank)]
     steps_of_rank: list[set[int]] = [set() for _ in files]
-    for span in spans:
-        steps_of_rank[span.rank].add(span.step)
+    for phase in phases:
+        steps_of_rank[phase.rank].add(phase.step)
     common = set.intersection(*steps_of_rank)
     if step is None:
         if not common:
-            raise ValueError(f"no step in {directory} has spans of all {len(files)} ranks")
+            raise ValueError(f"no step in {directory} has phases of all {len(files)} ranks")
         step = max(common)
     elif step not in common:
         lacking = [rank for rank, steps in enumerate(steps_of_rank) if step not in steps]
         known = f"steps {min(common)} to {max(common)} are complete" if common else "no step is complete"
-        raise ValueError(f"step {step} has no spans of ranks {lacking[:8]} in {directory}; {known}")
-    return tuple(span for span in spans if span.step == step)
+        raise ValueError(f"step {step} has no phases of ranks {lacking[:8]} in {directory}; {known}")
+    return tuple(phase for phase in phases if phase.step == step)
 
 
-def spans_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Span, ...]:
+def phases_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Phase, ...]:
     """Return the timeline of a plan without pipeline stages as ``replay`` predicts it, in the unit of the cost model.
 
-    Each micro-batch has a forward span, directly followed by a backward span twice as long.
+    Each micro-batch has a forward phase, directly followed by a backward phase twice as long.
     """
     result = replay(plan, cost)
-    spans: list[Span] = []
+    phases: list[Phase] = []
     for rank, micro_batches in enumerate(plan.ranks):
         for index, micro_batch in enumerate(micro_batches):
             start = result.starts[rank][index]
             stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # excludes waiting for the ring
             turn = start + (stop - start) / (1.0 + BACKWARD_PER_FORWARD)
-            shards = _span_shards(micro_batch, plan)
-            spans.append(Span(step, rank, "forward", index, start, turn, shards))
-            spans.append(Span(step, rank, "backward", index, turn, stop, shards))
-    return tuple(spans)
+            shards = _phase_shards(micro_batch, plan)
+            phases.append(Phase(step, rank, "forward", index, start, turn, shards))
+            phases.append(Phase(step, rank, "backward", index, turn, stop, shards))
+    return tuple(phases)
 
 
-def rank_times(spans: Sequence[Span], num_ranks: int | None = None) -> tuple[RankTimes, ...]:
-    """Return the times of ranks 0 to n-1. By default n - 1 is the highest rank with a span."""
+def rank_times(phases: Sequence[Phase], num_ranks: int | None = None) -> tuple[RankTimes, ...]:
+    """Return the times of ranks 0 to n-1. By default n - 1 is the highest rank with a phase."""
     if num_ranks is None:
-        num_ranks = max((span.rank for span in spans), default=-1) + 1
-    origin = min((span.start for span in spans), default=0.0)
+        num_ranks = max((phase.rank for phase in phases), default=-1) + 1
+    origin = min((phase.start for phase in phases), default=0.0)
     busy = [0.0] * num_ranks
     finish = [0.0] * num_ranks
-    for span in spans:
-        if span.kind in COMPUTE_KINDS:
-            busy[span.rank] += span.stop - span.start
-            finish[span.rank] = max(finish[span.rank], span.stop - origin)
+    for phase in phases:
+        if phase.kind in COMPUTE_KINDS:
+            busy[phase.rank] += phase.stop - phase.start
+            finish[phase.rank] = max(finish[phase.rank], phase.stop - origin)
     last = max(finish, default=0.0)
     return tuple(
         RankTimes(rank, busy[rank], finish[rank], busy[rank] / last if last else 0.0) for rank in range(num_ranks)
     )
 
 
-def shard_parts(span: Span) -> Iterator[tuple[SpanShard, float, float]]:
-    """Yield each shard of a span with its (start, stop), in proportion to the shard's tokens.
+def shard_parts(phase: Phase) -> Iterator[tuple[PhaseShard, float, float]]:
+    """Yield each shard of a phase with its (start, stop), in proportion to the shard's tokens.
 
     The times are for drawing only: the shards of a micro-batch run together and are not timed separately.
     """
-    total = sum(shard.tokens for shard in span.shards)
+    total = sum(shard.tokens for shard in phase.shards)
     done = 0
-    for shard in span.shards:
-        start = span.start + (span.stop - span.start) * done / total
+    for shard in phase.shards:
+        start = phase.start + (phase.stop - phase.start) * done / total
         done += shard.tokens
-        yield shard, start, span.start + (span.stop - span.start) * done / total
+        yield shard, start, phase.start + (phase.stop - phase.start) * done / total
 
 
-def write_perfetto(spans: Sequence[Span], path: str | Path) -> None:
+def write_perfetto(phases: Sequence[Phase], path: str | Path) -> None:
     """Write a Chrome trace (JSON), which Perfetto reads.
 
-    The trace has one process "HDP ranks" with one thread per rank. A span is an "X" event, in microseconds since the
+    The trace has one process "HDP ranks" with one thread per rank. A phase is an "X" event, in microseconds since the
     first start, and its shards are nested "X" events. Flow arrows ("s" to "f") connect the shards of a ring in order of
     their start.
     """
     events: list[dict[str, object]] = [_metadata("process_name", 0, "HDP ranks")]
-    for rank in sorted({span.rank for span in spans}):
+    for rank in sorted({phase.rank for phase in phases}):
         events.append(_metadata("thread_name", rank, f"rank {rank}"))
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
-    origin = min((span.start for span in spans), default=0.0)
+    origin = min((phase.start for phase in phases), default=0.0)
     joins: dict[tuple[int, str, int], list[tuple[float, int]]] = {}
-    for span in spans:
-        events.append(_slice(_span_name(span), span.kind, span.rank, (span.start - origin, span.stop - origin), {}))
-        for shard, start, stop in shard_parts(span):
+    for phase in phases:
+        events.append(
+            _slice(_phase_name(phase), phase.kind, phase.rank, (phase.start - origin, phase.stop - origin), {})
+        )
+        for shard, start, stop in shard_parts(phase):
             name = f"seq {shard.seq}"
             args = {"sequence": shard.seq, "length": shard.length, "tokens": shard.tokens, "ring": list(shard.ring)}
-            events.append(_slice(name, span.kind, span.rank, (start - origin, stop - origin), args))
+            events.append(_slice(name, phase.kind, phase.rank, (start - origin, stop - origin), args))
             if len(shard.ring) > 1:
-                joins.setdefault((span.step, span.kind, shard.seq), []).append((start - origin, span.rank))
+                joins.setdefault((phase.step, phase.kind, shard.seq), []).append((start - origin, phase.rank))
     events.extend(_flows(joins))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     Path(path).write_text(text, encoding="utf-8")
@@ -201,23 +203,23 @@ def _rank_files(directory: Path) -> list[Path]:
     return [files[rank] for rank in range(len(files))]
 
 
-def _read_file(path: Path, rank: int) -> Iterator[Span]:
+def _read_file(path: Path, rank: int) -> Iterator[Phase]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            span = _span_from_json(json.loads(line))
+            phase = _phase_from_json(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} line {number} is not a span: {type(error).__name__}: {error}") from error
-        if span.rank != rank:
-            raise ValueError(f"{path} line {number} is a span of rank {span.rank}")
-        yield span
+            raise ValueError(f"{path} line {number} is not a phase: {type(error).__name__}: {error}") from error
+        if phase.rank != rank:
+            raise ValueError(f"{path} line {number} is a phase of rank {phase.rank}")
+        yield phase
 
 
-def _span_from_json(value: _SpanJson) -> Span:
-    """Read one span. Raises KeyError, TypeError, AttributeError or ValueError if the value is not a span."""
+def _phase_from_json(value: _PhaseJson) -> Phase:
+    """Read one phase. Raises KeyError, TypeError, AttributeError or ValueError if the value is not a phase."""
     shards = tuple(
-        SpanShard(
+        PhaseShard(
             seq=int(shard["seq"]),
             length=int(shard["length"]),
             tokens=int(shard["tokens"]),
@@ -226,7 +228,7 @@ def _span_from_json(value: _SpanJson) -> Span:
         for shard in value.get("shards", ())
     )
     micro_batch = value.get("micro_batch")
-    span = Span(
+    phase = Phase(
         step=int(value["step"]),
         rank=int(value["rank"]),
         kind=str(value["kind"]),
@@ -235,23 +237,23 @@ def _span_from_json(value: _SpanJson) -> Span:
         stop=float(value["stop"]),
         shards=shards,
     )
-    if span.kind not in KINDS:
-        raise ValueError(f"kind {span.kind!r} is not one of {', '.join(KINDS)}")
-    if not span.start <= span.stop:
-        raise ValueError(f"start {span.start} is after stop {span.stop}")
+    if phase.kind not in KINDS:
+        raise ValueError(f"kind {phase.kind!r} is not one of {', '.join(KINDS)}")
+    if not phase.start <= phase.stop:
+        raise ValueError(f"start {phase.start} is after stop {phase.stop}")
     if any(shard.tokens < 1 for shard in shards):
         raise ValueError("a shard has no tokens")
-    return span
+    return phase
 
 
-def _span_shards(micro_batch: MicroBatch, plan: StepPlan) -> tuple[SpanShard, ...]:
+def _phase_shards(micro_batch: MicroBatch, plan: StepPlan) -> tuple[PhaseShard, ...]:
     return tuple(
-        SpanShard(shard.seq, plan.lengths[shard.seq], shard.num_tokens, shard.ring) for shard in micro_batch.shards
+        PhaseShard(shard.seq, plan.lengths[shard.seq], shard.num_tokens, shard.ring) for shard in micro_batch.shards
     )
 
 
-def _span_name(span: Span) -> str:
-    return span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}"
+def _phase_name(phase: Phase) -> str:
+    return phase.kind if phase.micro_batch is None else f"{phase.kind} {phase.micro_batch}"
 
 
 def _metadata(name: str, tid: int, text: str) -> dict[str, object]:

@@ -249,12 +249,12 @@ class _Step:
         if not page.has_copy:  # the fetch overwrites the buffer's last results, which may still be in transfer
             wait_on_host(self._returned.get(move.buffer))
         pairs = []
-        for span in page.spans:
-            in_page = slice(span.page_start, span.page_start + span.num_elements)
-            in_tensor = slice(span.tensor_start, span.tensor_start + span.num_elements)
-            pairs.append((self._memory.gradients[move.buffer][in_page], self._gradients[span.tensor][in_tensor]))
+        for part in page.parts:
+            in_page = slice(part.page_start, part.page_start + part.num_elements)
+            in_tensor = slice(part.tensor_start, part.tensor_start + part.num_elements)
+            pairs.append((self._memory.gradients[move.buffer][in_page], self._gradients[part.tensor][in_tensor]))
             if not page.has_copy:
-                target = self._parameters[span.tensor].target
+                target = self._parameters[part.tensor].target
                 pairs.append((self._memory.values[move.buffer][in_page], target[in_tensor]))
         self._fetched[move.buffer] = self._link.write(pairs, [source for _, source in pairs])
 
@@ -265,7 +265,7 @@ class _Step:
         value = memory.values[move.buffer][: page.num_elements]
         first, second, *copy = memory.page_views(move.page)
         parameter = copy[0] if copy else value
-        step = self._counts[page.spans[0].tensor].clone()
+        step = self._counts[page.parts[0].tensor].clone()
         gradient = memory.gradients[move.buffer][: page.num_elements]
         hyperparameters = Hyperparameters.of(self._optimizer, page.group)
         take_adam_step((parameter, gradient, first, second), step, hyperparameters, self._is_fused)
@@ -276,17 +276,17 @@ class _Step:
         result = self._result(move)
         pairs = [
             (
-                self._parameters[span.tensor].target[span.tensor_start : span.tensor_start + span.num_elements],
-                result[span.page_start : span.page_start + span.num_elements],
+                self._parameters[part.tensor].target[part.tensor_start : part.tensor_start + part.num_elements],
+                result[part.page_start : part.page_start + part.num_elements],
             )
-            for span in self._memory.table.pages[move.page].spans
+            for part in self._memory.table.pages[move.page].parts
         ]
         self._returned[move.buffer] = self._link.read(pairs, None)
 
     def _result(self, move: Move) -> torch.Tensor:
         """Return the results [elements in use] in a buffer, in the type of the model's parameters."""
         page = self._memory.table.pages[move.page]
-        dtype = self._parameters[page.spans[0].tensor].target.dtype
+        dtype = self._parameters[page.parts[0].tensor].target.dtype
         return self._memory.values[move.buffer].view(dtype)[: page.num_elements]
 
 

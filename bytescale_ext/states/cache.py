@@ -47,7 +47,7 @@ class CacheSettings:
 
 
 @dataclass(slots=True)
-class Traffic:
+class RowCounts:
     """Number of rows that a worker has read and transferred.
 
     Attributes:
@@ -104,7 +104,7 @@ class RowCache:
     settings: CacheSettings
     num_rows: int
     dim: int
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RowCounts = field(default_factory=RowCounts)
 
     def __post_init__(self) -> None:
         lines = self.settings.num_lines

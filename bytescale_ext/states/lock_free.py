@@ -41,7 +41,7 @@ from bytescale_ext.states.group_counts import count_update, update_counts
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateInput:
     """Input of one update.
 
     Attributes:
@@ -97,7 +97,7 @@ class LockFreeAdam(PagedAdam):
         """Return the results [elements in use] of each page, as views of ``block`` [bytes] in the model's type."""
         parts, start = [], 0
         for page in self.table.pages:
-            dtype = self._parameters[page.spans[0].tensor].target.dtype
+            dtype = self._parameters[page.parts[0].tensor].target.dtype
             stop = start + self.table.page_elements * dtype.itemsize
             parts.append(block[start:stop].view(dtype)[: page.num_elements])
             start = stop
@@ -142,9 +142,9 @@ class LockFreeAdam(PagedAdam):
         total = self._sums[0]
         pairs = [
             [
-                (total[number, span.page_start : span.page_start + span.num_elements],
-                 gradients[span.tensor][span.tensor_start : span.tensor_start + span.num_elements])
-                for span in page.spans
+                (total[number, part.page_start : part.page_start + part.num_elements],
+                 gradients[part.tensor][part.tensor_start : part.tensor_start + part.num_elements])
+                for part in page.parts
             ]
             for number, page in enumerate(self.table.pages)
         ]  # fmt: skip
@@ -179,7 +179,7 @@ class LockFreeAdam(PagedAdam):
             values = self._to_host([pair for pair in self._result_pairs() if pair[0].dtype is torch.float32])
             self._has_values = True
         groups = range(len(self._optimizer.param_groups))
-        update = Update(
+        update = UpdateInput(
             gradients=self._sums[0],
             num_steps=self._num_summed,
             hyperparameters=[Hyperparameters.of(self._optimizer, group) for group in groups],
@@ -192,7 +192,7 @@ class LockFreeAdam(PagedAdam):
         self._sums.reverse()
 
     @torch.no_grad()
-    def _run(self, update: Update) -> None:
+    def _run(self, update: UpdateInput) -> None:
         """Update all pages and store the new parameters in the results. Runs on the thread."""
         for ticket in update.tickets:
             wait_on_host(ticket)
@@ -206,7 +206,7 @@ class LockFreeAdam(PagedAdam):
         if self.tiers is not None:
             self.tiers.end_step(list(itertools.takewhile(lambda move: move.kind in DISK_KINDS, self._moves)))
 
-    def _update(self, number: int, update: Update) -> None:
+    def _update(self, number: int, update: UpdateInput) -> None:
         page, result = self.table.pages[number], self._results[number]
         gradient = update.gradients[number, : page.num_elements]
         if update.num_steps > 1:
@@ -214,7 +214,7 @@ class LockFreeAdam(PagedAdam):
         first, second, *copy = (self.tiers or self.host).page_views(number)
         parameter = copy[0] if copy else result
         states = parameter, gradient, first, second
-        count = update.counts[page.spans[0].tensor].clone()
+        count = update.counts[page.parts[0].tensor].clone()
         take_adam_step(states, count, update.hyperparameters[page.group], self.is_fused)
         if copy:
             result.copy_(parameter)
@@ -233,10 +233,10 @@ class LockFreeAdam(PagedAdam):
         self.missing -= self._num_running
 
     def _result_pairs(self) -> Pairs:
-        """Return (part of the results, corresponding part of the model's parameters) of each span."""
+        """Return (part of the results, corresponding part of the model's parameters) of each part of a page."""
         return [
-            (result[span.page_start : span.page_start + span.num_elements],
-             self._parameters[span.tensor].target[span.tensor_start : span.tensor_start + span.num_elements])
+            (result[part.page_start : part.page_start + part.num_elements],
+             self._parameters[part.tensor].target[part.tensor_start : part.tensor_start + part.num_elements])
             for page, result in zip(self.table.pages, self._results, strict=True)
-            for span in page.spans
+            for part in page.parts
         ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bytescale_ext.parallel.faults import PeerLost, failure_text, is_peer_error
 from megatron.bytescale.arguments.options import current
-from megatron.bytescale.arguments.running import Interruptions, Progress
+from megatron.bytescale.arguments.running import Interruptions, TrainingProgress
 
 
 class SaveFailed(RuntimeError):
@@ -50,7 +50,7 @@ def _save_text(error: BaseException) -> str:
 
 
 def _when() -> str:
-    done = current(Progress).curr_iteration
+    done = current(TrainingProgress).curr_iteration
     step = "before the first step" if done is None else f"step {done + 1}"
     return f"rank {dist.get_rank()}, {step}" if dist.is_initialized() else step
 

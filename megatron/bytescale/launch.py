@@ -27,7 +27,7 @@ SECONDS_TO_APPEAR = 30.0  # for another node's file on a shared file system
 
 
 @dataclass
-class Progress:
+class LaunchProgress:
     """The output of a run: its last checkpoint and its steps.
 
     Attributes:
@@ -44,7 +44,7 @@ class Progress:
     ranks_failed: bool = False
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Progress:
+    def of(cls, words: Sequence[str]) -> LaunchProgress:
         """Return the progress of a launch line, read from its ``--save`` and ``--hdp-log-dir``."""
         save, log = value_of(words, "--save"), value_of(words, "--hdp-log-dir")
         progress = cls(Path(save) if save else None, Path(log) / "metrics.jsonl" if log else None)
@@ -90,7 +90,7 @@ def value_of(words: Sequence[str], flag: str) -> str | None:
     return value
 
 
-def note_state_at_signal(progress: Progress) -> None:
+def note_state_at_signal(progress: LaunchProgress) -> None:
     """Record the run's state when a signal arrives, before torchrun passes the signal to the ranks."""
     from torch.distributed.elastic.multiprocessing import api
 
@@ -103,7 +103,7 @@ def note_state_at_signal(progress: Progress) -> None:
     api._terminate_process_handler = note_and_end
 
 
-def follow_ranks(progress: Progress) -> None:
+def follow_ranks(progress: LaunchProgress) -> None:
     """Record whether ranks have failed. After a refusal of flags, do not restart ranks or wait for them.
 
     torchrun waits 30 s for ranks that ignore SIGTERM, which includes ranks that wait in a collective for the rank that
@@ -140,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run torchrun with these arguments; return the exit code."""
     words = sys.argv[1:] if words is None else words
     signal.signal(signal.SIGTERM, _end_before_ranks)
-    progress = Progress.of(words)
+    progress = LaunchProgress.of(words)
     note_state_at_signal(progress)
     follow_ranks(progress)
     from torch.distributed import run

@@ -75,7 +75,7 @@ def specialize(instance: object, subclass: Subclass) -> None:
     instance.__class__ = subclass_of(type(instance), subclass)
 
 
-def resolve(target: str) -> tuple[Holder, str, Function]:
+def resolve_target(target: str) -> tuple[Holder, str, Function]:
     """Return (module or class, attribute, function or class) of a row's target. Raises ValueError if none exists."""
     module_name, _, path = target.partition(":")
     *classes, attribute = path.split(".")
@@ -88,9 +88,9 @@ def resolve(target: str) -> tuple[Holder, str, Function]:
         ) from error
 
 
-def check(patch: Patch) -> None:
+def check_patch(patch: Patch) -> None:
     """Raise ValueError if a row's function has other source code, is already wrapped, or differs from an alias."""
-    _, attribute, function = resolve(patch.target)
+    _, attribute, function = resolve_target(patch.target)
     if inspect.unwrap(function) is not function:  # the wrapper would hide another source
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
     installed = hash_of(patch, function)
@@ -113,11 +113,11 @@ class Installation:
     def install(self, patches: Sequence[Patch], runtime: object) -> None:
         """Check every row, then apply every row. Raises ValueError before any function is replaced."""
         for patch in patches:
-            check(patch)
+            check_patch(patch)
         for patch in patches:
             if patch.wrap is None:
                 continue
-            owner, attribute, original = resolve(patch.target)
+            owner, attribute, original = resolve_target(patch.target)
             replacement = functools.wraps(original)(patch.wrap(original, runtime))
             for holder in (owner, *map(importlib.import_module, patch.aliases)):
                 self.originals.append((holder, attribute, original))
@@ -153,7 +153,7 @@ def copy_with_names(function: Function, **names: object) -> Function:
 
 def describe(patch: Patch) -> str:
     """Return a printed row of the table: function, state, hash, features, reason, owners."""
-    _, _, function = resolve(patch.target)
+    _, _, function = resolve_target(patch.target)
     original = getattr(function, "__wrapped__", function)
     state = "replaced" if original is not function else "copied" if patch.wrap is None else "untouched"
     if patch.subclass is not None:

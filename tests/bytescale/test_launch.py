@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.launcher import api
 
-from megatron.bytescale.launch import TRACKER, Progress, follow_ranks, value_of
+from megatron.bytescale.launch import TRACKER, LaunchProgress, follow_ranks, value_of
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -96,7 +96,7 @@ def test_a_rank_that_has_died_is_started_again_and_saves_nothing(
 
     monkeypatch.setattr(api, "LocalElasticAgent", Agent)
     (tmp_path / TRACKER).write_text("7")
-    progress = Progress.of(["--save", str(tmp_path)])
+    progress = LaunchProgress.of(["--save", str(tmp_path)])
     follow_ranks(progress)
     agent = api.LocalElasticAgent()
     agent._monitor_workers(None)
@@ -107,7 +107,7 @@ def test_a_rank_that_has_died_is_started_again_and_saves_nothing(
 
 def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("an earlier run\n")
-    progress = Progress.of(["--save", str(tmp_path), "--hdp-log-dir", str(tmp_path)])
+    progress = LaunchProgress.of(["--save", str(tmp_path), "--hdp-log-dir", str(tmp_path)])
     assert progress.ended() == (0, "ended on SIGTERM before the first iteration; there was nothing to save")
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_has_not_saved_is_an_error(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("megatron.bytescale.launch.SECONDS_TO_APPEAR", 0.0)
     (tmp_path / TRACKER).write_text("7")
     for words in (["--save", str(tmp_path)], ["--hdp-log-dir", str(tmp_path)]):
-        progress = Progress.of(words)
+        progress = LaunchProgress.of(words)
         progress.at_signal = progress.state()
         (tmp_path / "metrics.jsonl").write_text("{}\n")
         code, message = progress.ended()

@@ -87,15 +87,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_table(rank: int, world: int) -> list[tuple[str, str]]:
     from megatron.bytescale.patches import PATCHES
-    from megatron.bytescale.registry import check, resolve, subclass_of
+    from megatron.bytescale.registry import check_patch, resolve_target, subclass_of
     from tests.e2e.preload import STAND_INS
 
     assert STAND_INS is not None
     STAND_INS.uninstall()
     for patch in PATCHES:
-        check(patch)
+        check_patch(patch)
         assert len(patch.why) > 20
-        owner, attribute, function = resolve(patch.target)
+        owner, attribute, function = resolve_target(patch.target)
         if patch.subclass is not None:
             check_subclass(function, subclass_of(function, patch.subclass))
         if patch.wrap is None or isinstance(owner, type):

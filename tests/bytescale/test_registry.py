@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.registry import Installation, Patch, check, describe, source_hash, specialize
+from megatron.bytescale.registry import Installation, Patch, check_patch, describe, source_hash, specialize
 
 
 def shout(words: str) -> str:
@@ -97,7 +97,7 @@ def test_an_alias_that_holds_another_function_refuses_before_anything_is_replace
 def test_an_alias_without_the_function_is_refused(modules: dict[str, Any]) -> None:
     del modules["holder"].shout
     with pytest.raises(ValueError, match=r"holder\.shout"):
-        check(ROWS[0])
+        check_patch(ROWS[0])
 
 
 @pytest.mark.parametrize("target", ["upstream:sing", "no_such_module:shout"])
@@ -157,9 +157,9 @@ def test_a_row_of_a_class_depends_on_the_methods_that_its_subclass_overrides(mod
     hashes = " ".join([source_hash(Bell.ring)])
     expected = hashlib.sha256(hashes.encode()).hexdigest()[:12]
     bell_row = row("upstream:Bell", wrap=None, aliases=(), subclass=LoudBell, source_hash=expected)
-    check(bell_row)
+    check_patch(bell_row)
     with pytest.raises(ValueError, match=f"upstream:Bell has source hash {expected}, the patch was written for 0"):
-        check(replace(bell_row, source_hash="0" * 12))
+        check_patch(replace(bell_row, source_hash="0" * 12))
     assert " specialized " in describe(bell_row)
 
 

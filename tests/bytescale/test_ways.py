@@ -11,19 +11,19 @@ import pytest
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.search.costed import setup_of as setup_of_strategy
+from bytescale_ext.plan.search.costed import setup_of_strategy
 from bytescale_ext.plan.search.strategy import PRICED, Strategy
 from bytescale_ext.plan.search.task import Devices, Task
 from bytescale_ext.plan.setup.choose import Decision, choose
 from bytescale_ext.plan.setup.costs import stage_costs
 from bytescale_ext.plan.setup.forecast import Forecast
 from bytescale_ext.plan.setup.layers import stage_settings
-from bytescale_ext.plan.setup.memory import stage_memory, state_bytes
+from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.setup.setup import AUTO, Policy, Setup
 from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.step.sizes import ONE_SLICE
-from megatron.bytescale.arguments.setup import setup_of as setup_of_training
+from megatron.bytescale.arguments.setup import setup_of_strategy as setup_of_training
 from megatron.bytescale.cli import plan as plan_command
 from megatron.bytescale.cli.activations import add_arguments as add_activations
 from megatron.bytescale.cli.activations import setup_of_options as setup_of_activations
@@ -85,7 +85,7 @@ def assert_alike(first: Setup, other: Setup) -> None:
     assert slicings[0] == slicings[1]
     for stage in stages:
         assert stage_settings(first, stage, slicings[0]) == stage_settings(other, stage, slicings[1])
-    assert state_bytes(first) == pytest.approx(state_bytes(other))
+    assert stage_state_bytes(first) == pytest.approx(stage_state_bytes(other))
     assert stage_memory(first) == stage_memory(other)
     assert stage_costs(first) == stage_costs(other)
 

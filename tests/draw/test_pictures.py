@@ -19,22 +19,24 @@ from bytescale_ext.draw.sculpt import draw_clusters, principal_components
 from bytescale_ext.draw.search import draw_strategies, frontier
 from bytescale_ext.draw.states import draw_moves
 from bytescale_ext.draw.timeline import draw_timeline
-from bytescale_ext.measure.timeline import Span, spans_of_plan
-from bytescale_ext.plan.activation.forecast import Forecast
+from bytescale_ext.measure.timeline import Phase, phases_of_plan
+from bytescale_ext.plan.activation.forecast import ActivationForecast
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.schedule.simulate import simulate_slices
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
-from bytescale_ext.plan.states.timeline import Speeds, replay
+from bytescale_ext.plan.states.timeline import Speeds, time_moves
 from tests.plan.simple_plans import plan_naive
 
-ROW = Forecast(transfer_seconds=0.1, recompute_seconds=0.1, step_seconds=1.0, device_bytes=5e9, host_bytes=0.0)
+ROW = ActivationForecast(
+    transfer_seconds=0.1, recompute_seconds=0.1, step_seconds=1.0, device_bytes=5e9, host_bytes=0.0
+)
 POLICIES = [(8192, "none", ROW), (8192, "memo", ROW), (16384, "none", None), (16384, "memo", ROW), (8192, "auto", None)]
 FOUND = [(3.0, 10.0, "a"), (2.0, 20.0, "b"), (2.5, 30.0, "c"), (1.0, 40.0, "d"), (3.5, 10.0, "e")]
 VECTORS = np.random.RandomState(0).standard_normal((600, 5)).astype(np.float32)
 PAGES = lay_out([StateTensor("a", 64, 0, True)], 32)
-SPANS = spans_of_plan(plan_naive([70, 30, 5, 4, 9], 4, 20), CostModel(a=0.01, b=1.0))
-STEP = [Span(0, 3, kind, None, 80.0 + at, 81.0 + at) for at, kind in enumerate(("wait", "reduce", "optimizer"))]
+SPANS = phases_of_plan(plan_naive([70, 30, 5, 4, 9], 4, 20), CostModel(a=0.01, b=1.0))
+STEP = [Phase(0, 3, kind, None, 80.0 + at, 81.0 + at) for at, kind in enumerate(("wait", "reduce", "optimizer"))]
 SIMULATED = simulate_slices(seq1f1b_schedule(2, 4), lambda stage, action: 1.0)
 
 Draw = Callable[[Path], None]
@@ -50,13 +52,13 @@ PICTURES: dict[str, Draw] = {
     "one document": partial(draw_clusters, VECTORS[:1], np.zeros(1, dtype=np.int64), np.array([4])),
     "strategies": lambda path: draw_strategies(FOUND, [(5.0, 8.0)], path, "strategies"),
     "one strategy": lambda path: draw_strategies(FOUND[:1], [], path, "one"),
-    "moves": lambda path: draw_moves(replay(PAGES, 2, Speeds(10.0, 30.0)), path, "one step"),
+    "moves": lambda path: draw_moves(time_moves(PAGES, 2, Speeds(10.0, 30.0)), path, "one step"),
     "moves of a disk": lambda path: draw_moves(
-        replay(PAGES, 2, Speeds(10.0, 30.0, 9.0, 6.0), {1, 3, 5}), path, "one step"
+        time_moves(PAGES, 2, Speeds(10.0, 30.0, 9.0, 6.0), {1, 3, 5}), path, "one step"
     ),
     "schedule": lambda path: draw_schedule(SIMULATED, path, "title"),
     "step": lambda path: draw_timeline([*SPANS, *STEP], path, "four ranks"),
-    "padding": lambda path: draw_timeline([Span(0, 0, "forward", 0, 0.0, 1.0)], path, "padding"),
+    "padding": lambda path: draw_timeline([Phase(0, 0, "forward", 0, 0.0, 1.0)], path, "padding"),
 }
 NOTHING: dict[str, Draw] = {
     "no policy fits": partial(draw_policies, [(8192, "none", None)]),
@@ -67,7 +69,7 @@ NOTHING: dict[str, Draw] = {
     "no hit rates": lambda path: draw_hit_rates({"lru": []}, path, "rows"),
     "no strategies": lambda path: draw_strategies([], [], path, "none"),
     "no moves to draw": lambda path: draw_moves((), path, "none"),
-    "no spans": lambda path: draw_timeline([], path, "none"),
+    "no phases": lambda path: draw_timeline([], path, "none"),
 }
 
 

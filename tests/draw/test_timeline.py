@@ -13,7 +13,7 @@ from bytescale_ext.draw.timeline import (
     _frames,
     draw_timeline,
 )
-from bytescale_ext.measure.timeline import Span, SpanShard, spans_of_plan
+from bytescale_ext.measure.timeline import Phase, PhaseShard, phases_of_plan
 from bytescale_ext.plan.cost.cost_model import CostModel
 from tests.plan.simple_plans import plan_naive
 
@@ -21,27 +21,27 @@ COST = CostModel(a=0.01, b=1.0)
 
 
 def test_frames_hold_all_members_of_a_ring() -> None:
-    spans = spans_of_plan(plan_naive([70, 30, 5], 4, 20), CostModel(a=0.0, b=1.0))
-    frames = {(frame.kind, frame.shard.seq): frame for frame in _frames(spans, 0.0, 1.0)}
+    phases = phases_of_plan(plan_naive([70, 30, 5], 4, 20), CostModel(a=0.0, b=1.0))
+    frames = {(frame.kind, frame.shard.seq): frame for frame in _frames(phases, 0.0, 1.0)}
     assert set(frames) == {(kind, seq) for kind in ("forward", "backward") for seq in (0, 1)}
-    assert _frames(spans, 0.0, 1e6) == []  # boxes too narrow for a frame
+    assert _frames(phases, 0.0, 1e6) == []  # boxes too narrow for a frame
     whole = frames["forward", 0]
     assert whole.rows == {rank: (0.0, pytest.approx(tokens / 3)) for rank, tokens in enumerate((18, 18, 17, 17))}
 
 
-def rings_out_of_step(num_ranks: int) -> list[Span]:
+def rings_out_of_step(num_ranks: int) -> list[Phase]:
     """Return passes of rings over all ranks, of many widths, which each rank begins and ends at its own time."""
     generator = np.random.default_rng(0)
     clocks = generator.uniform(0.0, 3.0, num_ranks)
-    spans = []
+    phases = []
     for step, width in enumerate((40, 30, 12, 8, 4, 3, 3, 2, 1, 60) * 2):
         seq, kind = step % 10, "forward" if step < 10 else "backward"
         for rank in range(num_ranks):
-            shard = SpanShard(seq, 1000 * width, 1000 * width // num_ranks, tuple(range(num_ranks)))
+            shard = PhaseShard(seq, 1000 * width, 1000 * width // num_ranks, tuple(range(num_ranks)))
             stop = clocks[rank] + width * generator.uniform(0.9, 1.1)
-            spans.append(Span(0, rank, kind, seq, clocks[rank], stop, (shard,)))
+            phases.append(Phase(0, rank, kind, seq, clocks[rank], stop, (shard,)))
             clocks[rank] = stop
-    return spans
+    return phases
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])

@@ -34,7 +34,7 @@ for found in pkgutil.walk_packages(megatron.bytescale.__path__, "megatron.bytesc
 # Each rank hashes the sources of the functions that are patched: they are read and parsed once.
 registry.source_hash = cache(registry.source_hash)
 for patch in patches.PATCHES:
-    registry.hash_of(patch, registry.resolve(patch.target)[2])
+    registry.hash_of(patch, registry.resolve_target(patch.target)[2])
 
 # Megatron reads the help of its flags from its own sources each time it parses: a fifth of a short run.
 read_help = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))

@@ -11,7 +11,7 @@ from bytescale_ext.measure.expert_speed import (
     REPEATS,
     ExpertSize,
     agreed_cost,
-    exchange_seconds,
+    all_to_all_seconds,
     link_seconds,
     token_seconds,
 )
@@ -62,7 +62,7 @@ def exchange_parts(rank: int, world: int) -> tuple[list[tuple[list[int], list[in
     dist.all_to_all_single = noted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speeds.time, "perf_counter", lambda: next(times))
-        return seen, exchange_seconds(dist.group.WORLD, [0, 5, 3], CPU)
+        return seen, all_to_all_seconds(dist.group.WORLD, [0, 5, 3], CPU)
 
 
 @pytest.mark.ranks
@@ -86,7 +86,7 @@ def test_links_are_measured_by_bytes_and_whole_experts(monkeypatch: pytest.Monke
         def size(self) -> int:
             return 4
 
-    monkeypatch.setattr(expert_speed, "exchange_seconds", seconds)
+    monkeypatch.setattr(expert_speed, "all_to_all_seconds", seconds)
     size = ExpertSize(weights=1000, hidden=64, element_bytes=2)
     tokens, weights = link_seconds(size, Group(), CPU)  # type: ignore[arg-type]
     part = expert_speed.MESSAGE_BYTES // 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bytescale_ext.measure.metrics import IntervalMetrics, Mark, RankStep, StepClock, append_jsonl
-from bytescale_ext.measure.timeline import SpanShard, read_spans
+from bytescale_ext.measure.timeline import PhaseShard, read_phases
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 
 MICRO_BATCHES = (
@@ -65,19 +65,19 @@ def test_waiting_is_no_work() -> None:
     assert clock.work_seconds() < 0.1
 
 
-def test_spans_can_be_read_as_a_timeline(tmp_path: Path) -> None:
+def test_phases_can_be_read_as_a_timeline(tmp_path: Path) -> None:
     for rank in (0, 1):
-        spans = clock_of(*STEP).spans(7, rank, MICRO_BATCHES, LENGTHS)
-        append_jsonl(tmp_path / f"rank{rank}.jsonl", map(asdict, spans))
-    spans = [span for span in read_spans(tmp_path) if span.rank == 1]
-    assert [span.kind for span in spans] == ["wait", "forward", "backward", "forward", "backward", "reduce"]
-    assert {span.step for span in spans} == {7}
-    assert [(span.start, span.stop) for span in spans[:2]] == [(100.0, 101.0), (101.0, 103.0)]
-    assert spans[1].micro_batch == 0
-    assert spans[0].micro_batch is None
-    assert spans[1].shards == (SpanShard(seq=0, length=64, tokens=32, ring=(0, 1)),)
-    assert [shard.length for shard in spans[3].shards] == [5, 7]
-    assert spans[0].shards == () == spans[5].shards
+        phases = clock_of(*STEP).phases(7, rank, MICRO_BATCHES, LENGTHS)
+        append_jsonl(tmp_path / f"rank{rank}.jsonl", map(asdict, phases))
+    phases = [phase for phase in read_phases(tmp_path) if phase.rank == 1]
+    assert [phase.kind for phase in phases] == ["wait", "forward", "backward", "forward", "backward", "reduce"]
+    assert {phase.step for phase in phases} == {7}
+    assert [(phase.start, phase.stop) for phase in phases[:2]] == [(100.0, 101.0), (101.0, 103.0)]
+    assert phases[1].micro_batch == 0
+    assert phases[0].micro_batch is None
+    assert phases[1].shards == (PhaseShard(seq=0, length=64, tokens=32, ring=(0, 1)),)
+    assert [shard.length for shard in phases[3].shards] == [5, 7]
+    assert phases[0].shards == () == phases[5].shards
 
 
 def test_figures_of_steps_add_up() -> None:

@@ -13,7 +13,7 @@ from bytescale_ext.measure.speeds import (
     REPEATS,
     Timer,
     copy_seconds_per_byte,
-    layer_seconds,
+    kind_seconds,
     product_flops,
     rates_of,
 )
@@ -77,7 +77,7 @@ def test_a_layer_is_timed_without_touching_random_states(dtype: torch.dtype) -> 
     before = torch.get_rng_state()
     timer = Timer(lambda: float(next(ticks)), budget=0.0)
     with torch.no_grad():
-        found = layer_seconds(SHAPE, 2, kernel, torch.empty(0, dtype=dtype), 32, timer)
+        found = kind_seconds(SHAPE, 2, kernel, torch.empty(0, dtype=dtype), 32, timer)
     assert found == (1.0, 1.0, 1.0, 1.0)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from bytescale_ext.measure.timeline import (
-    Span,
-    SpanShard,
+    Phase,
+    PhaseShard,
+    phases_of_plan,
     rank_times,
-    read_spans,
-    spans_of_plan,
+    read_phases,
     write_perfetto,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
@@ -37,9 +37,9 @@ def write_ranks(directory: Path, *ranks: list[dict[str, Any]]) -> None:
 
 def test_read_one_event_of_each_form(tmp_path: Path) -> None:
     write_ranks(tmp_path, [EVENT, REDUCE])
-    assert read_spans(tmp_path) == (
-        Span(12, 0, "forward", 0, 1.5, 2.0, (SpanShard(3, 5120, 2560, (0, 1)),)),
-        Span(12, 0, "reduce", None, 3.0, 3.5),
+    assert read_phases(tmp_path) == (
+        Phase(12, 0, "forward", 0, 1.5, 2.0, (PhaseShard(3, 5120, 2560, (0, 1)),)),
+        Phase(12, 0, "reduce", None, 3.0, 3.5),
     )
 
 
@@ -47,91 +47,91 @@ def test_the_latest_step_that_all_ranks_have(tmp_path: Path) -> None:
     write_ranks(
         tmp_path, [{**REDUCE, "step": step} for step in (1, 2, 3)], [{**REDUCE, "step": step} for step in (1, 2)]
     )
-    assert {span.step for span in read_spans(tmp_path)} == {2}
-    assert {(span.step, span.rank) for span in read_spans(tmp_path, step=1)} == {(1, 0), (1, 1)}
-    with pytest.raises(ValueError, match=r"step 3 has no spans of ranks \[1\].*steps 1 to 2"):
-        read_spans(tmp_path, step=3)
+    assert {phase.step for phase in read_phases(tmp_path)} == {2}
+    assert {(phase.step, phase.rank) for phase in read_phases(tmp_path, step=1)} == {(1, 0), (1, 1)}
+    with pytest.raises(ValueError, match=r"step 3 has no phases of ranks \[1\].*steps 1 to 2"):
+        read_phases(tmp_path, step=3)
 
 
 def test_no_common_step(tmp_path: Path) -> None:
     write_ranks(tmp_path, [{**REDUCE, "step": 1}], [])
-    with pytest.raises(ValueError, match=r"no step in .* has spans of all 2 ranks"):
-        read_spans(tmp_path)
+    with pytest.raises(ValueError, match=r"no step in .* has phases of all 2 ranks"):
+        read_phases(tmp_path)
     with pytest.raises(ValueError, match="no step is complete"):
-        read_spans(tmp_path, step=1)
+        read_phases(tmp_path, step=1)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory"):
-        read_spans(tmp_path / "nothing")
+        read_phases(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"contains no rank0.jsonl"):
-        read_spans(tmp_path)
+        read_phases(tmp_path)
     write_ranks(tmp_path, [REDUCE], [REDUCE], [REDUCE])
     (tmp_path / "rank1.jsonl").unlink()
     with pytest.raises(ValueError, match=r"has rank2.jsonl but no files of ranks \[1\]"):
-        read_spans(tmp_path)
+        read_phases(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", "line 2 is not a span"),
-        ("[1, 2]", "line 2 is not a span"),
+        ("{not json", "line 2 is not a phase"),
+        ("[1, 2]", "line 2 is not a phase"),
         (json.dumps({**REDUCE, "kind": "sleep"}), "kind 'sleep' is not one of"),
         (json.dumps({**REDUCE, "start": 4.0}), "start 4.0 is after stop 3.5"),
         (json.dumps({**REDUCE, "start": "NaN"}), "is after stop"),
         (json.dumps({key: value for key, value in REDUCE.items() if key != "stop"}), "KeyError: 'stop'"),
         (json.dumps({**EVENT, "shards": [{"seq": 1}]}), "KeyError: 'length'"),
         (json.dumps({**EVENT, "shards": [{"seq": 1, "length": 2, "tokens": 0, "ring": [0]}]}), "no tokens"),
-        (json.dumps({**REDUCE, "rank": 1}), "line 2 is a span of rank 1"),
+        (json.dumps({**REDUCE, "rank": 1}), "line 2 is a phase of rank 1"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "rank0.jsonl").write_text(json.dumps(REDUCE) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=words):
-        read_spans(tmp_path)
+        read_phases(tmp_path)
 
 
-def test_spans_of_a_plan() -> None:
+def test_phases_of_a_plan() -> None:
     plan = plan_naive([6, 3], 2, 4)
-    spans = spans_of_plan(plan, CostModel(a=0.0, b=1.0), step=5)
-    ring = (SpanShard(0, 6, 3, (0, 1)),)
-    assert spans == (
-        Span(5, 0, "forward", 0, 0.0, 1.0, ring),
-        Span(5, 0, "backward", 0, 1.0, 3.0, ring),
-        Span(5, 0, "forward", 1, 3.0, 4.0, (SpanShard(1, 3, 3, (0,)),)),
-        Span(5, 0, "backward", 1, 4.0, 6.0, (SpanShard(1, 3, 3, (0,)),)),
-        Span(5, 1, "forward", 0, 0.0, 1.0, ring),
-        Span(5, 1, "backward", 0, 1.0, 3.0, ring),
+    phases = phases_of_plan(plan, CostModel(a=0.0, b=1.0), step=5)
+    ring = (PhaseShard(0, 6, 3, (0, 1)),)
+    assert phases == (
+        Phase(5, 0, "forward", 0, 0.0, 1.0, ring),
+        Phase(5, 0, "backward", 0, 1.0, 3.0, ring),
+        Phase(5, 0, "forward", 1, 3.0, 4.0, (PhaseShard(1, 3, 3, (0,)),)),
+        Phase(5, 0, "backward", 1, 4.0, 6.0, (PhaseShard(1, 3, 3, (0,)),)),
+        Phase(5, 1, "forward", 0, 0.0, 1.0, ring),
+        Phase(5, 1, "backward", 0, 1.0, 3.0, ring),
     )
-    times = rank_times(spans)
+    times = rank_times(phases)
     assert [(time.busy, time.finish, time.busy_share) for time in times] == [(6.0, 6.0, 1.0), (3.0, 3.0, 0.5)]
 
 
 def test_rank_times_count_computing_only() -> None:
-    spans = [
-        Span(1, 0, "forward", 0, 10.0, 12.0),
-        Span(1, 0, "wait", None, 12.0, 14.0),
-        Span(1, 0, "backward", 0, 14.0, 15.0),
-        Span(1, 0, "reduce", None, 15.0, 20.0),
-        Span(1, 2, "optimizer", None, 15.0, 20.0),
+    phases = [
+        Phase(1, 0, "forward", 0, 10.0, 12.0),
+        Phase(1, 0, "wait", None, 12.0, 14.0),
+        Phase(1, 0, "backward", 0, 14.0, 15.0),
+        Phase(1, 0, "reduce", None, 15.0, 20.0),
+        Phase(1, 2, "optimizer", None, 15.0, 20.0),
     ]
-    times = rank_times(spans, 4)
+    times = rank_times(phases, 4)
     assert [time.busy for time in times] == [3.0, 0.0, 0.0, 0.0]
     assert [time.finish for time in times] == [5.0, 0.0, 0.0, 0.0]
     assert [time.busy_share for time in times] == [0.6, 0.0, 0.0, 0.0]
     assert rank_times([]) == ()
 
 
-def read_trace(spans: tuple[Span, ...], path: Path) -> list[dict[str, Any]]:
-    write_perfetto(spans, path)
+def read_trace(phases: tuple[Phase, ...], path: Path) -> list[dict[str, Any]]:
+    write_perfetto(phases, path)
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return events
 
 
 def test_perfetto_names_ranks_and_counts_microseconds(tmp_path: Path) -> None:
     write_ranks(tmp_path, [EVENT, REDUCE], [EVENT, REDUCE])
-    events = read_trace(read_spans(tmp_path), tmp_path / "trace.json")
+    events = read_trace(read_phases(tmp_path), tmp_path / "trace.json")
     names = {event["name"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"process_name": "HDP ranks"}
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -147,7 +147,7 @@ def test_perfetto_names_ranks_and_counts_microseconds(tmp_path: Path) -> None:
 
 def test_perfetto_flows_join_each_ring_and_never_point_back(tmp_path: Path) -> None:
     plan = plan_naive([70, 30, 5, 4, 9], 4, 20)
-    events = read_trace(spans_of_plan(plan, CostModel(a=1e-3, b=0.013, g=0.1)), tmp_path / "trace.json")
+    events = read_trace(phases_of_plan(plan, CostModel(a=1e-3, b=0.013, g=0.1)), tmp_path / "trace.json")
     begins = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     # sequence 0 on 4 ranks and sequence 1 on 2: 3 + 1 arrows, forward and backward
@@ -169,9 +169,9 @@ def test_perfetto_flows_join_each_ring_and_never_point_back(tmp_path: Path) -> N
             )
 
 
-def test_perfetto_shards_lie_inside_their_span(tmp_path: Path) -> None:
+def test_perfetto_shards_lie_inside_their_phase(tmp_path: Path) -> None:
     plan = plan_naive([7, 6, 5, 4, 3, 2, 1] * 5, 2, 20)
-    events = read_trace(spans_of_plan(plan, CostModel(a=1e-7, b=1.3e-6, g=1e-6)), tmp_path / "trace.json")
+    events = read_trace(phases_of_plan(plan, CostModel(a=1e-7, b=1.3e-6, g=1e-6)), tmp_path / "trace.json")
     outer: dict[str, Any] = {}
     for event in (event for event in events if event["ph"] == "X"):
         if not event["args"]:

@@ -32,7 +32,7 @@ def test_tensors_and_pages_are_views_of_the_same_elements() -> None:
         states = memory.page_views(number)
         assert len(states) == 2 + page.has_copy
         found = [int(value) for value in states[1]]
-        assert found == [span.tensor + 1 for span in page.spans for _ in range(span.num_elements)]
+        assert found == [part.tensor + 1 for part in page.parts for _ in range(part.num_elements)]
 
 
 def test_pages_that_lie_elsewhere_take_no_memory() -> None:

@@ -54,7 +54,7 @@ class EmbeddingConfig:
     dim: int
 
 
-def check_fits(what: str, needed: float, free: float, advice: str) -> None:
+def check_host_room(what: str, needed: float, free: float, advice: str) -> None:
     """Raise ValueError where ``what`` takes more bytes of host memory of a process than are free, with the advice."""
     if needed > free:
         raise ValueError(

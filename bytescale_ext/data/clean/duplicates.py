@@ -81,7 +81,7 @@ def order_of(rows: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def choose(first: np.ndarray, rank_of: np.ndarray, pairs: np.ndarray) -> Kept:
+def choose_kept(first: np.ndarray, rank_of: np.ndarray, pairs: np.ndarray) -> Kept:
     """Choose the documents that stay.
 
     Documents are visited by rank. A document stays unless a document that stays is its verified duplicate, which then

@@ -35,7 +35,7 @@ def quality_filter(name: str) -> BaseFilter:
     return kinds[name](language=RULES)
 
 
-class Gate(PipelineStep):  # type: ignore[misc]  # datatrove has no types
+class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Drops documents that a filter of their source rejects, then masks e-mail addresses and public IP addresses."""
 
     name = "gate"

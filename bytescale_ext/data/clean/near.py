@@ -19,7 +19,7 @@ from bytescale_ext.data.clean.duplicates import (
     Kept,
     candidate_pairs,
     chained_groups,
-    choose,
+    choose_kept,
     equal_groups,
     order_of,
 )
@@ -93,7 +93,7 @@ class Decide(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         if "near" in self.recipe.steps:
             candidates = candidate_pairs(self._groups(offsets), first, rank_of)
             pairs, similarities = self._verified(candidates, offsets)
-        result = choose(first, rank_of, pairs)
+        result = choose_kept(first, rank_of, pairs)
         by_pair = {(a, b): share for (a, b), share in zip(pairs.tolist(), similarities.tolist(), strict=True)}
         self._report(rows, result, first, by_pair, offsets)
         for task, (begin, end) in enumerate(pairwise(offsets.tolist())):

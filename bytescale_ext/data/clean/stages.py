@@ -15,7 +15,7 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, Slurm
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.dedup import MinhashDedupBuckets, SentenceFindDedups
 
-from bytescale_ext.data.clean.gates import Gate
+from bytescale_ext.data.clean.gates import DocumentFilter
 from bytescale_ext.data.clean.near import Decide, Signatures, minhash_config
 from bytescale_ext.data.clean.output import Write
 from bytescale_ext.data.clean.readers import Collect
@@ -58,7 +58,7 @@ def stages_of(recipe: Recipe, work: Path, last: Step) -> list[Stage]:
     """Return the stages in order; ``last`` runs once, after all parts are written."""
     names, tallies = tuple(source.name for source in recipe.sources), work / "tallies"
     near, sentences = "near" in recipe.steps, "sentences" in recipe.steps
-    collect: list[Step] = [Collect(recipe, tallies), Gate(recipe, tallies), Shelve(names, work)]
+    collect: list[Step] = [Collect(recipe, tallies), DocumentFilter(recipe, tallies), Shelve(names, work)]
     write: list[Step] = [Survivors(names, work), Write(recipe, work)]
     if near:
         collect.append(Signatures(recipe, work / "signatures"))

@@ -12,7 +12,7 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ActivationForecast:
     """The prediction for one plan.
 
     Attributes:
@@ -36,7 +36,9 @@ class Forecast:
         return self.device_bytes <= machine.device_bytes * slack and self.host_bytes <= machine.host_bytes * slack
 
 
-def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine, need: DeviceNeed | None = None) -> Forecast:
+def forecast(
+    plan: ActivationPlan, load: LayerLoad, machine: Machine, need: DeviceNeed | None = None
+) -> ActivationForecast:
     """Predict time and memory of one micro-batch.
 
     A swapped layer is written to host memory while the next layer computes, and read back while the next layer runs
@@ -61,7 +63,7 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine, need: Devi
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
         copies = plan.recompute * load.bytes_of("matrix", "cheap")
     need = need or DeviceNeed.of(load, resident, transferred > 0, copies, plan.rebuild_cheap)
-    return Forecast(
+    return ActivationForecast(
         transfer_seconds=transfer_seconds,
         recompute_seconds=recompute_seconds,
         step_seconds=planned * each + waits + resident * (load.forward_seconds + load.backward_seconds),

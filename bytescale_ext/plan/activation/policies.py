@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from bytescale_ext.plan.activation.check import check_activation_plan
-from bytescale_ext.plan.activation.forecast import DeviceNeed, Forecast, forecast
+from bytescale_ext.plan.activation.forecast import ActivationForecast, DeviceNeed, forecast
 from bytescale_ext.plan.activation.load import LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 
@@ -140,7 +140,7 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _fastest(plans: list[tuple[Forecast, ActivationPlan]], machine: Machine) -> ActivationPlan | None:
+def _fastest(plans: list[tuple[ActivationForecast, ActivationPlan]], machine: Machine) -> ActivationPlan | None:
     """Return the fitting plan with the least predicted time; ties go to the least host memory, then to the first."""
     fitting = [(prediction, plan) for prediction, plan in plans if prediction.fits(machine)]
     if not fitting:

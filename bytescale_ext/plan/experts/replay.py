@@ -54,7 +54,7 @@ class Placing:
 
 
 @dataclass(frozen=True)
-class Replay:
+class LoadReplay:
     """Result of a replay.
 
     Attributes:
@@ -82,7 +82,7 @@ class Replay:
         return float(np.quantile(self.ratios, 0.95))
 
 
-def replay(loads: Ints, placing: Placing) -> Replay:
+def replay_loads(loads: Ints, placing: Placing) -> LoadReplay:
     """Replay loads, [steps, layers, ranks, experts], with a placement. The first plan has no replicas."""
     num_steps, num_layers, num_ranks, num_experts = loads.shape
     plans = [PlacementPlan.static(num_experts, num_ranks, placing.num_slots)] * num_layers
@@ -101,4 +101,4 @@ def replay(loads: Ints, placing: Placing) -> Replay:
             parts = plan.parts()
             ratios[step, layer] = balance_ratio(parts, loads[step, layer])
             seconds[step] += step_seconds(parts, loads[step, layer], placing.cost)
-    return Replay(ratios, seconds, num_moves, np.array(planner_seconds), tuple(plans))
+    return LoadReplay(ratios, seconds, num_moves, np.array(planner_seconds), tuple(plans))

@@ -50,7 +50,7 @@ class ModelTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLayout:
+class StepParallelism:
     """How the ranks of a pipeline share a step; the defaults are one process that runs micro-batches one by one.
 
     Attributes:
@@ -81,7 +81,7 @@ class StepLayout:
         return max(1, len(self.stage_layers))
 
     @classmethod
-    def from_json(cls, value: object) -> StepLayout:
+    def from_json(cls, value: object) -> StepParallelism:
         """Invert ``asdict`` after JSON, which has lists for tuples. Raises KeyError or TypeError otherwise."""
         known = entries_of(value)
         tuples: dict[str, object] = {}
@@ -115,7 +115,7 @@ class StepRecord:
     activations: ActivationPlan
     traits: ModelTraits
     device: str
-    layout: StepLayout = StepLayout()
+    layout: StepParallelism = StepParallelism()
 
     def differences(self, other: StepRecord) -> list[str]:
         """Return the reasons why a plan of this record cannot be used for ``other``; fewer tokens are allowed."""
@@ -163,7 +163,7 @@ class StepMemory:
             shape = from_entries(ModelShape, known["shape"])
             activations = from_entries(ActivationPlan, known["activations"])
             traits = from_entries(ModelTraits, known["traits"])
-            layout = StepLayout.from_json(known["layout"])
+            layout = StepParallelism.from_json(known["layout"])
             made = {"shape": shape, "activations": activations, "traits": traits, "layout": layout}
             record = from_entries(StepRecord, {**known, **made})
             memory = cls(record, int(value["buffer_bytes"]), TwoLevelPlan.from_json(value))

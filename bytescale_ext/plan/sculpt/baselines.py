@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bytescale_ext.plan.sculpt.largest_fit import OpenWindows, best_fit
-from bytescale_ext.plan.sculpt.pieces import Ints, Pieces, Table, table_of
+from bytescale_ext.plan.sculpt.pieces import Ints, Pieces, Table, window_table
 
 
 def concatenated(pieces: Pieces, context: int, seed: int) -> Table:
@@ -23,7 +23,7 @@ def fitted(pieces: Pieces, context: int) -> Table:
     everything = np.arange(len(pieces))
     none_open = OpenWindows(context, everything[:0], pieces.vectors[:0])
     window = best_fit(pieces.length, pieces.vectors, none_open)
-    return table_of(pieces, window, everything, np.zeros_like(everything), pieces.length)
+    return window_table(pieces, window, everything, np.zeros_like(everything), pieces.length)
 
 
 def neighbour_path(pieces: Pieces, context: int) -> Table:
@@ -49,7 +49,7 @@ def _end_to_end(pieces: Pieces, order: Ints, context: int) -> Table:
     position = np.searchsorted(ends, part_ends, side="left")
     begins = np.concatenate([[0], part_ends[:-1]])
     piece = order[position]
-    return table_of(
+    return window_table(
         pieces,
         window=begins // context,
         piece=piece,

@@ -41,7 +41,7 @@ class Pieces:
         return len(self.document)
 
 
-def table_of(pieces: Pieces, window: Ints, piece: Ints, offset: Ints, length: Ints) -> Table:
+def window_table(pieces: Pieces, window: Ints, piece: Ints, offset: Ints, length: Ints) -> Table:
     """Return the sorted table of windows for parts of pieces in any order: [parts].
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bytescale_ext.plan.sculpt.clusters import ClusterSettings, Nearest, find_clusters, nearest_exact
 from bytescale_ext.plan.sculpt.largest_fit import OpenWindows, best_fit, largest_fit
-from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, Ints, Pieces, Table, table_of
+from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, Ints, Pieces, Table, window_table
 
 _CHOICES: Final = 256  # windows that are compared by similarity for a remaining piece, see ``best_fit``
 
@@ -126,7 +126,7 @@ class _Parts:
     def table(self) -> Table:
         """Return the table of all parts: [rows]."""
         window, piece, offset, length = (np.concatenate(column) for column in zip(*self._made, strict=True))
-        return table_of(self._pieces, window, piece, offset, length)
+        return window_table(self._pieces, window, piece, offset, length)
 
     def _add(self, window: Ints, piece: Ints, length: Ints) -> None:
         self._made.append((window, piece, self._pieces.length[piece] - self.rest[piece], length))

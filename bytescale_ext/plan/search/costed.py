@@ -69,7 +69,7 @@ class CostedStrategy:
     @classmethod
     def of(cls, task: Task, strategy: Strategy) -> CostedStrategy:
         """Return a strategy with its forecast. Raises Unfit if ranks, documents or memory do not suffice."""
-        decision = decide(setup_of(task, strategy))
+        decision = decide(setup_of_strategy(task, strategy))
         forecast, slices = Forecast(decision), decision.slices
         if isinstance(slices, SlicingChoice):
             try:
@@ -148,7 +148,7 @@ def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
     return planner(lengths)
 
 
-def setup_of(task: Task, strategy: Strategy) -> Setup:
+def setup_of_strategy(task: Task, strategy: Strategy) -> Setup:
     """Return the setup of a strategy. Raises Unfit if its ranks do not divide what they share, or are too few."""
     cluster = cluster_of(task, strategy)
     cost = strategy_cost(task.cost, strategy, cluster, task.operators)

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.search.balance import balanced_layers
-from bytescale_ext.plan.search.costed import setup_of
+from bytescale_ext.plan.search.costed import setup_of_strategy
 from bytescale_ext.plan.search.layers import fewest_recomputed
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
@@ -55,10 +55,10 @@ class Branch:
             task: the task with its devices.
             work: tokens, and the sum of the squares of the lengths, of each step.
         """
-        setup = setup_of(task, self.mesh)
+        setup = setup_of_strategy(task, self.mesh)
         cost, cluster, mesh = setup.cost, setup.cluster, setup.mesh
         layer, head = (sum(stage.both.work(*step) for step in work) for stage in (cost.stage(1), cost.stage(0, True)))
-        slowest = slowest_stage(cost.shape.num_layers, mesh.num_stages, layer, head)
+        slowest = slowest_stage_seconds(cost.shape.num_layers, mesh.num_stages, layer, head)
         (whole,) = parameters(replace(setup, mesh=replace(mesh, stage_layers=(cost.shape.num_layers,))))
         shared = Parameters(whole.count / mesh.num_stages, num_ranks=cluster.num_ranks)
         update = update_of(cost, shared, cluster, shares_optimizer=True)
@@ -153,7 +153,7 @@ class Space:
 def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
     """Yield the strategy that computes no more layers again than it must, if those are some and not all."""
     kept = replace(strategy, activations=KEEP)
-    number = fewest_recomputed(setup_of(task, kept))
+    number = fewest_recomputed(setup_of_strategy(task, kept))
     if number is not None and 0 < number < max(kept.stage_layers):
         yield replace(kept, activations=BLOCK, recomputed_layers=number)
 
@@ -200,7 +200,7 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     if strategy.activations == PRICED:
         strategy = replace(strategy, activations=FULL)
     most_layers = [0] * num_stages
-    setups = [setup_of(task, replace(strategy, stage_layers=(count,) * num_stages)) for count in (1, 2)]
+    setups = [setup_of_strategy(task, replace(strategy, stage_layers=(count,) * num_stages)) for count in (1, 2)]
     one, two = (stage_memory(setup) for setup in setups)
     cost = setups[0].cost
     lengths = np.array([length for step in task.steps for length in step], dtype=np.float64)
@@ -220,7 +220,7 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     return None if found is None else tuple(found)
 
 
-def slowest_stage(num_layers: int, num_stages: int, layer: float, head: float) -> float:
+def slowest_stage_seconds(num_layers: int, num_stages: int, layer: float, head: float) -> float:
     """Return the least time of the slowest stage; the last stage takes ``head`` in addition to its layers."""
     if num_stages == 1:
         return num_layers * layer + head

@@ -16,8 +16,8 @@ from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
 from bytescale_ext.plan.setup.costs import slowest_stage
-from bytescale_ext.plan.setup.layers import slice_lengths, stage_settings
-from bytescale_ext.plan.setup.memory import stage_memory, state_bytes, state_cases
+from bytescale_ext.plan.setup.layers import setup_slice_lengths, stage_settings
+from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes, state_cases
 from bytescale_ext.plan.setup.offload import PlannedOffload, planned_offload
 from bytescale_ext.plan.setup.policy import PolicySlices, StagePolicy, stage_policy
 from bytescale_ext.plan.setup.setup import AUTO, Setup
@@ -64,7 +64,7 @@ class Decision:
     def left_bytes(self) -> tuple[float, ...]:
         """Device memory that the model states of each stage leave to activations and keys."""
         device_bytes = self.setup.budget.device_bytes
-        return tuple(device_bytes - states for states in state_bytes(self.setup))
+        return tuple(device_bytes - states for states in stage_state_bytes(self.setup))
 
 
 def choose(setup: Setup) -> Decision:
@@ -89,7 +89,7 @@ def decide(setup: Setup) -> Decision:
         states = choose_states(state_problem(setup))
         setup, link_share = setup.with_option(states.chosen.option), states.chosen.link_share
     offload = planned_offload(setup) if setup.plans_offload else None
-    return Decision(setup, states, link_share, slices_of(setup, link_share), offload)
+    return Decision(setup, states, link_share, slice_chooser(setup, link_share), offload)
 
 
 def choose_activations(decision: Decision, cost: ModelCost, link_bytes_per_second: float) -> Decision:
@@ -101,12 +101,12 @@ def choose_activations(decision: Decision, cost: ModelCost, link_bytes_per_secon
     budget = replace(decision.setup.budget, link_bytes_per_second=link_bytes_per_second)
     setup = replace(decision.setup, cost=cost, budget=budget)
     offload = planned_offload(setup) if setup.plans_offload else None
-    measured = replace(decision, setup=setup, slices=slices_of(setup, decision.link_share), offload=offload)
+    measured = replace(decision, setup=setup, slices=slice_chooser(setup, decision.link_share), offload=offload)
     check_fits(measured)
     return measured
 
 
-def slices_of(setup: Setup, link_share: float = 1.0) -> SlicingChoice | PolicySlices | None:
+def slice_chooser(setup: Setup, link_share: float = 1.0) -> SlicingChoice | PolicySlices | None:
     """Return the function that chooses the slices of each step, or None if the slices are given."""
     if not setup.chooses_slices:
         return None
@@ -167,7 +167,7 @@ def state_problem(setup: Setup) -> StateProblem:
         speeds=replace(states.speeds, link_bytes_per_second=budget.link_bytes_per_second),
         update_bytes_per_second=states.update_bytes_per_second,
         disk_bytes=budget.disk_bytes,
-        num_microbatches=setup.sequences.micro_batches * len(slice_lengths(setup, slicing)),
+        num_microbatches=setup.sequences.micro_batches * len(setup_slice_lengths(setup, slicing)),
         num_ranks=setup.cluster.num_ranks,
         options=all_options(states.allowed, states.has_disk),
     )

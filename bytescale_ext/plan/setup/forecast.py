@@ -22,11 +22,11 @@ from bytescale_ext.plan.schedule.actions import most_slices
 from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.setup.costs import layer_costs, recomputed, slowest_stage, stage_costs
 from bytescale_ext.plan.setup.coupling import coupling
-from bytescale_ext.plan.setup.memory import input_bytes, parameters, stage_memory, state_bytes, state_cases
+from bytescale_ext.plan.setup.memory import input_bytes, parameters, stage_memory, stage_state_bytes, state_cases
 from bytescale_ext.plan.setup.offload import offloading_policy
 from bytescale_ext.plan.setup.policy import PolicySlices, UnderPolicy, under_policy
 from bytescale_ext.plan.setup.setup import BLOCK, Setup
-from bytescale_ext.plan.setup.update import Update, end_passes, message_seconds, update_of
+from bytescale_ext.plan.setup.update import UpdateTime, end_passes, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
@@ -139,7 +139,7 @@ class Forecast:
         return mesh.virtual_stages if slicing.num_slices == 1 and equal else 1
 
     @cached_property
-    def _update(self) -> Update:
+    def _update(self) -> UpdateTime:
         """Update of the process with most parameters."""
         setup = self.setup
         most = max(parameters(setup), key=lambda one: one.count)
@@ -203,10 +203,10 @@ class Forecast:
             policy_of_all = offloading_policy(setup)
             largest = policy_of_all.largest
             held = forecast(policy_of_all.plan(largest), largest, policy_of_all.machine).device_bytes
-            rows_of = zip(state_bytes(setup), pages, strict=True)
+            rows_of = zip(stage_state_bytes(setup), pages, strict=True)
             return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for states, page in rows_of]
         if setup.numerics.recompute == BLOCK:
-            found = zip(block_bytes(setup), state_bytes(setup), pages, strict=True)
+            found = zip(block_bytes(setup), stage_state_bytes(setup), pages, strict=True)
             return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for held, states, page in found]
         memory = stage_memory(setup)
         most = peak_memory(table, slicing, slowest_stage(setup)[1].both, memory, setup.mesh.virtual_stages)
@@ -220,7 +220,7 @@ class Forecast:
         if self.whole is not None:
             return self.whole.device_bytes, self.whole.host_bytes
         if setup.numerics.recompute == BLOCK:
-            both = zip(block_bytes(setup), state_bytes(setup), strict=True)
+            both = zip(block_bytes(setup), stage_state_bytes(setup), strict=True)
             return max(held + states for held, states in both), 0.0
         memory, mesh = stage_memory(setup).unsliced(), setup.mesh
         if mesh.virtual_stages == 1:

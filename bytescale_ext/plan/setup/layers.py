@@ -39,7 +39,7 @@ def stage_settings(setup: Setup, stage: int, slicing: Slicing) -> LayerSettings:
 
 def stage_load(setup: Setup, stage: int, slicing: Slicing) -> LayerLoad:
     """Return the largest micro-batch of a stage, or its largest slice."""
-    settings, lengths = stage_settings(setup, stage, slicing), slice_lengths(setup, slicing)
+    settings, lengths = stage_settings(setup, stage, slicing), setup_slice_lengths(setup, slicing)
     return full_load(setup.cost, setup.cluster.tokens_per_rank, setup.sequences.longest, settings, lengths)
 
 
@@ -51,7 +51,7 @@ def expert_load(setup: Setup) -> float:
     return EXPERT_LOAD if setup.mesh.expert_ranks > 1 else 1.0
 
 
-def slice_lengths(setup: Setup, slicing: Slicing) -> tuple[int, ...]:
+def setup_slice_lengths(setup: Setup, slicing: Slicing) -> tuple[int, ...]:
     """Return the tokens of the slices of a sample or of the longest document; (1,): micro-batches run whole."""
     if setup.sequences.sample_slices:
         return setup.sequences.sample_slices
@@ -71,7 +71,7 @@ def _held_slices(setup: Setup, stage: int, slicing: Slicing) -> tuple[HeldSlices
 
     If keys are swapped, the longest document with keys in host memory counts too.
     """
-    mesh, tokens, lengths = setup.mesh, setup.cluster.tokens_per_rank, slice_lengths(setup, slicing)
+    mesh, tokens, lengths = setup.mesh, setup.cluster.tokens_per_rank, setup_slice_lengths(setup, slicing)
     num_stages, num_slices = mesh.num_stages, len(lengths)
     count = MANY_GROUPS * max(num_stages, slice_group_size(num_stages, num_slices) // num_slices)
     if not setup.sequences.are_documents:

@@ -111,7 +111,7 @@ def state_cases(setup: Setup) -> tuple[StateCase, ...]:
 
 
 @lru_cache(maxsize=256)
-def state_bytes(setup: Setup) -> tuple[float, ...]:
+def stage_state_bytes(setup: Setup) -> tuple[float, ...]:
     """Return the device memory of the model states of each stage during a step, once their place is decided."""
     option = setup.states.decided
     if option.stage:
@@ -133,7 +133,7 @@ def stage_memory(setup: Setup) -> StageMemory:
         cost = replace(cost, layer_bytes=sum(tensors) + experts)
     settings = stage_settings(setup, mesh.last_stage, ONE_SLICE)
     memory = StageMemory.of(cost, mesh.stage_layers, setup.cluster, settings)
-    memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=state_bytes(setup))
+    memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=stage_state_bytes(setup))
     memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
     if numerics.recompute != FULL:
         return memory

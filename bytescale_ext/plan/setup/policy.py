@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from bytescale_ext.plan.activation.forecast import Forecast, forecast, stage_cost
+from bytescale_ext.plan.activation.forecast import ActivationForecast, forecast, stage_cost
 from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, full_load, load_of_tokens
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import given_plan, in_gigabytes, make_plan, priced_or_none
@@ -16,8 +16,8 @@ from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.hdp.table import Place
-from bytescale_ext.plan.setup.layers import slice_lengths, stage_settings
-from bytescale_ext.plan.setup.memory import state_bytes, state_cases
+from bytescale_ext.plan.setup.layers import setup_slice_lengths, stage_settings
+from bytescale_ext.plan.setup.memory import stage_state_bytes, state_cases
 from bytescale_ext.plan.setup.setup import Policy, Setup
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
@@ -71,7 +71,7 @@ class StagePolicy:
             return make_plan(self.policy.name, load, self.machine)
         return given_plan(self.policy.name, self.policy.swap, self.policy.recompute, resident)
 
-    def planned(self) -> tuple[ActivationPlan, Forecast] | None:
+    def planned(self) -> tuple[ActivationPlan, ActivationForecast] | None:
         """Return the plan of the largest micro-batch with its forecast, or None if it does not fit."""
         if self.policy.name == "priced" and not self.policy.has_shares:
             plan = priced_or_none(self.largest, self.machine)
@@ -132,7 +132,7 @@ def stage_policy(setup: Setup, stage: int, slicing: Slicing = ONE_SLICE, link_sh
         layers=settings,
         num_tokens=setup.cluster.tokens_per_rank,
         longest=setup.sequences.longest,
-        slices=slice_lengths(setup, slicing),
+        slices=setup_slice_lengths(setup, slicing),
         by_plan=setup.plans_offload,
     )
 
@@ -142,7 +142,7 @@ def stage_machine(setup: Setup, stage: int, key_bytes: float = 0.0, link_share: 
 
     ``key_bytes``: keys of slices in host memory; ``link_share``: see ``stage_policy``.
     """
-    budget, states = setup.budget, state_bytes(setup)[stage]
+    budget, states = setup.budget, stage_state_bytes(setup)[stage]
     host_bytes = budget.host_bytes - key_bytes
     if setup.states.shares_budget:
         host_bytes -= setup.states.decided.host_bytes(state_cases(setup)[stage])
@@ -171,7 +171,7 @@ class UnderPolicy:
     slicing: Slicing
     stages: tuple[StageCost, ...]
     virtual: tuple[StageCost, ...]
-    forecasts: tuple[Forecast, ...]
+    forecasts: tuple[ActivationForecast, ...]
     state_bytes: tuple[float, ...]
     keeps_all: bool
 
@@ -217,7 +217,7 @@ def under_policy(setup: Setup, slicing: Slicing = ONE_SLICE, link_share: float =
             for stage in range(mesh.num_stages)
         )
     keeps_all = all(plan.is_off for plan in plans)
-    return UnderPolicy(slicing, stages, virtual, tuple(forecasts), state_bytes(setup), keeps_all)
+    return UnderPolicy(slicing, stages, virtual, tuple(forecasts), stage_state_bytes(setup), keeps_all)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateTime:
     """Seconds of the update of one process.
 
     Attributes:
@@ -39,7 +39,7 @@ class Update:
         return max(0.0, self.reduce - last_backward) + max(0.0, self.gather - first_forward) + self.optimizer
 
 
-def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_optimizer: bool) -> Update:
+def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_optimizer: bool) -> UpdateTime:
     """Return the update of a process with these parameters.
 
     A rank receives ``(D - 1) / D`` of the gradients in a reduce-scatter, and as many parameters in an all-gather; an
@@ -50,7 +50,7 @@ def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_
     received = sum(count * (1 - 1 / ranks) for count, ranks in parts) * byte_seconds(cost, cluster)
     touched = 2 * (MAIN_PARAMETER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + element
     of_rank = sum(count / ranks for count, ranks in parts) if shares_optimizer else parameters.count
-    return Update(
+    return UpdateTime(
         reduce=received * (GRADIENT_BYTES if shares_optimizer else 2 * GRADIENT_BYTES),
         gather=received * element if shares_optimizer else 0.0,
         optimizer=of_rank * touched / MEMORY_BYTES_PER_SECOND,

@@ -16,7 +16,7 @@ def check_pages(table: PageTable) -> None:
     """Raise PlanError unless the table keeps every law.
 
     1. Each element of each tensor is in exactly one page, in order, and a plane holds a tensor without a gap.
-    2. The spans of a page are packed from its start and do not exceed it.
+    2. The parts of a page are packed from its start and do not exceed it.
     3. A page holds elements of one group, all with a float32 copy or all without one.
     4. Pages with copies come first.
     5. A page holds parts of at most two tensors, where those shorter than a page count as one.
@@ -30,14 +30,14 @@ def check_pages(table: PageTable) -> None:
             _fail(table, number, "a page with copies comes after one without")
         _check_page(table, number, page)
         used = 0
-        for span in page.spans:
-            seen, end = ends.get(span.tensor, (0, number * length + span.page_start))
-            if span.page_start != used or used + span.num_elements > length:
-                _fail(table, number, f"spans are not packed into {length} elements")
-            if (span.tensor_start, number * length + span.page_start) != (seen, end):
-                _fail(table, number, f"{table.tensors[span.tensor].name} has a gap or is held twice")
-            used += span.num_elements
-            ends[span.tensor] = seen + span.num_elements, end + span.num_elements
+        for part in page.parts:
+            seen, end = ends.get(part.tensor, (0, number * length + part.page_start))
+            if part.page_start != used or used + part.num_elements > length:
+                _fail(table, number, f"parts are not packed into {length} elements")
+            if (part.tensor_start, number * length + part.page_start) != (seen, end):
+                _fail(table, number, f"{table.tensors[part.tensor].name} has a gap or is held twice")
+            used += part.num_elements
+            ends[part.tensor] = seen + part.num_elements, end + part.num_elements
     for number, tensor in enumerate(table.tensors):
         if ends.get(number, (0, 0))[0] != tensor.num_elements:
             lies = f"{tensor.name} has {tensor.num_elements} elements and {ends.get(number, (0, 0))[0]} lie in pages"
@@ -46,9 +46,9 @@ def check_pages(table: PageTable) -> None:
 
 def _check_page(table: PageTable, number: int, page: Page) -> None:
     """Raise PlanError unless the tensors of a page fit together."""
-    held = [table.tensors[span.tensor] for span in page.spans]
-    if not held or min(span.num_elements for span in page.spans) < 1:
-        _fail(table, number, "a page or a span is empty")
+    held = [table.tensors[part.tensor] for part in page.parts]
+    if not held or min(part.num_elements for part in page.parts) < 1:
+        _fail(table, number, "a page or a part is empty")
     if any((tensor.group, tensor.has_copy) != (page.group, page.has_copy) for tensor in held):
         _fail(table, number, "tensors of two groups, or with and without a copy, share a page")
     is_short = [tensor.num_elements * 4 < table.page_bytes for tensor in held]

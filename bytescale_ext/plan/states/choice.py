@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from bytescale_ext.plan.activation.forecast import Forecast, forecast
+from bytescale_ext.plan.activation.forecast import ActivationForecast, forecast
 from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND, LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import in_gigabytes, least_budget
@@ -77,7 +77,7 @@ class StateProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class OptionForecast:
     """An option that fits, with the bytes of the fullest stage.
 
     Attributes:
@@ -119,8 +119,8 @@ class StateChoice:
         resident_bytes: the least device memory for resident states if they do not fit; else 0.
     """
 
-    chosen: Prediction
-    others: tuple[Prediction, ...]
+    chosen: OptionForecast
+    others: tuple[OptionForecast, ...]
     resident_bytes: float = 0.0
 
     def described(self) -> str:
@@ -155,14 +155,14 @@ def choose_states(problem: StateProblem) -> StateChoice:
     return StateChoice(chosen, tuple(others), resident)
 
 
-def _fitting(problem: StateProblem) -> Iterator[Prediction]:
+def _fitting(problem: StateProblem) -> Iterator[OptionForecast]:
     for option in problem.options:
-        found = predict(problem, option)
+        found = predict_option(problem, option)
         if found is not None:
             yield found
 
 
-def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
+def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast | None:
     """Return the figures of an option, or None if it does not fit."""
     machine, cases = problem.machine, [stage.case for stage in problem.stages]
     on_device = [option.device_bytes(case) for case in cases]
@@ -194,7 +194,7 @@ def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
         for one, stage in zip(needed, problem.stages, strict=True)
     )
     update = problem.update_seconds(option)
-    return Prediction(
+    return OptionForecast(
         option=option,
         seconds=(problem.num_microbatches + len(cases) - 1) * each + update,
         update_seconds=update,
@@ -206,7 +206,7 @@ def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
     )
 
 
-def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> Forecast | None:
+def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> ActivationForecast | None:
     """Return the figures of a stage's activations next to its states, or None if they do not fit.
 
     Training plans activations by the stage's own load, so this load must fit too.
@@ -248,7 +248,7 @@ def _least_device(problem: StateProblem) -> float | None:
 def _least(problem: StateProblem, name: str, options: Sequence[StateOption]) -> float | None:
     def works(size: float) -> bool:
         larger = replace(problem, machine=replace(problem.machine, **{name: size}))
-        return any(predict(larger, option) is not None for option in options)
+        return any(predict_option(larger, option) is not None for option in options)
 
     needed = sum(
         2 * stage.case.resident_bytes

@@ -15,7 +15,7 @@ from bytescale_ext.plan.memory.model_states import (
     stage_parameters,
 )
 from bytescale_ext.plan.states.late import late_bytes
-from bytescale_ext.plan.states.moves import Traffic, traffic
+from bytescale_ext.plan.states.moves import StateTraffic, traffic
 from bytescale_ext.plan.states.pages import (
     FLOAT_BYTES,
     NUM_BUFFERS,
@@ -122,11 +122,11 @@ class StateCase:
         pages = self._num_pages
         return FileLayout(pages, pages * self.tensors[0].has_copy, self.page_bytes).num_bytes
 
-    def traffic(self, on_disk: Collection[int] = ()) -> Traffic:
+    def traffic(self, on_disk: Collection[int] = ()) -> StateTraffic:
         """Return the bytes that one process copies in a step; ``on_disk``: its pages on a disk."""
         return traffic(self.table, self.element_bytes, on_disk)
 
-    def link_bytes(self, micro_batches: int) -> Traffic:
+    def link_bytes(self, micro_batches: int) -> StateTraffic:
         """Return the bytes between device and host in a step of ``num_microbatches``, without recomputation.
 
         From stage 2 on gradients leave the device in the type of their parameters, once for each micro-batch, and the
@@ -137,10 +137,10 @@ class StateCase:
             return self.traffic()
         fetched = int(self.num_parameters * self.element_bytes) * micro_batches
         if self.stage == 2:
-            return Traffic(fetched, self.traffic().returned)
+            return StateTraffic(fetched, self.traffic().returned)
         ends = self.with_layers(0).num_parameters
         passes = 2 * micro_batches * (self.num_parameters - ends) + ends
-        return Traffic(fetched, int(passes * self.element_bytes))
+        return StateTraffic(fetched, int(passes * self.element_bytes))
 
     @property
     def build_bytes(self) -> float:

@@ -55,7 +55,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StateTraffic:
     """Bytes that a step copies.
 
     Attributes:
@@ -102,9 +102,9 @@ def moved_bytes(page: Page, kind: Kind, element_bytes: int) -> int:
     return page.num_elements * (element_bytes if page.has_copy else FLOAT_BYTES)
 
 
-def traffic(table: PageTable, element_bytes: int, on_disk: Collection[int] = ()) -> Traffic:
+def traffic(table: PageTable, element_bytes: int, on_disk: Collection[int] = ()) -> StateTraffic:
     """Return the bytes that a step copies; see ``moved_bytes`` and ``disk_bytes``."""
     fetched, returned = (
         sum(moved_bytes(page, kind, element_bytes) for page in table.pages) for kind in (Kind.FETCH, Kind.RETURN)
     )
-    return Traffic(fetched, returned, sum(disk_bytes(table, number) for number in on_disk))
+    return StateTraffic(fetched, returned, sum(disk_bytes(table, number) for number in on_disk))

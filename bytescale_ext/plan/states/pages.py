@@ -53,7 +53,7 @@ class StateTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PagePart:
     """Consecutive elements of a tensor in one page.
 
     Attributes:
@@ -76,17 +76,17 @@ class Page:
     Attributes:
         group: parameter group of all its elements.
         has_copy: whether the plane of float32 parameters has this page.
-        spans: spans of tensors, from the first element on and without gaps.
+        parts: parts of tensors, from the first element on and without gaps.
     """
 
     group: int
     has_copy: bool
-    spans: tuple[Span, ...]
+    parts: tuple[PagePart, ...]
 
     @property
     def num_elements(self) -> int:
         """Elements in use; the rest of the page is empty."""
-        return sum(span.num_elements for span in self.spans)
+        return sum(part.num_elements for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class PageTable:
         """First element of each tensor in a plane."""
         found: dict[int, int] = {}
         for number, page in enumerate(self.pages):
-            for span in page.spans:
-                found.setdefault(span.tensor, number * self.page_elements + span.page_start)
+            for part in page.parts:
+                found.setdefault(part.tensor, number * self.page_elements + part.page_start)
         return tuple(found[number] for number in range(len(self.tensors)))
 
     def described(self) -> str:
@@ -138,8 +138,8 @@ class PageTable:
                  f"{'page':>6} {'group':>5} {'planes':>6} {'elements':>9}  tensors"]  # fmt: skip
         for number, page in enumerate(self.pages):
             names = ", ".join(
-                f"{self.tensors[span.tensor].name}[{span.tensor_start}:{span.tensor_start + span.num_elements}]"
-                for span in page.spans
+                f"{self.tensors[part.tensor].name}[{part.tensor_start}:{part.tensor_start + part.num_elements}]"
+                for part in page.parts
             )
             planes = NUM_MOMENTS + page.has_copy
             lines.append(f"{number:6} {page.group:5} {planes:6} {page.num_elements:9}  {names}")
@@ -169,13 +169,13 @@ def lay_out(tensors: Sequence[StateTensor], page_bytes: int) -> PageTable:
         mine = [number for number, one in enumerate(tensors) if (not one.has_copy, one.group) == (lacks_copy, group)]
         mine.sort(key=lambda number: tensors[number].num_elements >= length)
         sizes = [(number, tensors[number].num_elements) for number in mine]
-        pages += [Page(group, not lacks_copy, spans) for spans in _cut(sizes, length)]
+        pages += [Page(group, not lacks_copy, parts) for parts in _cut(sizes, length)]
     return PageTable(tuple(tensors), page_bytes, tuple(pages))
 
 
-def _cut(sizes: Sequence[tuple[int, int]], length: int) -> list[tuple[Span, ...]]:
-    """Return the spans of each page of tensors (number, elements) that lie end to end."""
-    pages: list[list[Span]] = []
+def _cut(sizes: Sequence[tuple[int, int]], length: int) -> list[tuple[PagePart, ...]]:
+    """Return the parts of each page of tensors (number, elements) that lie end to end."""
+    pages: list[list[PagePart]] = []
     used = length  # elements of the last page
     for tensor, num_elements in sizes:
         done = 0
@@ -184,6 +184,6 @@ def _cut(sizes: Sequence[tuple[int, int]], length: int) -> list[tuple[Span, ...]
                 pages.append([])
                 used = 0
             taken = min(num_elements - done, length - used)
-            pages[-1].append(Span(tensor, done, used, taken))
+            pages[-1].append(PagePart(tensor, done, used, taken))
             done, used = done + taken, used + taken
-    return [tuple(spans) for spans in pages]
+    return [tuple(parts) for parts in pages]

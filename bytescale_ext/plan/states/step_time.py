@@ -19,7 +19,7 @@ from bytescale_ext.plan.activation.load import LayerLoad
 from bytescale_ext.plan.memory.model_states import GRADIENT_BYTES, MAIN_PARAMETER_BYTES, MOMENT_BYTES
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.tiers import spread
-from bytescale_ext.plan.states.timeline import Speeds, replay, step_seconds
+from bytescale_ext.plan.states.timeline import Speeds, optimizer_step_seconds, time_moves
 
 MOST_PAGES: Final = 512
 """The most pages that a prediction follows; each stands for several pages of a larger table."""
@@ -133,7 +133,7 @@ def update_seconds(
     coarse = replace(case, page_bytes=max(case.page_bytes, -(-all_bytes // MOST_PAGES)))
     number = len(coarse.table.pages)
     on_disk = spread(number, round(option.disk_share * number))
-    seconds = step_seconds(replay(coarse.table, case.element_bytes, speeds.of_stage(case.stage), on_disk))
+    seconds = optimizer_step_seconds(time_moves(coarse.table, case.element_bytes, speeds.of_stage(case.stage), on_disk))
     if case.stage > 1:
         seconds += 3 * count * GRADIENT_BYTES / speeds.adam_bytes_per_second  # read for the norm, read and written
         seconds += 2 * count * GRADIENT_BYTES / speeds.link_bytes_per_second * (num_ranks > 1)

@@ -57,7 +57,7 @@ class TimedMove:
     stop: float
 
 
-def replay(
+def time_moves(
     table: PageTable, element_bytes: int, speeds: Speeds, on_disk: Collection[int] = ()
 ) -> tuple[TimedMove, ...]:
     """Return the moves of a step with their times.
@@ -129,6 +129,6 @@ class _Clock:
         return start, self._disk
 
 
-def step_seconds(moves: Sequence[TimedMove]) -> float:
+def optimizer_step_seconds(moves: Sequence[TimedMove]) -> float:
     """Return the end of the last move that the step waits for. The last writes overlap with the next step."""
     return max((one.stop for one in moves if one.move.kind not in DISK_KINDS), default=0.0)

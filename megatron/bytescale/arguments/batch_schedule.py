@@ -58,7 +58,7 @@ def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[in
     return list(range(first, last + 1, increment))
 
 
-def schedule_of(text: str | None, seq_length: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+def batch_schedule_of(text: str | None, seq_length: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
     """Return (first document, documents per step) of each part of a schedule; empty without a schedule.
 
     Raises ValueError for schedules that Megatron refuses at the start or in the middle of a run.

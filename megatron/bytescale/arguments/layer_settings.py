@@ -48,7 +48,7 @@ class Balancing:
 
 
 @dataclass(frozen=True)
-class Backend:
+class AttentionChoice:
     """Megatron's implementation of attention."""
 
     attention_backend: Enum

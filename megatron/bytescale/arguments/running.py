@@ -12,7 +12,7 @@ from megatron.bytescale.arguments.options import current
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """The progress of a training.
 
     Attributes:
@@ -24,7 +24,7 @@ class Progress:
 
 def running_step() -> int:
     """Return the index of the current step, from 0. A step must have begun."""
-    step = current(Progress).curr_iteration
+    step = current(TrainingProgress).curr_iteration
     assert step is not None, "no step has begun"
     return step
 

@@ -38,7 +38,7 @@ from megatron.bytescale.features.activations.flags import (
     policy_options,
 )
 from megatron.bytescale.features.fp8 import Fp8Options
-from megatron.bytescale.features.slices.flags import SliceFlags, SliceOptions, sample_lengths, slice_options
+from megatron.bytescale.features.slices.flags import SliceFlags, SliceOptions, sample_slice_lengths, slice_options
 from megatron.bytescale.features.states.flags import (
     DeviceFlags,
     StateFlags,
@@ -83,7 +83,7 @@ def setup_of(args: Any) -> Setup:
 def with_slices(setup: Setup, options: SliceOptions) -> Setup:
     """Return a setup with sliced micro-batches: slice lengths for samples, or the number of kept keys for documents."""
     if not setup.sequences.are_documents:
-        lengths = sample_lengths(setup, options) if options.is_on else ()
+        lengths = sample_slice_lengths(setup, options) if options.is_on else ()
         return replace(setup, sequences=replace(setup.sequences, sample_slices=lengths))
     if options.slices in (AUTO, 1):
         return setup

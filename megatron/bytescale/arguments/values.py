@@ -96,7 +96,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class TokenizerChoice:
     """A tokenizer; None: not given."""
 
     tokenizer_type: str | None
@@ -111,7 +111,7 @@ def check_values(args: argparse.Namespace) -> None:
     _check_sizes(options_of(args, Sizes))
     _check_split(options_of(args, Split).split)
     _check_folders(options_of(args, Folders))
-    check_tokenizer(options_of(args, Tokenizer))
+    check_tokenizer(options_of(args, TokenizerChoice))
 
 
 def _name_of(flag: str) -> str:
@@ -193,7 +193,7 @@ def _check_writable(flag: str, folder: Path) -> None:
         raise ValueError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from error
 
 
-def check_tokenizer(tokenizer: Tokenizer) -> None:
+def check_tokenizer(tokenizer: TokenizerChoice) -> None:
     """Raise ValueError if a tokenizer lacks its package, model, files or vocabulary."""
     kind = tokenizer.tokenizer_type
     if kind is None:

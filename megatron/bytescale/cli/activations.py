@@ -8,12 +8,12 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
-from bytescale_ext.plan.activation.forecast import Forecast, forecast
+from bytescale_ext.plan.activation.forecast import ActivationForecast, forecast
 from bytescale_ext.plan.activation.load import LayerLoad, Machine, cost_of_rates
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import POLICIES, make_plan
 from bytescale_ext.plan.setup.layers import stage_load
-from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.memory import stage_state_bytes
 from bytescale_ext.plan.setup.policy import stage_machine
 from bytescale_ext.plan.setup.setup import Budget, Setup, setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE
@@ -57,7 +57,7 @@ class PolicyAtLength:
     num_tokens: int
     policy: str
     plan: ActivationPlan | None = None
-    forecast: Forecast | None = None
+    forecast: ActivationForecast | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +120,7 @@ def setup_of_options(args: argparse.Namespace) -> Setup:
         numerics=replace(setup.numerics, loss_tokens=args.chunked_cross_entropy),
     )
     device_gb = args.device_memory_gb
-    device_bytes = state_bytes(setup)[0] + DEFAULT_GB * 1e9 if device_gb is None else device_gb * 1e9
+    device_bytes = stage_state_bytes(setup)[0] + DEFAULT_GB * 1e9 if device_gb is None else device_gb * 1e9
     link = args.link_gb_per_second * 1e9 / args.gpus_per_link
     return replace(setup, budget=Budget(device_bytes, args.host_memory_gb * 1e9, link_bytes_per_second=link))
 

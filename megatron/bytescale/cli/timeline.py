@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bytescale_ext.draw.timeline import draw_timeline
 from bytescale_ext.errors import PlanError
-from bytescale_ext.measure.timeline import RankTimes, Span, rank_times, read_spans, spans_of_plan, write_perfetto
+from bytescale_ext.measure.timeline import Phase, RankTimes, phases_of_plan, rank_times, read_phases, write_perfetto
 from bytescale_ext.plan.cost.model_cost import flops_cost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.step.check import check_step_plan
@@ -46,20 +46,20 @@ def run(args: argparse.Namespace) -> int:
     for path in (picture, trace):
         check_writable("--output", path)
     if args.directory is not None:
-        spans = read_spans(args.directory, args.step)
-        num_ranks, unit, title = None, "s", f"step {spans[0].step}, measured"
+        phases = read_phases(args.directory, args.step)
+        num_ranks, unit, title = None, "s", f"step {phases[0].step}, measured"
     else:
         if args.step is not None:
             raise ValueError("--step chooses a measured step; leave it out with --plan")
         plan = read_plan(args.plan)
-        spans = spans_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
+        phases = phases_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
         num_ranks, unit = plan.num_ranks, "PFLOP"
         title = f"planned: {len(plan.lengths)} documents on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
-    draw_timeline(spans, picture, title, unit)
-    write_perfetto(spans, trace)
-    times = rank_times(spans, num_ranks)
+    draw_timeline(phases, picture, title, unit)
+    write_perfetto(phases, trace)
+    times = rank_times(phases, num_ranks)
     if args.json:
-        print(json.dumps(figures(spans, times, unit)))
+        print(json.dumps(figures(phases, times, unit)))
         return 0
     print(times_text(times, unit))
     print(f"wrote {picture} and {trace} (open it at https://ui.perfetto.dev)")
@@ -81,10 +81,10 @@ def read_plan(path: Path) -> StepPlan:
     return plan
 
 
-def figures(spans: Sequence[Span], times: Sequence[RankTimes], unit: str) -> dict[str, object]:
+def figures(phases: Sequence[Phase], times: Sequence[RankTimes], unit: str) -> dict[str, object]:
     """Return the figures of a timeline as plain values."""
     return {
-        "step": spans[0].step if spans else None,
+        "step": phases[0].step if phases else None,
         "unit": unit,
         "makespan": max((time.finish for time in times), default=0.0),
         "imbalance": _imbalance(times),

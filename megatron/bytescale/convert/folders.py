@@ -23,7 +23,7 @@ from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.convert.arguments import TrainedModel, configuration
 from megatron.bytescale.convert.families import layout_of, model_flags
-from megatron.bytescale.inference.load import Heads, arguments_of, build_model, checkpoint_at, read_weights
+from megatron.bytescale.inference.load import Heads, build_model, checkpoint_arguments, checkpoint_at, read_weights
 from megatron.bytescale.inference.new_folder import new_folder
 from megatron.bytescale.launch import TRACKER
 
@@ -83,7 +83,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
     """
     with new_folder(output) as part:
         checkpoint = checkpoint_at("--load", load)
-        args = arguments_of(checkpoint)
+        args = checkpoint_arguments(checkpoint)
         for name in EXTRAS:
             if getattr(args, name, None):
                 raise ValueError(f"--load {load}: a model with {name} cannot be converted")

@@ -61,7 +61,7 @@ def described(texts: Sequence[Generation], seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """The settings for continuing texts.
 
     Attributes:
@@ -104,7 +104,7 @@ class Decoder:
     context: int
 
     def generate(
-        self, prompt: Sequence[int], request: Request, emit: Callable[[list[int]], None] = lambda tokens: None
+        self, prompt: Sequence[int], request: GenerationRequest, emit: Callable[[list[int]], None] = lambda tokens: None
     ) -> Generation:
         """Continue one prompt, like ``stream``; ``emit`` receives new tokens as soon as they are accepted."""
         generation = Generation()
@@ -113,14 +113,14 @@ class Decoder:
             generation = done or generation
         return generation
 
-    def generate_all(self, prompts: Sequence[Sequence[int]], request: Request) -> list[Generation]:
+    def generate_all(self, prompts: Sequence[Sequence[int]], request: GenerationRequest) -> list[Generation]:
         """Continue several prompts, like ``stream``; return the texts in the order of the prompts."""
         generations = {index: done for index, _, done in self.stream(prompts, request) if done is not None}
         return [generations[index] for index in range(len(prompts))]
 
     @torch.no_grad()
     def stream(
-        self, prompts: Sequence[Sequence[int]], request: Request
+        self, prompts: Sequence[Sequence[int]], request: GenerationRequest
     ) -> Iterator[tuple[int, list[int], Generation | None]]:
         """Continue prompts, several together.
 
@@ -157,7 +157,7 @@ class Decoder:
                 yield active.index, taken, active.done if is_ended else None
                 running += [] if is_ended else [active]
 
-    def _check(self, prompt: Sequence[int], request: Request) -> None:
+    def _check(self, prompt: Sequence[int], request: GenerationRequest) -> None:
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt) + request.max_tokens > self.context:
@@ -166,11 +166,11 @@ class Decoder:
                 f"{self.context} tokens"
             )
 
-    def _begin(self, index: int, prompt: Sequence[int], request: Request) -> _Running:
+    def _begin(self, index: int, prompt: Sequence[int], request: GenerationRequest) -> _Running:
         rows = len(prompt) + request.max_tokens + (0 if request.shape is None else request.shape.num_tokens)
         return _Running(index, Text.of(prompt, rows), Generation(), time.perf_counter())
 
-    def _trees(self, passes: Passes, running: Sequence[_Running], request: Request) -> list[TokenTree]:
+    def _trees(self, passes: Passes, running: Sequence[_Running], request: GenerationRequest) -> list[TokenTree]:
         """Return each text's tree to check: guesses below its last token, or only that token."""
         depths = [request.max_tokens - len(active.done.tokens) - 1 for active in running]
         if self.heads is None or request.shape is None or not any(depths):
@@ -179,12 +179,12 @@ class Decoder:
         return passes.draft([active.text for active in running], depths, request.shape)
 
 
-def _room(waiting: Sequence[object], running: Sequence[object], request: Request) -> int:
+def _room(waiting: Sequence[object], running: Sequence[object], request: GenerationRequest) -> int:
     """Return the number of texts that can start now."""
     return min(len(waiting), request.batch - len(running))
 
 
-def _take(active: _Running, new: list[int], request: Request) -> tuple[list[int], bool]:
+def _take(active: _Running, new: list[int], request: GenerationRequest) -> tuple[list[int], bool]:
     """Append new tokens up to the end of the text; return the appended tokens, and whether the text has ended."""
     done = active.done
     if request.end in new:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.inference.heads_folder import norms_apart, safetensors_torch, write_folder
-from megatron.bytescale.inference.load import TrunkArguments, arguments_of, checkpoint_at, heads_of
+from megatron.bytescale.inference.load import TrunkArguments, checkpoint_arguments, checkpoint_at, heads_of
 
 PREFIX = "draft_heads."
 
@@ -25,7 +25,7 @@ def export_heads(source: Path, folder: Path) -> tuple[DraftConfig, int]:
     """
     safetensors_torch()
     checkpoint = checkpoint_at("--load", source)
-    args = arguments_of(checkpoint)
+    args = checkpoint_arguments(checkpoint)
     settings = heads_of(args, checkpoint)
     if settings is None:
         raise ValueError(f"--load {source}: this checkpoint has no draft heads")

@@ -129,7 +129,7 @@ def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.T
     missing = [name for name in json.loads((folder / CONFIG).read_text("utf-8"))["tensors"] if name not in plain]
     if missing:
         raise ValueError(f"--draft {folder / TENSORS}: tensors are missing, such as {missing[0]}")
-    return to_megatron(plain, trunk)
+    return heads_to_megatron(plain, trunk)
 
 
 def norms_apart(name: str) -> str:
@@ -152,7 +152,7 @@ def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -
     return renamed
 
 
-def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
+def heads_to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Rename tensors of any shape to Megatron's names; this is the inverse of ``to_plain``."""
     whole = {theirs: ours for ours, theirs in LAYER.items()}
     module_of = {part: module for module, parts in SPLIT.items() for part in parts}

@@ -60,7 +60,7 @@ def checkpoint_at(flag: str, folder: Path) -> Path:
     return checkpoint
 
 
-def arguments_of(checkpoint: Path) -> argparse.Namespace:
+def checkpoint_arguments(checkpoint: Path) -> argparse.Namespace:
     """Return the training arguments in a checkpoint. Raises ValueError if they are missing."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
@@ -148,7 +148,7 @@ def open_heads(draft: Path) -> Heads:
     if is_folder_of_heads(draft):
         return Heads(draft, *read_config(draft), on_their_own=True)
     checkpoint = checkpoint_at("--draft", draft)
-    args = arguments_of(checkpoint)
+    args = checkpoint_arguments(checkpoint)
     heads = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
     if heads.settings is None:
         raise ValueError(f"--draft {draft}: this checkpoint has no draft heads")
@@ -170,7 +170,7 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
     """
     checkpoint = checkpoint_at("--load", load)
     stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before the first import of Megatron
-    args = arguments_of(checkpoint)
+    args = checkpoint_arguments(checkpoint)
     for name, kind in CANNOT.items():
         if getattr(args, name, None):
             raise ValueError(f"--load {load}: models with {kind} cannot decode here")

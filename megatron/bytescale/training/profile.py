@@ -45,7 +45,7 @@ from megatron.bytescale.training.pretrain_arguments import stock_training
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-ASIDE = {
+OVERRIDDEN_ARGUMENTS = {
     "sft": False, "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1,
     "train_samples": None, "eval_iters": 0, "eval_global_batch_size": None, "lr_decay_iters": None,
     "lr_decay_samples": None, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None,
@@ -163,7 +163,7 @@ def _settle(args: argparse.Namespace, max_tokens: int) -> None:
             f"{args.world_size}: torchrun --nproc-per-node {needed} --no-python bytescale profile ..."
         )
     ours = {action.dest: action.default for feature in features.FEATURES for action in feature.actions()}
-    vars(args).update(ours | ASIDE | {"hdp_attention_kernel": args.hdp_attention_kernel})
+    vars(args).update(ours | OVERRIDDEN_ARGUMENTS | {"hdp_attention_kernel": args.hdp_attention_kernel})
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     args.hdp_tokens_per_rank = max_tokens + -max_tokens % multiple
     args.global_batch_size = args.world_size // needed

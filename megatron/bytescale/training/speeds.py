@@ -20,7 +20,7 @@ from bytescale_ext.measure.speeds import (
     Rates,
     Timer,
     copy_seconds_per_byte,
-    layer_seconds,
+    kind_seconds,
     measured_lengths,
     rates_of,
 )
@@ -83,7 +83,7 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
     if "layers" in config.measures:
         kernel, like = _kernel_of(runtime), torch.empty(0, dtype=run.process.dtype, device=device)
         for length in lengths:
-            seconds += layer_seconds(shape, ranks, kernel, like, length, timer)
+            seconds += kind_seconds(shape, ranks, kernel, like, length, timer)
     agreed = torch.tensor(seconds, dtype=torch.float64, device=device)
     if seconds:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)

@@ -47,7 +47,7 @@ def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Call
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
             losses = {key: float(value) for key, value in given["loss_dict"].items()}
             metrics = collect(runtime, iteration)
-            report(runtime, metrics, progress(runtime, totals, metrics, given), losses)
+            write_figures(runtime, metrics, progress(runtime, totals, metrics, given), losses)
         return result
 
     return training_log
@@ -110,7 +110,7 @@ def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: 
     )
 
 
-def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: dict[str, float]) -> None:
+def write_figures(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: dict[str, float]) -> None:
     """Print both log lines and write metrics.jsonl and TensorBoard and W&B scalars, on the last rank like Megatron.
 
     A figure of a feature that is off keeps its default value and is not written as a scalar.

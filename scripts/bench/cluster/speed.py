@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 
 from bytescale_ext.draw.timeline import draw_timelines
 from bytescale_ext.measure.cost_file import read_cost, write_cost
-from bytescale_ext.measure.timeline import COMPUTE_KINDS, Span, read_spans
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, Phase, read_phases
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from scripts.bench.cluster.cases import (
     ARMS,
@@ -160,9 +160,9 @@ def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Pa
     arm, topology = ARMS[arm_name], case.topology(matched(cost))
     wall = wall_cost(cost, topology)
     split = split_of(topology, launch_of(bench, case, arm, wall, folder))
-    spans = read_spans(folder / "timeline" / ("stage0" if arm.num_stages > 1 else ""), TRACED_STEP)
-    predicted = predicted_seconds(arm, case, lengths_of(spans), wall)
-    return Run(read_steps(folder), as_shares(split), predicted, computing_seconds(spans))
+    phases = read_phases(folder / "timeline" / ("stage0" if arm.num_stages > 1 else ""), TRACED_STEP)
+    predicted = predicted_seconds(arm, case, lengths_of(phases), wall)
+    return Run(read_steps(folder), as_shares(split), predicted, computing_seconds(phases))
 
 
 def matched(cost: ModelCost) -> tuple[float, float]:
@@ -183,16 +183,16 @@ def as_shares(split: Split) -> dict[str, float]:
     return {name: getattr(split, name) for name in ("computing", "sending", "other", "waiting", "between_bytes")}
 
 
-def lengths_of(spans: tuple[Span, ...]) -> list[int]:
+def lengths_of(phases: tuple[Phase, ...]) -> list[int]:
     """Return the tokens of the documents of a traced step, in its order."""
-    lengths = {shard.seq: shard.length for span in spans for shard in span.shards}
+    lengths = {shard.seq: shard.length for phase in phases for shard in phase.shards}
     return [lengths[seq] for seq in sorted(lengths)]
 
 
-def computing_seconds(spans: tuple[Span, ...]) -> float:
+def computing_seconds(phases: tuple[Phase, ...]) -> float:
     """Return the time from the first forward pass of a step to the end of its last backward pass."""
-    passes = [span for span in spans if span.kind in COMPUTE_KINDS]
-    return max(span.stop for span in passes) - min(span.start for span in passes)
+    passes = [phase for phase in phases if phase.kind in COMPUTE_KINDS]
+    return max(phase.stop for phase in passes) - min(phase.start for phase in passes)
 
 
 def run_all(bench: Bench, results: Results, planned: tuple[Planned, ...], num_rounds: int) -> None:
@@ -228,7 +228,7 @@ def draw(bench: Bench, results: Results, planned: Planned, path: Path) -> None:
             f"{ARMS[arm].title}: {first.steps[TRACED_STEP - 1].tokens_per_second:,.0f} tokens/s, "
             f"{first.split['waiting']:.0%} of the time lost to waiting"
         )
-        steps.append((title, read_spans(bench.run_folder(planned.case, arm, 0) / "timeline", TRACED_STEP)))
+        steps.append((title, read_phases(bench.run_folder(planned.case, arm, 0) / "timeline", TRACED_STEP)))
     draw_timelines(steps, path)
 
 

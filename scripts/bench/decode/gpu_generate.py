@@ -29,7 +29,7 @@ from scripts.bench.progress import progress
 
 def measure(decoder: Any, tokens: list[int], length: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of both arms on ``batch`` prompts, each of ``length`` tokens that repeat ``tokens``."""
-    from megatron.bytescale.inference.engine import Request
+    from megatron.bytescale.inference.engine import GenerationRequest
 
     prompt = (tokens * -(-length // len(tokens)))[:length]
     roomy = replace(decoder, context=length + args.max_tokens)  # positions need no table
@@ -38,7 +38,7 @@ def measure(decoder: Any, tokens: list[int], length: int, batch: int, args: argp
     figures: dict[str, Any] = {"prompt": length, "batch": batch}
     texts = []
     for name, shape in arms.items():
-        request = Request(args.max_tokens, choose, shape, batch=batch)
+        request = GenerationRequest(args.max_tokens, choose, shape, batch=batch)
         begun, first, ended = time.perf_counter(), 0.0, {}
         for index, _, done in roomy.stream([prompt] * batch, request):
             first = first or time.perf_counter()  # the prompts have run

@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.config.memory.states import StateConfig
-from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds
+from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, optimizer_step_seconds, time_moves
 from bytescale_ext.states.adam import PagedAdam, PagedParameter
 from scripts.bench.gpu import gpu_parser, median_seconds, parse_on_gpu, repeated_seconds
 from scripts.bench.progress import progress
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "link_gb_per_second": speeds.link_bytes_per_second / 1e9,
         "adam_gb_per_second": speeds.adam_bytes_per_second / 1e9,
         **{f"{name}_seconds": statistics.median(steps) for name, steps in seconds.items()},
-        "predicted_seconds": step_seconds(replay(table, HALF_BYTES, speeds)), "equal": equal,
+        "predicted_seconds": optimizer_step_seconds(time_moves(table, HALF_BYTES, speeds)), "equal": equal,
     }  # fmt: skip
 
 

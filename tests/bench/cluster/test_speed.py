@@ -11,7 +11,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.measure.metrics import append_jsonl
-from bytescale_ext.measure.timeline import Span, SpanShard
+from bytescale_ext.measure.timeline import Phase, PhaseShard
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from scripts.bench.cluster import speed
 from scripts.bench.cluster.cases import Case, Planned
@@ -35,19 +35,19 @@ def test_documents_are_random_tokens_written_once(tmp_path: Path) -> None:
     assert prefix.with_suffix(".bin").stat().st_mtime_ns == before
 
 
-def spans_of(scale: float) -> list[Span]:
-    shards = (SpanShard(1, 70, 35, (0, 1)), SpanShard(0, 20, 20, (0,)))
+def phases_of(scale: float) -> list[Phase]:
+    shards = (PhaseShard(1, 70, 35, (0, 1)), PhaseShard(0, 20, 20, (0,)))
     return [
-        Span(speed.TRACED_STEP, rank, kind, 0, start * scale, stop * scale, shards)
+        Phase(speed.TRACED_STEP, rank, kind, 0, start * scale, stop * scale, shards)
         for rank in range(2)
         for kind, start, stop in (("wait", 0.0, 1.0), ("forward", 1.0, 2.0), ("backward", 2.0, 4.5), ("reduce", 4.5, 9))
     ]
 
 
 def test_a_step_is_measured_from_its_first_pass_to_its_last() -> None:
-    spans = tuple(spans_of(1.0))
-    assert speed.computing_seconds(spans) == 3.5
-    assert speed.lengths_of(spans) == [20, 70]
+    phases = tuple(phases_of(1.0))
+    assert speed.computing_seconds(phases) == 3.5
+    assert speed.lengths_of(phases) == [20, 70]
 
 
 def test_metrics_of_steps_are_read(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run_arm(bench: speed.Bench, case: Case, arm: str, cost: object, folder: Path) -> Run:
         ran.append(arm)
-        for span in spans_of(1.0 + (arm == "static")):
-            append_jsonl(folder / "timeline" / f"rank{span.rank}.jsonl", [asdict(span)])
+        for phase in phases_of(1.0 + (arm == "static")):
+            append_jsonl(folder / "timeline" / f"rank{phase.rank}.jsonl", [asdict(phase)])
         return run_of([1.0, 2.0, 3.0])
 
     monkeypatch.setattr(speed, "run_arm", run_arm)

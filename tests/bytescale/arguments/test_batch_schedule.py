@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.bytescale.arguments.batch_schedule import StepSizes, ramp_sizes, schedule_of, schedule_overrides
+from megatron.bytescale.arguments.batch_schedule import StepSizes, batch_schedule_of, ramp_sizes, schedule_overrides
 from tests.bytescale.arguments.resolving import Resolved, resolve_lines
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -53,4 +53,4 @@ def test_increments_that_lead_nowhere(numbers: tuple[int, int, int, int]) -> Non
 
 def test_without_a_schedule_nothing_changes() -> None:
     assert schedule_overrides(StepSizes(256, 8, None, None, None)) == {}
-    assert schedule_of(None, 256, 4) == ()
+    assert batch_schedule_of(None, 256, 4) == ()

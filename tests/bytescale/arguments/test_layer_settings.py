@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.arguments.layer_settings import Backend, Balancing, QueryGroups, Windows
+from megatron.bytescale.arguments.layer_settings import AttentionChoice, Balancing, QueryGroups, Windows
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_one_way_or_several() -> None:
 
 def test_a_backend_by_name() -> None:
     names: list[Any] = [SimpleNamespace(name=name) for name in ("auto", "flash")]
-    assert [Backend(name).is_chosen() for name in names] == [False, True]
+    assert [AttentionChoice(name).is_chosen() for name in names] == [False, True]

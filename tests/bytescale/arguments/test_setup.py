@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
-from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.memory import stage_state_bytes
 from bytescale_ext.plan.setup.policy import under_policy
 from megatron.bytescale.arguments.setup import setup_of
 from tests.bytescale.arguments.resolving import resolved
@@ -26,7 +26,7 @@ def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() 
         return resolved(4, *words_of_line, *words.split()).features["activations"]
 
     ample = config("0.01", "--activation-policy priced")
-    states = max(state_bytes(ample.decision.setup)) / 1e9
+    states = max(stage_state_bytes(ample.decision.setup)) / 1e9
     tight = config(f"{states + 0.0009}", "--activation-policy priced")
     swapping = config("0.01", "--swap-fraction 1 --link-gb-per-second 0.001")
     assert 0 < len(tight.choice.fitting) < len(ample.choice.fitting) == len(ample.choice.slicings)
@@ -63,7 +63,7 @@ def test_memories_of_n_grams_are_parameters_of_their_stages() -> None:
 
 def test_states_that_megatron_offloads_are_not_on_the_device() -> None:
     whole, half = (
-        state_bytes(setup_of(parsed(optimizer_cpu_offload=share > 0, optimizer_offload_fraction=share)))[0]
+        stage_state_bytes(setup_of(parsed(optimizer_cpu_offload=share > 0, optimizer_offload_fraction=share)))[0]
         for share in (0.0, 0.5)
     )
     assert half == pytest.approx(whole * 12 / 18)

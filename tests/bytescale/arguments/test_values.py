@@ -215,7 +215,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(
         monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
         monkeypatch.setattr(values.urllib.request, "getproxies", dict)
         monkeypatch.setattr(values.importlib.util, "find_spec", lambda name: object())
-        tokenizer = values.Tokenizer("HuggingFaceTokenizer", "no-such/model")
+        tokenizer = values.TokenizerChoice("HuggingFaceTokenizer", "no-such/model")
         if cached or offline:
             values.check_tokenizer(tokenizer)
         else:

@@ -66,7 +66,7 @@ def test_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bad_plans_are_named(measured: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step 9 has no spans"):
+    with pytest.raises(ValueError, match="step 9 has no phases"):
         run("--from", measured, "--step", 9, "--output", tmp_path / "out")
     for text in ("{", "[]", "{}", '{"num_ranks": "many"}'):
         (tmp_path / "plan.json").write_text(text)

@@ -77,10 +77,10 @@ def megatron_logits(load: Path, tokens: torch.Tensor) -> torch.Tensor:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron.bytescale.inference.load import Heads, arguments_of, checkpoint_at, read_weights
+    from megatron.bytescale.inference.load import Heads, checkpoint_arguments, checkpoint_at, read_weights
 
     checkpoint = checkpoint_at("--load", load)
-    args = arguments_of(checkpoint)
+    args = checkpoint_arguments(checkpoint)
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor
     if args.multi_latent_attention:

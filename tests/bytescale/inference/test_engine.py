@@ -50,7 +50,7 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
     decoder, args = open_decoder(load, draft, on_cpu=True)
     choose = Sampler(0.0, VOCAB, torch.Generator())
     shapes = {"plain": None, "tree": TreeShape(60, 1.0), "small": TreeShape(3), "chain": TreeShape(9, chain=True)}
-    requests = {name: engine.Request(NEW_TOKENS, choose, shape) for name, shape in shapes.items()}
+    requests = {name: engine.GenerationRequest(NEW_TOKENS, choose, shape) for name, shape in shapes.items()}
     found: dict[str, Any] = {name: [] for name in shapes}
     passes.SLICE_TOKENS = 7
     for name, request in requests.items():
@@ -72,7 +72,9 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
             logits = stock(ids, torch.arange(ids.shape[1])[None], mask)
             found.setdefault("stock", []).append(choose(logits[0])[len(prompt) - 1 : -1])
     first = found["plain"][0].tokens
-    ended = decoder.generate(prompts()[0], engine.Request(NEW_TOKENS, choose, TreeShape(60, 1.0), end=first[4]))
+    ended = decoder.generate(
+        prompts()[0], engine.GenerationRequest(NEW_TOKENS, choose, TreeShape(60, 1.0), end=first[4])
+    )
     found["ended"] = ended.tokens, first[: first.index(first[4]) + 1]
     for bad in ([], [1] * (decoder.context - NEW_TOKENS + 1)):
         with pytest.raises(ValueError, match=r"prompt is empty|exceed the context of 256 tokens"):
@@ -102,12 +104,12 @@ def streamed(rank: int, world: int, load: Path) -> Any:
     """Return the events of three texts, two at a time."""
     from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
-    from megatron.bytescale.inference.engine import Request
+    from megatron.bytescale.inference.engine import GenerationRequest
     from megatron.bytescale.inference.load import open_decoder
 
     decoder, _ = open_decoder(load, None, on_cpu=True)
     choose = Sampler(1.0, VOCAB, torch.Generator().manual_seed(3))
-    request = Request(NEW_TOKENS, choose, TreeShape(5), batch=2)
+    request = GenerationRequest(NEW_TOKENS, choose, TreeShape(5), batch=2)
     events = [(index, list(new), done) for index, new, done in decoder.stream(prompts()[:3], request)]
     return [(index, new, done and done.tokens) for index, new, done in events]
 
@@ -133,10 +135,10 @@ def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) ->
     """Return what each folder of checkpoints generates with its own heads, and the guesses accepted of each text."""
     from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
-    from megatron.bytescale.inference.engine import Request
+    from megatron.bytescale.inference.engine import GenerationRequest
     from megatron.bytescale.inference.load import open_decoder
 
-    request = Request(NEW_TOKENS, Sampler(0.0, VOCAB, torch.Generator()), TreeShape(20), batch=8)
+    request = GenerationRequest(NEW_TOKENS, Sampler(0.0, VOCAB, torch.Generator()), TreeShape(20), batch=8)
     found = []
     for folder, draft in folders:
         decoder, _ = open_decoder(folder, draft, on_cpu=True)

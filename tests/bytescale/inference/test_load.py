@@ -29,7 +29,7 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     folder, shorter = empty / "folder", empty / "shorter"
     from megatron.bytescale.inference import load
 
-    arguments_of = load.arguments_of
+    arguments_of = load.checkpoint_arguments
     found: dict[str, str] = {}
 
     def case(name: str, *folders: Path | None, change: Callable[[Path, Any], None] = lambda folder, args: None) -> None:
@@ -38,7 +38,7 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
             change(checkpoint.parent, args)
             return args
 
-        load.arguments_of = changed
+        load.checkpoint_arguments = changed
         try:
             load.open_decoder(*folders, True)  # type: ignore[arg-type, misc]
         except ValueError as error:

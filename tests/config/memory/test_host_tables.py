@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.config.memory.host_tables import HostTables, check_fits
+from bytescale_ext.config.memory.host_tables import HostTables, check_host_room
 from bytescale_ext.states.cache import CacheSettings, RowCache
 from bytescale_ext.states.rows import RowTable
 
@@ -31,8 +31,8 @@ def test_bounds_are_those_of_the_flags_after_the_first_steps() -> None:
 
 
 def test_too_little_host_memory() -> None:
-    check_fits("tables", 2e9, 2e9, "use more ranks")
+    check_host_room("tables", 2e9, 2e9, "use more ranks")
     with pytest.raises(
         ValueError, match=r"tables take 2\.001 GB of each process's host memory, and there are 2 GB: use more ranks"
     ):
-        check_fits("tables", 2_000_000_001, 2e9, "use more ranks")
+        check_host_room("tables", 2_000_000_001, 2e9, "use more ranks")

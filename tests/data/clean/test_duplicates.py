@@ -9,7 +9,7 @@ import pytest
 
 from bytescale_ext.data.clean.duplicates import (
     candidate_pairs,
-    choose,
+    choose_kept,
 )
 from bytescale_ext.data.clean.shelf import ROW
 
@@ -52,7 +52,7 @@ def case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_stays_has_no_duplicates_and_stands_for_all(seed: int) -> None:
     first, places, pairs = case(seed)
-    kept = choose(first, places, pairs)
+    kept = choose_kept(first, places, pairs)
     stays = {number for number in range(40) if kept.kept_by[number] == number}
     linked = {frozenset(pair) for pair in pairs.tolist()}
     assert not any({one, other} in linked for one, other in combinations(sorted(stays), 2))
@@ -72,15 +72,15 @@ def test_what_stays_has_no_duplicates_and_stands_for_all(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_documents_changes_nothing(seed: int) -> None:
     first, places, pairs = case(seed)
-    kept = choose(first, places, pairs).kept_by
+    kept = choose_kept(first, places, pairs).kept_by
     moved = np.random.RandomState(seed).permutation(40)  # document number i is now number moved[i]
     back = np.argsort(moved)
-    again = choose(moved[first[back]], places[back], np.sort(moved[pairs], axis=1))
+    again = choose_kept(moved[first[back]], places[back], np.sort(moved[pairs], axis=1))
     assert again.kept_by[moved].tolist() == moved[kept].tolist()
 
 
 def test_a_chain_of_duplicates_does_not_drop_what_resembles_nothing_kept() -> None:
     # 0 resembles 1 and 1 resembles 2, but 0 does not resemble 2: 1 goes, 2 stays.
-    kept = choose(np.arange(3), np.arange(3), np.array([[0, 1], [1, 2]]))
+    kept = choose_kept(np.arange(3), np.arange(3), np.array([[0, 1], [1, 2]]))
     assert kept.kept_by.tolist() == [0, 0, 2]
     assert kept.copies.tolist() == [2, 0, 1]

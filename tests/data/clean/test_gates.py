@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.data.clean.gates import ADDRESS, EMAIL, Gate
+from bytescale_ext.data.clean.gates import ADDRESS, EMAIL, DocumentFilter
 from bytescale_ext.data.clean.recipe import FILTERS, Recipe, Source
 from tests.data.cleaning import document, run_steps, told
 
@@ -29,7 +29,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", FILTERS)
 def test_each_filter_passes_prose_and_refuses_what_it_is_for(name: str, tmp_path: Path) -> None:
     recipe = Recipe((Source("docs", ".", "text", "*", (name,)),), steps=("filters",))
-    gate = Gate(recipe, tmp_path / "tallies")
+    gate = DocumentFilter(recipe, tmp_path / "tallies")
     passed = run_steps([lambda *_: iter([document(PROSE, "good"), document(REFUSED[name], "bad")]), gate])
     assert [one.id for one in passed] == ["good"]  # type: ignore[attr-defined]
     ((what, count),) = told(tmp_path).counts["docs"].items()
@@ -41,16 +41,18 @@ def test_each_filter_passes_prose_and_refuses_what_it_is_for(name: str, tmp_path
 def test_each_source_has_its_own_filters(tmp_path: Path) -> None:
     sources = (Source("docs", ".", "text", "*", ("gopher-quality",)), Source("code", ".", "text", "*", ()))
     short = [document("x = 1", "a"), document("x = 1", "b", "code")]
-    gate = Gate(Recipe(sources, steps=("filters",)), tmp_path / "tallies")
+    gate = DocumentFilter(Recipe(sources, steps=("filters",)), tmp_path / "tallies")
     assert [one.id for one in run_steps([lambda *_: iter(short), gate])] == ["b"]  # type: ignore[attr-defined]
-    off = Gate(Recipe(sources, steps=("pii",)), tmp_path / "tallies")
+    off = DocumentFilter(Recipe(sources, steps=("pii",)), tmp_path / "tallies")
     assert len(run_steps([lambda *_: iter(short), off])) == 2
 
 
 def test_addresses_are_masked(tmp_path: Path) -> None:
     recipe = Recipe((Source("docs", ".", "text", "*", ()),), steps=("pii",))
     body = "Write to jane.doe@corp.example.net and ann@b.org, or ping 8.8.8.8, not 10.0.0.1 or 127.0.0.1."
-    found = run_steps([lambda *_: iter([document(body), document("nothing", "b")]), Gate(recipe, tmp_path / "tallies")])
+    found = run_steps(
+        [lambda *_: iter([document(body), document("nothing", "b")]), DocumentFilter(recipe, tmp_path / "tallies")]
+    )
     expected = f"Write to {EMAIL} and {EMAIL}, or ping {ADDRESS}, not 10.0.0.1 or 127.0.0.1."
     assert [one.text for one in found] == [expected, "nothing"]  # type: ignore[attr-defined]
     assert told(tmp_path).counts == {"docs": {"masked": 1}}
@@ -61,9 +63,11 @@ def test_filters_come_in_their_order_and_see_what_the_one_before_left(tmp_path: 
     """C4 removes lines; the next filter judges what is left."""
     recipe = Recipe((Source("docs", ".", "text", "*", ("c4", "fineweb")),), steps=("filters",))
     menu = "menu\nhome\nabout us\ncontact\nlanguage\n" * 5
-    passed = run_steps([lambda *_: iter([document(menu + PROSE, "page")]), Gate(recipe, tmp_path / "tallies")])
+    passed = run_steps(
+        [lambda *_: iter([document(menu + PROSE, "page")]), DocumentFilter(recipe, tmp_path / "tallies")]
+    )
     assert [one.text for one in passed] == [PROSE.strip()]  # type: ignore[attr-defined]
     alone = Recipe((Source("docs", ".", "text", "*", ("fineweb",)),), steps=("filters",))
-    gate = Gate(alone, tmp_path / "alone" / "tallies")
+    gate = DocumentFilter(alone, tmp_path / "alone" / "tallies")
     assert run_steps([lambda *_: iter([document(menu + PROSE, "page")]), gate]) == []
     assert told(tmp_path / "alone").counts["docs"] == {"filter fineweb: short_line_ratio": 1}

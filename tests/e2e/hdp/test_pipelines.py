@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.measure.timeline import read_spans
+from bytescale_ext.measure.timeline import read_phases
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
@@ -145,11 +145,11 @@ def test_figures_are_those_of_all_stages(corpus: Path, tmp_path: Path) -> None:
     for name in ("lm loss", "padding_share", "megabytes_sent_per_step", "attention_calls_per_step"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=TOLERANCE)
     for stage in (0, 1):
-        spans = read_spans(tmp_path / "2" / "timeline" / f"stage{stage}")
+        phases = read_phases(tmp_path / "2" / "timeline" / f"stage{stage}")
         for rank, micro_batches in enumerate(plans[1].ranks):
             for kind in ("forward", "backward"):
-                held = [(span.micro_batch, tuple(shard.seq for shard in span.shards))
-                        for span in spans if span.rank == rank and span.kind == kind and span.shards]  # fmt: skip
+                held = [(phase.micro_batch, tuple(shard.seq for shard in phase.shards))
+                        for phase in phases if phase.rank == rank and phase.kind == kind and phase.shards]  # fmt: skip
                 planned = [(index, tuple(shard.seq for shard in micro_batch.shards))
                            for index, micro_batch in enumerate(micro_batches) if micro_batch.shards]  # fmt: skip
                 assert sorted(held) == sorted(2 * planned)  # once through each of two chunks

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bytescale_ext.measure.timeline import read_spans
+from bytescale_ext.measure.timeline import read_phases
 from bytescale_ext.plan.cost.model_cost import flops_cost, model_flops
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.step.plan import StepPlan
@@ -205,15 +205,15 @@ def test_throughput_and_timers_are_printed(logged: Run) -> None:
 
 
 def test_the_timeline_is_that_of_the_step(logged: Run) -> None:
-    spans = read_spans(logged.folder / "timeline")
-    assert {span.step for span in spans} == {TIMELINE_STEP}
+    phases = read_phases(logged.folder / "timeline")
+    assert {phase.step for phase in phases} == {TIMELINE_STEP}
     plan = logged.plans[TIMELINE_STEP - 1]
     for rank, micro_batches in enumerate(plan.ranks):
-        mine = [span for span in spans if span.rank == rank]
+        mine = [phase for phase in phases if phase.rank == rank]
         assert all(a.stop <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
         for kind in ("forward", "backward"):
-            shards = {span.micro_batch: [(s.seq, s.tokens, s.ring) for s in span.shards]
-                      for span in mine if span.kind == kind}  # fmt: skip
+            shards = {phase.micro_batch: [(s.seq, s.tokens, s.ring) for s in phase.shards]
+                      for phase in mine if phase.kind == kind}  # fmt: skip
             assert shards == {
                 index: [(s.seq, s.num_tokens, tuple(s.ring)) for s in micro_batch.shards]
                 for index, micro_batch in enumerate(micro_batches)

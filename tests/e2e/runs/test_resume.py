@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bytescale_ext.measure.timeline import read_spans
+from bytescale_ext.measure.timeline import read_phases
 from tests.e2e.training import (
     HDP,
     MODEL,
@@ -70,7 +70,7 @@ def test_resumed_on_as_many_or_other_ranks(
         assert documents_in_order(resumed) == documents[3:]
         assert [record["iteration"] for record in resumed[0].records()] == [4, 5, 6]
         assert consumed_samples(resumed[-1]) == [32, 40, 48]
-        assert {span.step for span in read_spans(folder / "timeline")} == {5}
+        assert {phase.step for phase in read_phases(folder / "timeline")} == {5}
         found = step_losses(tmp_path) + step_losses(folder)
         assert found == pytest.approx(losses, rel=1e-5)
         assert found == losses or not first == num_ranks == 4  # to the last bit

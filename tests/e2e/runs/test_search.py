@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from bytescale_ext.measure.cost_file import shipped, write_cost
-from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
+from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import Devices, Task
-from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.memory import stage_state_bytes
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search.script import write_costs
@@ -55,7 +55,7 @@ def one_of(task: Task = TASK, **fields: object) -> Strategy:
 
 def leaving(activations_gb: float, strategy: Strategy) -> Strategy:
     """Return a strategy whose devices have so much for activations beside the model states of the fullest stage."""
-    states = max(state_bytes(setup_of(TASK, strategy)))
+    states = max(stage_state_bytes(setup_of_strategy(TASK, strategy)))
     return replace(strategy, device_gb=round(states / 1e9 + activations_gb, 9))
 
 
@@ -82,7 +82,7 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
     found = predicted(flags, 8, LENGTHS)
     rows: list[dict[str, Any]] = found["memory_gb"]
     assert [row["layers"] for row in rows] == list(strategy.stage_layers)
-    assert [row["states"] * 1e9 for row in rows] == pytest.approx(state_bytes(case.forecast.setup))
+    assert [row["states"] * 1e9 for row in rows] == pytest.approx(stage_state_bytes(case.forecast.setup))
     most = max(row["total"] for row in rows) * 1e9
     figures = case.run(LENGTHS)
     assert most == pytest.approx(case.step_bytes(LENGTHS))

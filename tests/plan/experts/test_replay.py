@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.experts.cost import ExpertCost
-from bytescale_ext.plan.experts.replay import FLEXMOE, STATIC, Placing, replay
+from bytescale_ext.plan.experts.replay import FLEXMOE, STATIC, Placing, replay_loads
 
 COST = ExpertCost(1e-6, 0.0, 0.0)
 # Two layers of 4 experts on 2 ranks: expert 0 is popular for three steps, then expert 3; the second layer is even.
@@ -17,7 +17,7 @@ def placing(name: str, interval: int = 1) -> Placing:
 
 
 def test_a_plan_comes_one_step_after_its_loads() -> None:
-    found = replay(LOADS, placing(FLEXMOE))
+    found = replay_loads(LOADS, placing(FLEXMOE))
     assert found.ratios.shape == (6, 2)
     uneven = (found.ratios[:, 0] > 1.15).tolist()
     assert uneven == [True, False, False, True, False, False]
@@ -30,7 +30,7 @@ def test_a_plan_comes_one_step_after_its_loads() -> None:
 
 
 def test_the_static_placement_never_changes() -> None:
-    found = replay(LOADS, placing(STATIC))
+    found = replay_loads(LOADS, placing(STATIC))
     assert found.num_moves == 0
     assert found.ratios[:, 0] == pytest.approx([640 / 360] * 6)
     assert found.mean_ratio == pytest.approx((640 / 360 + 1) / 2)
@@ -38,7 +38,7 @@ def test_the_static_placement_never_changes() -> None:
 
 
 def test_longer_intervals_add_loads_up() -> None:
-    found = replay(LOADS, placing(FLEXMOE, interval=2))
+    found = replay_loads(LOADS, placing(FLEXMOE, interval=2))
     assert len(found.planner_seconds) == 4
     assert (found.ratios[:2, 0] > 1.7).all()
     assert found.ratios[2, 0] < 1.15

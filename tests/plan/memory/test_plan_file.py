@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bytescale_ext.plan.memory.plan_file import PlanFile
-from bytescale_ext.plan.memory.step_file import StepLayout
+from bytescale_ext.plan.memory.step_file import StepParallelism
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.plan.memory.test_step_file import MEMORY
 
-LAYOUT = StepLayout(2, True, (2, 2), 2, 4, True, 8, (48, 16), Slicing(2, eager=True))
+LAYOUT = StepParallelism(2, True, (2, 2), 2, 4, True, 8, (48, 16), Slicing(2, eager=True))
 FIRST = replace(MEMORY, record=replace(MEMORY.record, layout=LAYOUT))
 LAST = replace(FIRST, buffer_bytes=2048)
 FILE = PlanFile.of({(0, 0): FIRST, (0, 1): FIRST, (1, 0): LAST, (1, 1): FIRST})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.sculpt.pieces import table_of
+from bytescale_ext.plan.sculpt.pieces import window_table
 from bytescale_ext.plan.sculpt.quality import mean_cosine, quality_of
 from tests.plan.sculpt.topics import pieces_of, unit
 
@@ -25,7 +25,7 @@ def test_the_mean_cosine_is_that_of_all_pairs() -> None:
 def test_a_document_in_two_rows_of_a_window_counts_once() -> None:
     pieces = pieces_of([15], [0], context=10)
     everything = np.arange(2)
-    table = table_of(
+    table = window_table(
         pieces, np.zeros(2, dtype=np.int64), everything[::-1], np.zeros(2, dtype=np.int64), np.array([5, 5])
     )
     assert table["start"].tolist() == [0, 10]

@@ -10,11 +10,11 @@ from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.memory.held import peak_memory
-from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
+from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
 from bytescale_ext.plan.search.space import with_budgets
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
 from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
-from bytescale_ext.plan.setup.memory import stage_memory, state_bytes
+from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
 from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
@@ -63,7 +63,7 @@ def test_no_step_undercuts_its_bounds(strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_memory_is_within_the_device(strategy: Strategy) -> None:
     figures = CostedStrategy.of(TASK, strategy).run(STEPS[0][:2])
-    states = max(state_bytes(setup_of(TASK, strategy)))
+    states = max(stage_state_bytes(setup_of_strategy(TASK, strategy)))
     assert states < figures.device_bytes <= TASK.devices.memory_bytes
 
 
@@ -149,7 +149,7 @@ def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
     apart, shared = (CostedStrategy.of(task, replace(WHOLE, expert_parallel=ranks)) for ranks in (1, 4))
     dense = SPARSE.hidden * 3 * SPARSE.ffn_hidden  # an expert is as wide as the MLP of the dense model
     saved = 6 * 8 * dense * (1 - 1 / 4) * (2 + 4)  # parameters and gradients; optimizer states are shared anyway
-    states = [state_bytes(case.forecast.setup)[0] for case in (apart, shared)]
+    states = [stage_state_bytes(case.forecast.setup)[0] for case in (apart, shared)]
     assert states[0] - states[1] == pytest.approx(saved)
     assert shared.planner.needs_aligned
     assert not apart.planner.needs_aligned
@@ -165,7 +165,7 @@ def test_no_step_takes_more_than_full_micro_batches(strategy: Strategy) -> None:
     case = CostedStrategy.of(TASK, strategy)
     for step in (STEPS[0], (16,) * 8):
         found = case.step_bytes(step)
-        assert max(state_bytes(case.forecast.setup)) < found
+        assert max(stage_state_bytes(case.forecast.setup)) < found
         if not strategy.chooses_slices and strategy.activations != PRICED:
             assert found <= case.full_bytes[0] * (1 + 1e-9)
 

@@ -9,7 +9,7 @@ import pytest
 from bytescale_ext.plan.activation.load import LayerSettings
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
+from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
 from bytescale_ext.plan.search.layers import Choice, cheapest, fewest_recomputed
 from bytescale_ext.plan.search.space import Space, blocks
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, Strategy
@@ -62,7 +62,7 @@ def test_as_few_layers_as_the_memory_needs(stage_layers: tuple[int, ...], operat
     blocks_of = [replace(kept, activations=BLOCK, recomputed_layers=count) for count in counts]
     needed = [CostedStrategy.of(task, block).full_bytes[0] for block in blocks_of]
     for device_bytes in np.linspace(0.9 * full, 1.1 * whole, 60):
-        setup = setup_of(task, kept)
+        setup = setup_of_strategy(task, kept)
         number = fewest_recomputed(replace(setup, budget=replace(setup.budget, device_bytes=device_bytes)))
         fitting = [count for count, each in zip(counts, needed, strict=True) if each <= device_bytes]
         best = 0 if whole <= device_bytes else min(fitting, default=None)

@@ -11,7 +11,7 @@ from bytescale_ext.plan.search.space import (
     Space,
     balanced_stages,
     expert_sizes,
-    slowest_stage,
+    slowest_stage_seconds,
     tensor_sizes,
     with_budgets,
 )
@@ -116,5 +116,5 @@ def test_the_slowest_of_the_best_stages() -> None:
     for head in (0.0, 1.5, 4.0):
         ways = [(one, two, 6 - one - two) for one in range(1, 5) for two in range(1, 6 - one)]
         every = [max(one * 2.0, two * 2.0, three * 2.0 + head) for one, two, three in ways]
-        assert slowest_stage(6, 3, 2.0, head) == min(every)
-    assert slowest_stage(6, 1, 2.0, 1.5) == 13.5
+        assert slowest_stage_seconds(6, 3, 2.0, head) == min(every)
+    assert slowest_stage_seconds(6, 1, 2.0, 1.5) == 13.5

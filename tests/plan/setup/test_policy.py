@@ -10,10 +10,10 @@ import pytest
 
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
-from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
+from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
 from bytescale_ext.plan.search.strategy import PRICED, Strategy
 from bytescale_ext.plan.setup.layers import stage_settings
-from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.memory import stage_state_bytes
 from bytescale_ext.plan.setup.policy import PolicySlices, under_policy
 from bytescale_ext.plan.setup.setup import Setup
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
@@ -29,12 +29,12 @@ STEP = STEPS[0][:4]
 
 def strategy_of(device_gb: float, host_gb: float = 0.01, strategy: Strategy = PIPED) -> Strategy:
     """Return a strategy whose fullest stage has so much memory for activations."""
-    states = max(state_bytes(setup_of(TASK, strategy)))
+    states = max(stage_state_bytes(setup_of_strategy(TASK, strategy)))
     return replace(strategy, device_gb=states / 1e9 + device_gb, host_gb=host_gb)
 
 
 def stages_of(device_gb: float, host_gb: float = 0.01, strategy: Strategy = PIPED) -> Setup:
-    return setup_of(TASK, strategy_of(device_gb, host_gb, strategy))
+    return setup_of_strategy(TASK, strategy_of(device_gb, host_gb, strategy))
 
 
 def slices_of(device_gb: float, host_gb: float = 0.01) -> PolicySlices:
@@ -57,7 +57,7 @@ def test_less_memory_takes_longer_until_nothing_fits() -> None:
     assert found[-1] is None
     fitting = [one for one in found if one is not None]
     for device_gb, one in zip((AMPLE, 0.008, TIGHT), fitting, strict=True):
-        states = max(state_bytes(stages_of(device_gb)))
+        states = max(stage_state_bytes(stages_of(device_gb)))
         assert states < one.device_bytes <= states + device_gb * 1e9 * (1 + 1e-9)
         assert one.host_bytes <= 0.01e9 * (1 + 1e-9)
     for more, less in pairwise(fitting):
@@ -105,7 +105,7 @@ def test_virtual_stages_share_what_a_stage_holds_and_copies() -> None:
 
 @pytest.mark.parametrize("device_gb", [AMPLE, SLICED, 5e-4])
 def test_it_fits_where_some_slices_do(device_gb: float) -> None:
-    slices, states = slices_of(device_gb), max(state_bytes(stages_of(device_gb)))
+    slices, states = slices_of(device_gb), max(stage_state_bytes(stages_of(device_gb)))
     assert slices.fits == bool(slices.fitting) == (device_gb >= SLICED)
     assert all(one.device_bytes <= states + device_gb * 1e9 * (1 + 1e-9) for one in slices.fitting)
 

@@ -8,7 +8,7 @@ from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.setup.costs import byte_seconds
 from bytescale_ext.plan.setup.memory import Parameters
-from bytescale_ext.plan.setup.update import Update, update_of
+from bytescale_ext.plan.setup.update import UpdateTime, update_of
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE
 
@@ -16,7 +16,7 @@ KEY_BYTES = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
 
 
 def test_what_passes_do_not_hide() -> None:
-    update = Update(reduce=5.0, gather=3.0, optimizer=0.5)
+    update = UpdateTime(reduce=5.0, gather=3.0, optimizer=0.5)
     assert update.exposed(first_forward=1.0, last_backward=4.5) == 0.5 + 2.0 + 0.5
     assert update.exposed(first_forward=9.0, last_backward=9.0) == 0.5
 

@@ -10,7 +10,7 @@ import pytest
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.states.check import check_moves, check_pages
 from bytescale_ext.plan.states.moves import Kind, Move, step_moves
-from bytescale_ext.plan.states.pages import Page, PageTable, Span, StateTensor
+from bytescale_ext.plan.states.pages import Page, PagePart, PageTable, StateTensor
 from tests.plan.states.tables import PAGE_BYTES, TABLE, TENSORS
 
 MOVES = step_moves(TABLE)
@@ -22,22 +22,24 @@ def with_page(number: int, page: Page) -> PageTable:
     return replace(TABLE, pages=tuple(pages))
 
 
-def with_spans(number: int, *spans: Span) -> PageTable:
-    return with_page(number, replace(TABLE.pages[number], spans=spans))
+def with_parts(number: int, *parts: PagePart) -> PageTable:
+    return with_page(number, replace(TABLE.pages[number], parts=parts))
 
 
 DAMAGES: dict[str, tuple[Callable[[], PageTable], str]] = {
-    "a part is left out": (lambda: with_spans(4, Span(3, 8, 0, 0)), "a page or a span is empty"),
-    "an empty page": (lambda: with_spans(4), "a page or a span is empty"),
+    "a part is left out": (lambda: with_parts(4, PagePart(3, 8, 0, 0)), "a page or a part is empty"),
+    "an empty page": (lambda: with_parts(4), "a page or a part is empty"),
     "the last part is left out": (lambda: replace(TABLE, pages=TABLE.pages[:-1]), "e has 8 elements and 0 lie in"),
-    "a part is held twice": (lambda: with_spans(2, Span(0, 3, 0, 8)), "a has a gap or is held twice"),
+    "a part is held twice": (lambda: with_parts(2, PagePart(0, 3, 0, 8)), "a has a gap or is held twice"),
     "pages in another order": (
         lambda: replace(TABLE, pages=(TABLE.pages[0], TABLE.pages[2], TABLE.pages[1], *TABLE.pages[3:])),
         "a has a gap or is held twice",
     ),
-    "a gap in the page": (lambda: with_spans(5, Span(2, 0, 1, 3)), "spans are not packed into 8 elements"),
-    "more than a page": (lambda: with_spans(6, Span(4, 0, 0, 9)), "spans are not packed into 8 elements"),
-    "two groups in a page": (lambda: with_spans(5, Span(2, 0, 0, 3), Span(1, 0, 3, 3)), "tensors of two groups"),
+    "a gap in the page": (lambda: with_parts(5, PagePart(2, 0, 1, 3)), "parts are not packed into 8 elements"),
+    "more than a page": (lambda: with_parts(6, PagePart(4, 0, 0, 9)), "parts are not packed into 8 elements"),
+    "two groups in a page": (
+        lambda: with_parts(5, PagePart(2, 0, 0, 3), PagePart(1, 0, 3, 3)), "tensors of two groups"
+    ),
     "a page of another group": (lambda: with_page(5, replace(TABLE.pages[5], group=0)), "tensors of two groups"),
     "with and without a copy": (lambda: with_page(6, replace(TABLE.pages[6], has_copy=True)), "with and without"),
     "copies come last": (
@@ -46,7 +48,8 @@ DAMAGES: dict[str, tuple[Callable[[], PageTable], str]] = {
     "three long tensors in a page": (
         lambda: PageTable(
             tuple(StateTensor(name, size, 0, True) for name, size in (("x", 10), ("y", 8), ("z", 8))), PAGE_BYTES,
-            (Page(0, True, (Span(0, 0, 0, 8),)), Page(0, True, (Span(0, 8, 0, 2), Span(1, 0, 2, 3), Span(2, 0, 5, 3)))),
+            (Page(0, True, (PagePart(0, 0, 0, 8),)),
+             Page(0, True, (PagePart(0, 8, 0, 2), PagePart(1, 0, 2, 3), PagePart(2, 0, 5, 3)))),
         ),
         "more than two tensors share a page",
     ),
@@ -63,7 +66,7 @@ def test_a_damaged_table_breaks_its_law(damage: str) -> None:
 
 def test_the_bad_page_is_marked() -> None:
     with pytest.raises(PlanError) as caught:
-        check_pages(with_spans(2, Span(0, 3, 0, 8)))
+        check_pages(with_parts(2, PagePart(0, 3, 0, 8)))
     marked = [line for line in str(caught.value).splitlines() if line.startswith(">>")]
     assert [line.split()[1] for line in marked] == ["2"]
     with pytest.raises(PlanError) as caught:

@@ -17,13 +17,13 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import make_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.states.choice import (
-    Prediction,
+    OptionForecast,
     StageProblem,
     StateChoice,
     StateProblem,
     all_options,
     choose_states,
-    predict,
+    predict_option,
 )
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.step_time import StateOption
@@ -207,7 +207,7 @@ def test_the_least_device_memory_of_resident_states() -> None:
             continue
         for factor, fits in ((1.001, True), (0.999, False)):
             sized = replace(what, machine=replace(what.machine, device_bytes=factor * found.resident_bytes))
-            assert (predict(sized, StateOption()) is not None) is fits
+            assert (predict_option(sized, StateOption()) is not None) is fits
 
 
 def test_where_nothing_fits_the_least_that_would_is_named() -> None:
@@ -244,7 +244,7 @@ def test_keys_of_slices_take_host_memory_of_activations() -> None:
 
 
 def test_a_choice_is_two_lines() -> None:
-    one = Prediction(StateOption(), 2.0, 0.25, 10e9, 0.0, 5e9, 0.0, 1.0)
+    one = OptionForecast(StateOption(), 2.0, 0.25, 10e9, 0.0, 5e9, 0.0, 1.0)
     other = replace(one, option=StateOption(3, 1, 0.5), seconds=3.0)
     assert StateChoice(one, (other,)).described().splitlines() == [
         "> bytescale: states auto (the least predicted time): resident: 2 s a step (0.25 s of it the update), "

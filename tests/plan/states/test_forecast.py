@@ -9,7 +9,7 @@ import pytest
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.memory.model_states import num_parameters, state_bytes
 from bytescale_ext.plan.states.forecast import Room, StateCase, Tier, most_layers
-from bytescale_ext.plan.states.moves import Traffic
+from bytescale_ext.plan.states.moves import StateTraffic
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS
 from bytescale_ext.plan.states.tiers import FileLayout, least_host_bytes, pages_on_disk, tiered_host_bytes
 
@@ -25,7 +25,7 @@ def test_a_7b_model_in_bf16() -> None:
     assert CASE.paged_bytes == 6 * parameters
     spare = (3 * 2 + 4) * 4 * MIB  # the last page of two groups in three planes, and the buffers
     assert 0 <= CASE.host_bytes - 12 * parameters <= spare
-    assert CASE.traffic() == Traffic(4 * parameters, 2 * parameters)
+    assert CASE.traffic() == StateTraffic(4 * parameters, 2 * parameters)
 
 
 @pytest.mark.parametrize("changes", [{}, {"element_bytes": 4}, {"optimizer_ranks": 3}, {"page_bytes": 12 * MIB}])
@@ -85,8 +85,8 @@ def test_what_each_stage_leaves_on_the_device() -> None:
 def test_what_a_step_copies_in_each_stage() -> None:
     """Gradients come once a micro-batch, in stage 3 parameters go twice; the update copies nothing over the link."""
     parameters = CASE.num_parameters
-    assert CASE.link_bytes(5) == Traffic(4 * parameters, 2 * parameters)
-    assert replace(CASE, stage=2).link_bytes(5) == Traffic(5 * 2 * int(parameters), 2 * parameters)
+    assert CASE.link_bytes(5) == StateTraffic(4 * parameters, 2 * parameters)
+    assert replace(CASE, stage=2).link_bytes(5) == StateTraffic(5 * 2 * int(parameters), 2 * parameters)
     third = replace(CASE, stage=3, window_layers=2)
     of_layers = CASE.num_parameters - CASE.with_layers(0).num_parameters
     assert third.link_bytes(5).fetched == 5 * 2 * int(parameters)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bytescale_ext.plan.states.check import check_moves
-from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Traffic, disk_bytes, step_moves, traffic
+from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, StateTraffic, disk_bytes, step_moves, traffic
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from tests.plan.states.tables import TABLE, random_table
 
@@ -46,7 +46,7 @@ def test_a_slot_is_read_again_as_soon_as_it_is_written() -> None:
 def test_bytes_of_a_step() -> None:
     """Of 16-bit parameters gradients are fetched and results returned; others travel both ways in float32."""
     half, single = (lay_out([StateTensor("a", 100, 0, has_copy)], 32) for has_copy in (True, False))
-    assert traffic(half, 2) == Traffic(fetched=400, returned=200)
-    assert traffic(single, 4) == Traffic(fetched=800, returned=400)
+    assert traffic(half, 2) == StateTraffic(fetched=400, returned=200)
+    assert traffic(single, 4) == StateTraffic(fetched=800, returned=400)
     assert traffic(TABLE, 2, {0, 6}).on_disk == (3 + 2) * 32 == disk_bytes(TABLE, 0) + disk_bytes(TABLE, 6)
-    assert traffic(TABLE, 2) == Traffic(fetched=36 * 4 + 8 * 8, returned=36 * 2 + 8 * 4)
+    assert traffic(TABLE, 2) == StateTraffic(fetched=36 * 4 + 8 * 8, returned=36 * 2 + 8 * 4)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from bytescale_ext.plan.states.check import check_pages
-from bytescale_ext.plan.states.pages import Page, Span, lay_out
+from bytescale_ext.plan.states.pages import Page, PagePart, lay_out
 from tests.plan.states.tables import PAGE_BYTES, TABLE, TENSORS, random_table
 
 
 def test_a_table_by_hand() -> None:
     """Short tensors b and f come first; c has another group, e no copy."""
-    b, f = Span(1, 0, 0, 3), Span(5, 0, 3, 2)
+    b, f = PagePart(1, 0, 0, 3), PagePart(5, 0, 3, 2)
     assert TABLE.pages == (
-        Page(0, True, (b, f, Span(0, 0, 5, 3))),
-        Page(0, True, (Span(0, 3, 0, 8),)),
-        Page(0, True, (Span(0, 11, 0, 8),)),
-        Page(0, True, (Span(3, 0, 0, 8),)),
-        Page(0, True, (Span(3, 8, 0, 1),)),
-        Page(1, True, (Span(2, 0, 0, 3),)),
-        Page(0, False, (Span(4, 0, 0, 8),)),
+        Page(0, True, (b, f, PagePart(0, 0, 5, 3))),
+        Page(0, True, (PagePart(0, 3, 0, 8),)),
+        Page(0, True, (PagePart(0, 11, 0, 8),)),
+        Page(0, True, (PagePart(3, 0, 0, 8),)),
+        Page(0, True, (PagePart(3, 8, 0, 1),)),
+        Page(1, True, (PagePart(2, 0, 0, 3),)),
+        Page(0, False, (PagePart(4, 0, 0, 8),)),
     )
     assert TABLE.starts == (5, 0, 40, 24, 48, 3)
     assert [page.num_elements for page in TABLE.pages] == [8, 8, 8, 8, 1, 3, 8]

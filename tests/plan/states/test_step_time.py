@@ -10,7 +10,7 @@ from bytescale_ext.plan.activation.load import LayerSettings, cost_of_rates, lay
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption, update_seconds
-from bytescale_ext.plan.states.timeline import Speeds, replay, step_seconds
+from bytescale_ext.plan.states.timeline import Speeds, optimizer_step_seconds, time_moves
 
 CASE = StateCase(LLAMA_7B.part(4), 1, True, True, 2, 1, 1 << 22)
 LOAD = layer_load(cost_of_rates(LLAMA_7B, 600e12, 500e12, 400e12), 8192, LayerSettings(4))
@@ -36,7 +36,7 @@ def test_larger_pages_predict_the_same_update(disk_share: float) -> None:
     """Against the replay of every page of the real size."""
     table = CASE.table
     on_disk = range(len(table.pages)) if disk_share else ()
-    exact = step_seconds(replay(table, 2, SPEEDS.of_stage(1), on_disk))
+    exact = optimizer_step_seconds(time_moves(table, 2, SPEEDS.of_stage(1), on_disk))
     assert update(StateOption(1, disk_share=disk_share)) == pytest.approx(exact, rel=0.02)
 
 
@@ -44,10 +44,10 @@ def test_the_update_of_stages_in_host_memory() -> None:
     """Gradients are read once, read and written once more, and cross the link twice where ranks sum them."""
     second, third = update(StateOption(2)), update(StateOption(3))
     table = CASE.table
-    moved = step_seconds(replay(table, 2, SPEEDS.of_stage(2)))
+    moved = optimizer_step_seconds(time_moves(table, 2, SPEEDS.of_stage(2)))
     assert second == pytest.approx(moved + 12 * CASE.num_parameters / 20e9, rel=0.01)
     assert update(StateOption(2), num_ranks=2) - second == pytest.approx(8 * CASE.num_parameters / 50e9)
-    in_host = step_seconds(replay(table, 2, SPEEDS.of_stage(3)))
+    in_host = optimizer_step_seconds(time_moves(table, 2, SPEEDS.of_stage(3)))
     assert third == pytest.approx(in_host + 12 * CASE.num_parameters / 20e9 + 2 * ENDS / 50e9, rel=0.01)
 
 

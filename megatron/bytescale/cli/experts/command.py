@@ -11,7 +11,7 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
-from bytescale_ext.plan.experts.replay import PLACEMENTS, Placing, Replay, replay
+from bytescale_ext.plan.experts.replay import PLACEMENTS, LoadReplay, Placing, replay_loads
 from bytescale_ext.plan.experts.trace import Trace, read_trace
 from megatron.bytescale.cli.shared.inputs import check_picture, count
 from megatron.bytescale.cli.shared.model_flags import shape_of_flags
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     check_slots("--slots", args.slots, trace.head.experts, trace.head.ranks)
     cost = ExpertCost.of(shape, args.tflops * 1e12, args.link_gb_per_second * 1e9, args.micro_batches)
     replays = {
-        name: replay(trace.loads, Placing(name, args.slots, args.threshold, args.interval, cost)) for name in PLACEMENTS
+        name: replay_loads(trace.loads, Placing(name, args.slots, args.threshold, args.interval, cost))
+        for name in PLACEMENTS
     }
     if args.plot is not None:
         from bytescale_ext.draw.charts import draw_loads
@@ -99,7 +100,7 @@ def check_model(shape: ModelShape, trace: Trace) -> None:
         )
 
 
-def figures(result: Replay) -> dict[str, float]:
+def figures(result: LoadReplay) -> dict[str, float]:
     """Return the figures of one placement as plain values."""
     return {
         "ratio_mean": result.mean_ratio,
@@ -110,7 +111,7 @@ def figures(result: Replay) -> dict[str, float]:
     }
 
 
-def table_text(trace: Trace, replays: dict[str, Replay]) -> str:
+def table_text(trace: Trace, replays: dict[str, LoadReplay]) -> str:
     """Return a heading and a table with a row for each placement."""
     head, (steps, layers) = trace.head, trace.loads.shape[:2]
     rows = [["placement", "busiest/mean", "p95", "experts ms a step", "of static", "moves", "planner ms a layer"]]

@@ -88,11 +88,11 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
 
     from bytescale_ext.decode.sampler import Sampler
     from megatron.bytescale.cli.generate.texts import InOrder, Texts
-    from megatron.bytescale.inference.engine import Generation, Request, described
+    from megatron.bytescale.inference.engine import Generation, GenerationRequest, described
 
     texts = Texts(training)
     choose = Sampler(args.temperature, texts.vocab, torch.Generator().manual_seed(args.seed))
-    request = Request(args.max_tokens, choose, shape, texts.end, args.batch)
+    request = GenerationRequest(args.max_tokens, choose, shape, texts.end, args.batch)
     shows = sys.stderr.isatty() and (args.json or not sys.stdout.isatty())  # otherwise the text shows the progress
     out, log = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
     ended: list[Generation] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.bytescale.arguments.options import options_of
-from megatron.bytescale.arguments.values import Tokenizer, check_tokenizer
+from megatron.bytescale.arguments.values import TokenizerChoice, check_tokenizer
 
 _SETTINGS = (
     "tokenizer_type",
@@ -37,7 +37,7 @@ def tokenizer_settings(args: argparse.Namespace) -> dict[str, object]:
     if settings and args.tokenizer_type is None:
         raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")
     if settings:
-        check_tokenizer(options_of(args, Tokenizer))
+        check_tokenizer(options_of(args, TokenizerChoice))
     return settings
 
 

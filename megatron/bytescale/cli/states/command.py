@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.plan.setup.memory import state_cases
 from bytescale_ext.plan.states.forecast import Room, StateCase, Tier, most_layers
-from bytescale_ext.plan.states.moves import Traffic
+from bytescale_ext.plan.states.moves import StateTraffic
 from bytescale_ext.plan.states.pages import NUM_MOMENTS, page_bytes_of
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES, pages_on_disk, tiered_host_bytes
-from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, replay, step_seconds
+from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, optimizer_step_seconds, time_moves
 from megatron.bytescale.cli.shared.inputs import check_picture, count
 from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot
 from megatron.bytescale.cli.states.computing import (
@@ -113,16 +113,16 @@ class StageStates:
                 "--nvme-gb at least that, or more --pipeline-parallel, --tensor-parallel or --optimizer-ranks"
             )
         on_disk = pages_on_disk(case.table, room.host_bytes - case.whole_host_bytes)
-        moves = replay(case.table, case.element_bytes, speeds.of_stage(case.stage), on_disk)
+        moves = time_moves(case.table, case.element_bytes, speeds.of_stage(case.stage), on_disk)
         return cls(case, on_disk, moves, num_micro_batches)
 
     @property
     def seconds(self) -> float:
         """Seconds of the optimizer step."""
-        return step_seconds(self.moves)
+        return optimizer_step_seconds(self.moves)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> StateTraffic:
         """Bytes of one step."""
         return replace(self.case.link_bytes(self.num_micro_batches), on_disk=self.case.traffic(self.on_disk).on_disk)
 

@@ -21,7 +21,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
     DocumentDataset,
     SampleSource,
     build_document_datasets,
-    documents_of,
+    document_bounds,
     wanted_parts,
 )
 
@@ -106,7 +106,7 @@ def check_answers(config: AnswerConfig) -> list[str]:
         num_kept = num_documents = num_cut = 0
         for prefix in prefixes:
             lengths = read_idx_lengths(prefix)
-            part = slice(*documents_of(share, len(lengths)))
+            part = slice(*document_bounds(share, len(lengths)))
             table = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
             num_kept += len(table)
             num_documents += len(lengths[part])

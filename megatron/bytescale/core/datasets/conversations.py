@@ -14,7 +14,7 @@ from bytescale_ext.data.corpus.mask_file import HEADER, MASK, write_header
 from bytescale_ext.data.samples.chats import EncodeChat, conversations, encode_by_megatron, encode_by_template
 from bytescale_ext.data.samples.sources import Entry, raw_contents
 from bytescale_ext.data.samples.texts import Tokenizer
-from megatron.bytescale.core.datasets.corpus import CorpusSummary, Tally, build_megatron_tokenizer, whole_files
+from megatron.bytescale.core.datasets.corpus import CorpusSummary, DocumentTally, build_megatron_tokenizer, whole_files
 
 KINDS = ("SFTTokenizer", "HuggingFaceTokenizer")
 
@@ -90,7 +90,7 @@ def write_conversations(
         entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
     vocabulary, encode = tokenizer
     dtype = DType.optimal_dtype(int(vocabulary.vocab_size))
-    tally, left = Tally(), _Left()
+    tally, left = DocumentTally(), _Left()
     with whole_files(prefix, (MASK, HEADER)) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
@@ -123,7 +123,7 @@ def _add(builder: IndexedDatasetBuilder, masks: BinaryIO, tokens: np.ndarray, an
 
 
 def _encoded(
-    entries: Sequence[Entry], encode: EncodeChat, skip_bad: bool, tally: Tally, left: _Left
+    entries: Sequence[Entry], encode: EncodeChat, skip_bad: bool, tally: DocumentTally, left: _Left
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (token ids [n], answer mask [n]) of each conversation with an answer. Raises ValueError for a bad line."""
     for entry, raw in raw_contents(entries):

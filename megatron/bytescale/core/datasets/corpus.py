@@ -111,7 +111,7 @@ def write_corpus(
     vocab_size = BYTE_LEVEL_VOCAB_SIZE if tokenizer is None else int(tokenizer.vocab_size)
     dtype = DType.optimal_dtype(vocab_size)
     encode = encoder(tokenizer)
-    tally = Tally()
+    tally = DocumentTally()
     with whole_files(prefix) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
@@ -156,7 +156,7 @@ def whole_files(prefix: str, beside: Sequence[str] = ()) -> Iterator[str]:
             Path(partial + suffix).unlink(missing_ok=True)
 
 
-class Tally:
+class DocumentTally:
     """Counts documents while they are written."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def _add_documents(
     encode: Encode,
     json_key: str,
     num_tokens: int | None,
-    tally: Tally,
+    tally: DocumentTally,
 ) -> None:
     total = 0
     for entry, raw in contents(entries, json_key):

@@ -302,7 +302,7 @@ def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable
         for prefix in prefixes:
             if prefix not in counts:
                 counts[prefix] = count_documents(prefix)
-            first, end = documents_of(share, counts[prefix])
+            first, end = document_bounds(share, counts[prefix])
             if first >= end:
                 raise ValueError(_empty_split(prefix, split, counts[prefix]))
 
@@ -315,7 +315,7 @@ def check_labels(config: BlendedMegatronDatasetConfig) -> None:
     """
     for split, prefixes, share in wanted_parts(config):
         lengths = [read_idx_lengths(prefix) for prefix in prefixes]
-        if all(counts[slice(*documents_of(share, len(counts)))].max() < 2 for counts in lengths):
+        if all(counts[slice(*document_bounds(share, len(counts)))].max() < 2 for counts in lengths):
             raise ValueError(
                 f"{', '.join(prefixes)}: no document of the {split.name} split has two tokens, so none has a label: "
                 "use longer documents, another --split, or --eval-iters 0"
@@ -333,7 +333,7 @@ def wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, 
             yield split, blend[0], share
 
 
-def documents_of(share: tuple[float, float], num_documents: int) -> tuple[int, int]:
+def document_bounds(share: tuple[float, float], num_documents: int) -> tuple[int, int]:
     """Return the first document of a share and the end (exclusive), rounded as in Megatron's builder."""
     return round(share[0] * float(num_documents)), round(share[1] * float(num_documents))
 

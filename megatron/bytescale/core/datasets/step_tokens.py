@@ -8,7 +8,7 @@ from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.samples.lengths import read_idx_lengths, sample_table
 from megatron.bytescale.core.datasets.answer_dataset import AnswerConfig
-from megatron.bytescale.core.datasets.document_dataset import documents_of, wanted_parts
+from megatron.bytescale.core.datasets.document_dataset import document_bounds, wanted_parts
 
 
 def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> int:
@@ -23,7 +23,7 @@ def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> 
     most = 0
     for prefix in prefixes:
         lengths = read_idx_lengths(prefix)
-        part = slice(*documents_of(share, len(lengths)))
+        part = slice(*document_bounds(share, len(lengths)))
         if isinstance(config, AnswerConfig):
             table = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
         else:

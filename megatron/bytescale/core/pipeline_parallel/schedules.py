@@ -187,11 +187,11 @@ def end_step(runtime: Runtime, training: bool) -> None:
     first_of_tensor_group = parallel_state.get_tensor_model_parallel_rank() == 0  # one file per HDP rank
     if runtime.parts.clock.traced and config.log_dir is not None and first_of_tensor_group:
         mine = step.plan.ranks[runtime.rank]
-        spans = runtime.parts.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
+        phases = runtime.parts.clock.phases(step.step_index + 1, runtime.rank, mine, step.lengths)
         folder = config.log_dir / "timeline"
         if config.num_stages > 1:  # one timeline per stage
             folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
-        append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, spans))
+        append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, phases))
 
 
 def wrap_finalize_model_grads(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:

@@ -246,14 +246,14 @@ def run_samples(
         schedule,
         communicator,
         step,
-        data_iterator=[sample_slices(step, runtime, layouts, limited, iterator) for iterator in iterators],
+        data_iterator=[slice_inputs(step, runtime, layouts, limited, iterator) for iterator in iterators],
         model=chunks,
         micro_batch_size=micro_batch_size,
         **options,
     )
 
 
-def sample_slices(
+def slice_inputs(
     step: SliceStep,
     runtime: Runtime,
     layouts: Sequence[SliceLayout],

@@ -14,7 +14,7 @@ from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.memory.plan_file import PlanFile
-from bytescale_ext.plan.memory.step_file import ModelTraits, StepLayout, StepMemory, StepRecord
+from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepParallelism, StepRecord
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale.arguments.conditions import IS_CUT, above, chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
@@ -99,16 +99,16 @@ def step_record(step: StepArguments, run: RunConfig, flag: str) -> StepRecord:
     device = "cuda" if run.process.on_cuda else "cpu"
     chunks = run.find(LossChunks)
     shares, loss_tokens = activations.plan(load), None if chunks is None else chunks.num_tokens
-    traits, layout = traits_of(step), layout_of(step, run)
+    traits, layout = traits_of(step), parallelism_of(step, run)
     return StepRecord(run.shape, load.num_tokens, dtype, loss_tokens, shares, traits, device, layout)
 
 
-def layout_of(step: StepArguments, run: RunConfig) -> StepLayout:
+def parallelism_of(step: StepArguments, run: RunConfig) -> StepParallelism:
     """Return how the ranks of a pipeline share a step."""
     slices, num_stages = run.find(SliceConfig), len(run.stage_layers)
     virtual = run.decision.setup.mesh.virtual_stages
     micro_batches = step.global_batch_size // (step.micro_batch_size * step.data_parallel_size)
-    return StepLayout(
+    return StepParallelism(
         tensor_parallel=run.process.tensor_parallel,
         sequence_parallel=step.sequence_parallel,
         stage_layers=run.stage_layers if num_stages > 1 else (),

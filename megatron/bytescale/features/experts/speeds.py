@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.func import functional_call
 
-from bytescale_ext.measure.expert_speed import ExpertSize, agreed_cost, link_seconds, token_counts, token_seconds
+from bytescale_ext.measure.expert_speed import ExpertSize, agreed_cost, link_seconds, timed_token_counts, token_seconds
 from bytescale_ext.measure.speeds import Timer
 from bytescale_ext.plan.experts.cost import ExpertCost
 from megatron.bytescale.core.transformer.moe.slot_experts import SlotExperts
@@ -41,7 +41,7 @@ def measured_placement_cost(
         size = ExpertSize(
             sum(weight.numel() for weight in parameters), experts.config.hidden_size, first.element_size()
         )
-        counts = token_counts(size.weights, on_cuda)
+        counts = timed_token_counts(size.weights, on_cuda)
         of_token = token_seconds(computing(expert, size.hidden, device), counts, timer)
         seconds = (of_token, *link_seconds(size, group, device))
     cost = agreed_cost(seconds, device)

@@ -13,7 +13,7 @@ from bytescale_ext.plan.hdp.table import planner_help, planner_names
 from bytescale_ext.plan.setup.costs import slowest_stage
 from bytescale_ext.plan.setup.planner import balance_of, share_of_experts
 from bytescale_ext.plan.step.sizes import RING_FORMS
-from megatron.bytescale.arguments.batch_schedule import StepSizes, schedule_of, schedule_overrides
+from megatron.bytescale.arguments.batch_schedule import StepSizes, batch_schedule_of, schedule_overrides
 from megatron.bytescale.arguments.conditions import given
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.features.feature import Feature
@@ -228,7 +228,7 @@ def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
         expert_ranks=setup.mesh.expert_ranks,
         expert_share=share_of_experts(setup),
         kernel=options.hdp_attention_kernel,
-        schedule=schedule_of(options.step_batch_size_schedule, options.seq_length, run.cluster.num_ranks),
+        schedule=batch_schedule_of(options.step_batch_size_schedule, options.seq_length, run.cluster.num_ranks),
         plans_offload=setup.plans_offload,
         **{name: value for name, value in given.items() if value is not None},
     )

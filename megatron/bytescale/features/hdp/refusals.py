@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.bytescale.arguments.conditions import above, chosen, equals, given, where
-from megatron.bytescale.arguments.layer_settings import Backend, Balancing, QueryGroups, Windows
+from megatron.bytescale.arguments.layer_settings import AttentionChoice, Balancing, QueryGroups, Windows
 from megatron.bytescale.arguments.refusals import REMOVE, refuse
 from megatron.bytescale.core.transformer.moe.expert_ranks import ExpertSizes, ranks_that_share_experts
 
@@ -86,7 +86,8 @@ REFUSALS = (
     refuse("--multi-latent-attention with --position-embedding-type", "hdp", "use rope or none there, and --rope-type "
            "yarn for YaRN", given("multi_latent_attention") & equals("position_embedding_type", "yarn")),
     refuse("--mla-down-proj-fusion", "hdp", "remove it: its module computes positions by rows"),
-    refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel", where(Backend, Backend.is_chosen)),
+    refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
+           where(AttentionChoice, AttentionChoice.is_chosen)),
     refuse("--use-kitchen-attention", "hdp", "choose with --hdp-attention-kernel"),
     refuse("--max-seqlen-per-dp-cp-rank", "hdp", "give --hdp-tokens-per-rank"),
     refuse("--fine-grained-activation-offloading", "hdp"),

@@ -239,7 +239,7 @@ def resolve(flags: SliceFlags, run: RunConfig) -> SliceConfig | DocumentSliceCon
     return sample_slices(flags, run.decision.setup)
 
 
-def sample_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]:
+def sample_slice_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]:
     """Return the tokens of each slice of samples of one length. Raises ValueError for slices that do not fit."""
     partition, longest = options.partition, setup.sequences.longest
     num_slices = options.slicing.num_slices

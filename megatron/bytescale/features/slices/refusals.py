@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.bytescale.arguments.conditions import above, chosen, given, where
-from megatron.bytescale.arguments.layer_settings import Backend, Balancing
+from megatron.bytescale.arguments.layer_settings import AttentionChoice, Balancing
 from megatron.bytescale.arguments.refusals import refuse
 
 REFUSALS = (
@@ -30,7 +30,7 @@ REFUSALS = (
     refuse("--mtp-num-layers without --hybrid-data-parallel", "slices", "add --hybrid-data-parallel, whose loader "
            "knows the tokens of the next slice", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
     refuse("--attention-backend", "slices", "remove it: slices use their own kernels",
-           where(Backend, Backend.is_chosen)),
+           where(AttentionChoice, AttentionChoice.is_chosen)),
     refuse("--use-kitchen-attention", "slices", "remove it: slices use their own kernels"),
     refuse("--fp8-format without --hybrid-data-parallel", "slices", "add it: its plans pad slices to whole blocks",
            given("fp8") & ~given("hybrid_data_parallel")),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bytescale_ext.config.memory.host_tables import EmbeddingConfig, check_fits
+from bytescale_ext.config.memory.host_tables import EmbeddingConfig, check_host_room
 from bytescale_ext.config.run import RunConfig
 from megatron.bytescale.arguments.conditions import equals, given
 from megatron.bytescale.arguments.refusals import refuse
@@ -72,7 +72,7 @@ def resolve(options: EmbeddingOptions, run: RunConfig) -> EmbeddingConfig:
     host = options.cache().settings(num_rows)
     needed = host.num_bytes(num_rows, dim, run.cluster.num_ranks)
     advice = "lower --embedding-cache-rows, or use more ranks"
-    check_fits("the embedding and its cache", needed, free_bytes_of_process(options), advice)
+    check_host_room("the embedding and its cache", needed, free_bytes_of_process(options), advice)
     return EmbeddingConfig(host, num_rows, dim)
 
 

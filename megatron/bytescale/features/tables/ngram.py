@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bytescale_ext.config.memory.host_tables import check_fits
+from bytescale_ext.config.memory.host_tables import check_host_room
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.samples.grams import GramRule, numbers
@@ -131,7 +131,7 @@ def resolve(options: NgramOptions, run: RunConfig) -> NgramConfig:
     most_of_a_stage = min(len(layers), max(run.stage_layers))
     needed = most_of_a_stage * host.num_bytes(rule.num_rows, options.ngram_dim, run.cluster.num_ranks)
     advice = "lower --ngram-rows, --ngram-dim or --ngram-cache-rows, or use more ranks"
-    check_fits("n-gram tables and their caches", needed, free_bytes_of_process(options), advice)
+    check_host_room("n-gram tables and their caches", needed, free_bytes_of_process(options), advice)
     return replace(config, host=host)
 
 

@@ -14,12 +14,12 @@ from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.memory.plan_file import PlanFile
-from bytescale_ext.plan.memory.step_file import StepLayout, StepMemory
+from bytescale_ext.plan.memory.step_file import StepMemory, StepParallelism
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features import refusals
-from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN, layout_of
+from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN, parallelism_of
 from tests.bytescale.features.activations.test_activation_memory import MEMORY, RECORD
 from tests.bytescale.features.activations.test_flags import MEMO
 from tests.bytescale.features.activations.test_flags import parsed as parsed_with
@@ -110,23 +110,23 @@ PIPELINE = {
     "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8, "data_parallel_size": 2,
     "global_batch_size": 8, "sequence_parallel": True,
 }  # fmt: skip
-LAYOUT = StepLayout(2, True, (4, 4), micro_batches=4)
+LAYOUT = StepParallelism(2, True, (4, 4), micro_batches=4)
 
 
 def test_the_layout_is_that_of_a_pipeline() -> None:
     step = MEMORY_PLAN.read(parsed(*POLICY, "--memory-plan", "plan.json", **PIPELINE))
     run = resolve(parsed(*POLICY, **PIPELINE))
-    assert layout_of(step, run) == LAYOUT
+    assert parallelism_of(step, run) == LAYOUT
     setup = run.decision.setup
     virtual = replace(setup, mesh=replace(setup.mesh, virtual_stages=2))
     overlapped = replace(step, overlap_p2p_comm=True, microbatch_group_size_per_vp_stage=4)
     in_virtual_stages = replace(LAYOUT, virtual_stages=2, group_size=4, overlapped_messages=True)
-    assert layout_of(overlapped, replace(run, decision=replace(run.decision, setup=virtual))) == in_virtual_stages
+    assert parallelism_of(overlapped, replace(run, decision=replace(run.decision, setup=virtual))) == in_virtual_stages
     eager = Slicing(2, eager=True)
     sliced = run.with_feature("slices", SliceConfig(eager, (4096, 4096), 2))
-    assert layout_of(step, sliced) == replace(LAYOUT, slices=(4096, 4096), slicing=eager)
+    assert parallelism_of(step, sliced) == replace(LAYOUT, slices=(4096, 4096), slicing=eager)
     alone = parsed(*POLICY, global_batch_size=8)
-    assert layout_of(MEMORY_PLAN.read(alone), resolve(alone)) == StepLayout()  # one by one, however many
+    assert parallelism_of(MEMORY_PLAN.read(alone), resolve(alone)) == StepParallelism()  # one by one, however many
 
 
 def test_each_rank_takes_the_plan_of_its_stage(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B, key_value_bytes
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
-from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.memory import stage_state_bytes
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.setup import setup_of
@@ -155,7 +155,7 @@ def test_the_planner_chooses_slices_within_the_budget() -> None:
     whole, less = (resolved(2, *MODEL, *TRAIN, "--cpu", *f"{CHOSEN} 0.5 {words}".split()) for words in ("", recompute))
     choice = whole.decision.slices
     assert choice.device_bytes == 0.5e9
-    assert choice.memory.state_bytes == state_bytes(whole.decision.setup)
+    assert choice.memory.state_bytes == stage_state_bytes(whole.decision.setup)
     config = whole.features["slices"]
     assert config.receives_ahead
     assert "fastest within 0.5 GB of device memory" in config.note
