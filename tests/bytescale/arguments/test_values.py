@@ -58,7 +58,7 @@ CASES: list[tuple[list[str], str]] = [
     *(([*COMMON, flag, "{in}/file/sub"], f"{flag} {{in}}/file/sub cannot be written") for flag in values.WRITTEN),
     ([*without("--save-interval"), "--save", "{in}/new"], "--save {in}/new needs --save-interval"),
     ([*COMMON, "--hdp-timeline-step", "2"], "--hdp-timeline-step needs --hdp-log-dir"),
-    ([*COMMON, "--hdp-timeline-step", "0"], "--hdp-timeline-step 0: iterations begin with 1"),
+    ([*COMMON, "--hdp-timeline-step", "0"], "--hdp-timeline-step 0: iterations begin at 1"),
     (without("--data-path"), "no data: give --data-path PREFIX"),
     ([*COMMON, "--data-path", "{in}/none", "--save", "{in}/new", "--hdp-log-dir", "{in}/new"], "none.idx: no such"),
     (UNTOKENIZED, "no --tokenizer-type: give the tokenizer that wrote the data"),
@@ -79,7 +79,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*COMMON, "--hdp-kept-keys", "5"], "--hdp-kept-keys needs"),
     ([*COMMON, "--chunked-cross-entropy", "0"], "--chunked-cross-entropy"),
     ([*COMMON, "--memory-plan", "{in}/none"], "{in}/none"),
-    ([*COMMON, "--tensor-model-parallel-size", "3"], "start 3 processes, or lower it"),
+    ([*COMMON, "--tensor-model-parallel-size", "3"], "start 3 processes, or lower the sizes"),
 ]  # fmt: skip
 
 

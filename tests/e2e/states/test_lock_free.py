@@ -57,5 +57,5 @@ def test_all_layouts_train_alike_and_runs_go_on(documents: Path, tmp_path: Path)
         stale = [row["stale_steps"] for row in rows]
         assert stale == [row["most_stale_steps"] for row in rows]
         assert stale == [0, 1, 0, 0, 0, 1][-len(stale) :]
-    assert "updates beside 1 step(s)" in two[0].text
+    assert "updates overlap with 1 step(s)" in two[0].text
     assert "parameters lacked the gradients of 1.00 steps, 1 at most" in two[-1].text

@@ -1,1 +1,1 @@
-"""Activation policies and memory plans: their flags, and what they add to the training."""
+"""Activation policies and memory plans: flags and changes to the training."""

@@ -1,9 +1,9 @@
-"""A memory plan in training (``--memory-plan``): enables only what measurably helps, and compares a step with the plan.
+"""A memory plan in training (``--memory-plan``): uses only its measurable benefits, and compares a step with it.
 
 Swapped layers are read back into two rounding buffers of the planned size. On a GPU the planned peak is reserved before
-the first step as one segment of the caching allocator, which then splits it instead of asking the device for memory
-tensor by tensor. The addresses of the plan are not enforced: torch's allocator sees only sizes, in an order that
-changes with the lengths of micro-batches, so the n-th request of a step is not the n-th of the plan.
+the first step as one segment of the caching allocator, which then splits it instead of requesting device memory for
+each tensor. The planned addresses are not enforced: torch's allocator sees only sizes, in an order that changes with
+the lengths of micro-batches, so the n-th request of a step is not the n-th request of the plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
 
 TOLERANCE = 1.05
-"""The report warns of a step that uses more than this many times the plan."""
+"""Factor over the planned memory above which the report of a step contains a warning."""
 
 
 @dataclass
@@ -33,8 +33,8 @@ class FirstStep:
 
     Attributes:
         store: store of the activations.
-        chunks: the model of the process: one chunk, or one for each virtual stage; known once it is built.
-        trace: while it runs.
+        chunks: model chunks of the process, one per virtual stage; set once they are built.
+        trace: trace in progress, or None.
     """
 
     store: ActivationStore
@@ -42,17 +42,17 @@ class FirstStep:
     trace: AllocationTrace | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Start tracing, in the first forward pass of a step; parameters and gradients exist before."""
+        """Start the trace in the first forward pass of a step; parameters and gradients exist already."""
         chunks = [unwrap_model(chunk) for chunk in self.chunks] or [unwrap_model(model)]
         states = [tensor for chunk in chunks for tensor in _states(chunk)]
         self.trace = AllocationTrace([*states, self.store.link.arena.memory])
         self.trace.__enter__()
         received = getattr(getattr(unwrap_model(model), "decoder", None), "input_tensor", None)
-        if received is not None:  # from the stage before, which Megatron does before the forward step
+        if received is not None:  # received from the previous stage before the forward step
             self.trace.note_input(received)
 
     def end(self) -> AllocationTrace:
-        """End tracing, after the last backward pass of the step."""
+        """End the trace after the last backward pass of the step."""
         trace, self.trace = self.trace, None
         assert trace is not None, "a step was begun"
         trace.__exit__(None, None, None)
@@ -60,7 +60,7 @@ class FirstStep:
 
 
 def around_steps(training: Training, begin: Callable[[Any], None], end: Callable[[], None]) -> Training:
-    """Return the training that calls ``begin`` with the model before each forward pass, and ``end`` after each step."""
+    """Return a training that calls ``begin`` with the model before each forward pass, and ``end`` after each step."""
 
     def wrap_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
         def forward(data_iterator: Any, model: Any) -> Any:
@@ -85,12 +85,12 @@ class PlannedMemory:
     """A memory plan in one process, from its first forward pass on.
 
     Attributes:
-        memory: the plan of this rank.
+        memory: plan of this rank.
         store: store of the activations.
-        on_cuda: the process computes on a GPU.
-        prints: this process prints the report.
-        role: role of a rank among several, for the report.
-        step: first step, on CPU.
+        on_cuda: whether the process computes on a GPU.
+        prints: whether this process prints the report.
+        role: role of this rank in the report, if there are several.
+        step: trace of the first step, on CPU.
     """
 
     memory: StepMemory
@@ -107,27 +107,27 @@ class PlannedMemory:
 
     @classmethod
     def of(cls, runtime: Runtime) -> PlannedMemory:
-        """Return the plan of a run, before its first step."""
+        """Return the memory plan of a run, before its first step."""
         memory, process = runtime.run.get(StepMemory), runtime.run.process
         return cls(memory, store_of(runtime), process.on_cuda, process.hdp_rank == 0, role_of(runtime, memory.record))
 
     def around(self, training: Training) -> Training:
-        """Return the training whose first forward pass reserves the memory."""
+        """Return a training that reserves the memory in its first forward pass."""
         training.model.pre_wrap_hooks.append(self.see_model)
         return around_steps(training, self.begin, self.end)
 
     def see_model(self, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """``ModelConfig.pre_wrap_hooks``: remember all chunks."""
+        """Hook in ``ModelConfig.pre_wrap_hooks``: store all model chunks."""
         self.step.chunks = model_chunks
         return model_chunks
 
     @property
     def peak(self) -> int:
-        """Planned bytes."""
+        """The planned memory in bytes."""
         return self.memory.plan.model.peak
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Reserve the planned memory and start measuring, in the first forward pass of a run."""
+        """Reserve the planned memory and start to measure, in the first forward pass of a run."""
         if self._is_done or self.step.trace is not None or self._used_before:
             return
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
@@ -141,7 +141,7 @@ class PlannedMemory:
             self.step.begin(model)
 
     def end(self) -> None:
-        """Compare the memory of the first step with the plan, after its last backward pass."""
+        """Compare the memory of the first step with the plan after the step's last backward pass."""
         if self._is_done:
             return
         self._is_done = True
@@ -153,25 +153,25 @@ class PlannedMemory:
             print(self.report(used), flush=True)
 
     def report(self, used: int) -> str:
-        """Return one line that compares the bytes of the first step with the plan."""
-        # A buffer is freed whole at the end of its layer; the plan frees its tensors one by one.
+        """Return a line that compares the memory of the first step, in bytes, with the plan."""
+        # At the end of its layer a buffer is freed whole, while the plan frees its tensors one by one.
         most = TOLERANCE * self.peak + NUM_BUFFERS * self.memory.buffer_bytes
-        verdict = "" if used <= most else "; this is more: record the plan with longer micro-batches"
-        where = "" if self.on_cuda else "; on CPU nothing is reserved, rounding buffers are used"
+        verdict = "" if used <= most else "; this exceeds the plan: record it with longer micro-batches"
+        note = "" if self.on_cuda else "; on CPU no memory is reserved, but rounding buffers are used"
         return (
             f"> bytescale: memory plan{self.role}: {self.peak / 1e6:.3f} MB planned, {used / 1e6:.3f} MB at most in "
-            f"the first step{verdict}{where}"
+            f"the first step{verdict}{note}"
         )
 
 
 def store_of(runtime: Runtime) -> ActivationStore:
-    """Return the store of the activations, which memory plans always have."""
+    """Return the store of the activations, which always exists with a memory plan."""
     assert runtime.parts.activations is not None, "a memory plan has an activation policy"
     return runtime.parts.activations
 
 
 def role_of(runtime: Runtime, record: StepRecord) -> str:
-    """Return the stage and the tensor-parallel rank of this process, for messages; "" if there is one of each."""
+    """Return this process's stage and tensor-parallel rank for messages; "" if neither is divided."""
     process, layout = runtime.run.process, record.layout
     parts = [f"stage {process.stage}"] * (layout.num_stages > 1)
     parts += [f"tensor rank {process.tensor_rank}"] * (layout.tensor_parallel > 1)

@@ -1,4 +1,4 @@
-"""Activation policies in training: around Megatron's layers, with the plan set before each micro-batch."""
+"""Activation policies in training: they wrap Megatron's layers and set a plan before each micro-batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron.bytescale.training.speeds import measure_speeds
 def plan_activations(training: Training, runtime: Runtime) -> Training:
     """Wrap all layers and set the plan of each micro-batch before its forward pass.
 
-    Hybrid data parallelism logs what a step kept, swapped and recomputed; without it a log line is added here.
+    Hybrid data parallelism logs how much a step kept, swapped and recomputed; without it this function adds a log line.
     """
     run = runtime.run
     config, has_documents = run.get(ActivationConfig), run.find(HdpConfig) is not None
@@ -60,12 +60,12 @@ def plan_activations(training: Training, runtime: Runtime) -> Training:
 
 
 def has_own_attention(run: RunConfig, transformer_impl: str) -> bool:
-    """Return whether samples need our attention: Megatron's local attention keeps all scores of a layer."""
+    """Return whether samples need our attention, because Megatron's local attention keeps all scores of a layer."""
     return run.find(HdpConfig) is None and run.find(SliceConfig) is None and transformer_impl == "local"
 
 
 def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: choose the attention kernel."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: choose the attention kernel."""
     shape = runtime.run.shape
     inputs = (runtime.device, runtime.run.process.dtype, shape.head_dim)
     kernel, reason, _ = choose_kernel(*inputs, windows=shape.window is not None)
@@ -75,7 +75,7 @@ def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> lis
 
 
 def make_store(run: RunConfig) -> ActivationStore:
-    """Return the store of this process, with its arena."""
+    """Return the activation store of this process, with its host arena."""
     config, process = run.get(ActivationConfig), run.process
     if process.on_cuda:
         torch.cuda.set_device(process.local_rank)
@@ -86,7 +86,7 @@ def make_store(run: RunConfig) -> ActivationStore:
 def with_check(
     finalize: Callable[..., Any], store: ActivationStore, log: Callable[[], None] | None = None
 ) -> Callable[..., Any]:
-    """Wrap ``finalize_model_grads_func``: all backward passes have run, so the store must be empty."""
+    """Wrap ``finalize_model_grads_func`` with a check that the store is empty, since all backward passes have run."""
     warned = False
 
     def finalize_and_check(*args: Any, **kwargs: Any) -> Any:
@@ -109,14 +109,14 @@ def with_check(
 
 @dataclass
 class StepLog:
-    """Prints every ``interval`` steps what the last rank kept, swapped and recomputed in that step."""
+    """Prints every ``interval`` steps how much the last rank kept, swapped and recomputed in that step."""
 
     store: ActivationStore
     interval: int
     num_steps: int = 0
 
     def __call__(self) -> None:
-        """Count a finished step, and print its line if it is due."""
+        """Count a finished step, and print its line if due."""
         counts = self.store.take_counts()
         self.num_steps += 1
         if self.num_steps % self.interval == 0:
@@ -131,7 +131,7 @@ def planned_forward_step(
 
     @cache
     def planner(slicing: Slicing) -> tuple[ActivationConfig, Callable[..., ActivationPlan]]:
-        config = runtime.run.get(ActivationConfig).in_slices(slicing)  # now with measured speeds
+        config = runtime.run.get(ActivationConfig).in_slices(slicing)  # by now it has measured speeds
         return config, lru_cache(maxsize=4096)(config.plan)
 
     def forward(data_iterator: Any, model: Any) -> Any:
@@ -148,9 +148,9 @@ def planned_forward_step(
 def ordered_forward_step(
     store: ActivationStore, order: Callable[[], tuple[Action, ...] | None] | None, forward_step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap the forward step of samples: follow the order of work of the stage.
+    """Wrap the forward step of samples: follow the stage's order of work.
 
-    ``order`` returns the order of a step; None where the schedule of slices begins the step with it.
+    ``order`` returns the order of a step, or None if a schedule of slices already starts the step with its order.
     """
 
     def forward(data_iterator: Any, model: Any) -> Any:
@@ -165,7 +165,7 @@ def ordered_forward_step(
 
 
 def order_of_stage(config: Any) -> tuple[Action, ...] | None:
-    """Return the order in which this stage runs a step of Megatron's own schedule; None without a pipeline."""
+    """Return the order of a step of Megatron's own schedule on this stage; None without a pipeline."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return None
@@ -187,5 +187,5 @@ def load_of_micro_batch(config: ActivationConfig, packed: Any) -> tuple[LayerLoa
 
 
 def _length(shard: Any) -> int:
-    """Return the tokens of a shard's sequence; the shares of a ring differ by at most one token."""
+    """Return the tokens of a shard's sequence on this rank; the shares of a ring differ by at most one token."""
     return int(shard.num_tokens * len(shard.ring))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.pretrain_arguments import Training
 
 RATES: Final = (650e12, 600e12, 500e12)
-"""FLOPs per second of matrix products, attention forward and backward, used without a cost file: one H200."""
+"""FLOPs per second of matrix products, attention forward and attention backward without a cost file: one H200."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,26 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-policy",
         choices=POLICIES,
         default="none",
-        help="How to treat the tensors that layers save for the backward pass. memo: swap layer inputs and attention "
+        help="Policy for the tensors that layers save for the backward pass. memo: swap layer inputs and attention "
         "outputs to host memory, and as much of the rest as the link can carry; recompute what remains, but never "
-        "attention. priced: the same, but rebuild what is cheap to rebuild, and use free device memory. offload: swap "
-        "a share of every tensor; with --hybrid-data-parallel the plan chooses the share of each micro-batch, so that "
-        "a long sequence needs fewer ranks. auto: the policy with the least predicted time. Default: none. "
-        "`bytescale activations` predicts the effect of each on a model.",
+        "attention. priced: the same, but recompute tensors that are cheap to recompute, and use free device memory. "
+        "offload: swap a share of every tensor; with --hybrid-data-parallel the plan chooses the share of each "
+        "micro-batch, so that a long sequence needs fewer ranks. auto: the policy with the least predicted time. "
+        "Default: none. `bytescale activations` predicts each policy's effect on a model.",
     )
     texts = {
-        "--swap-fraction F": "Swap this share of the tokens. With memo and priced it is their alpha; with none, the "
-        "share of all tensors.",
-        "--recompute-fraction F": "Recompute this share of the tokens, without attention: 1 alone is full recompute "
-        "except attention. What is neither swapped nor recomputed stays on the device.",
-        "--host-memory-gb G": "Host memory of each process for activations, allocated once, when training starts. "
-        "Every policy that swaps needs it. With --state-policy auto, for model states too.",
-        "--device-memory-gb G": "Memory of a device, all of it. Training subtracts its parameters, gradients and "
-        "optimizer states, and says what remains for activations. Leave headroom: CUDA, NCCL and fragmentation are not "
-        "included. priced, offload and auto need it, except offload with --hybrid-data-parallel, where "
+        "--swap-fraction F": "Swap this share of the tokens. For memo and priced it is their alpha; without a policy "
+        "it applies to all tensors.",
+        "--recompute-fraction F": "Recompute this share of the tokens, except attention; 1 alone is full recomputation "
+        "without attention. Tokens that are neither swapped nor recomputed stay on the device.",
+        "--host-memory-gb G": "Host memory of each process for activations, allocated once when training starts. "
+        "Every policy that swaps needs it. With --state-policy auto it is also for model states.",
+        "--device-memory-gb G": "Total memory of a device. Training subtracts its parameters, gradients and "
+        "optimizer states, and prints what remains for activations. Leave headroom: CUDA, NCCL and fragmentation are "
+        "not included. priced, offload and auto need it, except offload with --hybrid-data-parallel, where "
         "--hdp-tokens-per-rank sets the limit.",
-        "--link-gb-per-second B": "Speed of a link between device and pinned host memory, one way, when one GPU uses "
-        "it (55).",
+        "--link-gb-per-second B": "Speed of a link between device and pinned host memory in one direction while a "
+        "single GPU uses it (55).",
     }
     for words, text in texts.items():
         flag, metavar = words.split()
@@ -63,15 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-link",
         type=int,
         metavar="N",
-        help="GPUs of this run that share one link to host memory, as behind a PCIe switch: each is planned with a "
-        "share of its speed (1). What is measured at start is shared already. "
-        "scripts/bench/activation/gpu_activations_calibrate.py measures it.",
+        help="GPUs of this run that share one link to host memory, for example behind a PCIe switch; each is planned "
+        "with an equal share of its speed (1). Speeds measured at start already include sharing. "
+        "scripts/bench/activation/gpu_activations_calibrate.py measures the link.",
     )
     group.add_argument(
         "--no-measured-speeds",
         action="store_true",
-        help="Plan with assumed speeds where none are given, equal in every run. Default: a policy that chooses shares "
-        "measures the link and one layer when training starts, in about two seconds, on all ranks together.",
+        help="Assume speeds that are not given instead of measuring them, so that runs are equal. Default: a policy "
+        "that chooses shares measures the link and one layer when training starts, in about two seconds, on all ranks "
+        "together.",
     )
 
 
@@ -80,14 +81,14 @@ class PolicyFlags:
     """Flags of activation policies and of memory, and the flags that they depend on; None: not given.
 
     Attributes:
-        activation_policy: policy by name.
+        activation_policy: name of the policy.
         swap_fraction, recompute_fraction: shares of the tokens.
         device_memory_gb, host_memory_gb: memory of the device, and host memory of a process.
-        link_gb_per_second: speed of a link to host memory that one GPU uses.
+        link_gb_per_second: speed of a link to host memory while a single GPU uses it.
         gpus_per_link: GPUs that share a link.
-        no_measured_speeds: speeds are assumed where none are given.
+        no_measured_speeds: whether speeds that are not given are assumed instead of measured.
         memory_plan, record_memory_plan: files of memory plans.
-        hybrid_data_parallel: documents are planned.
+        hybrid_data_parallel: whether documents are planned.
         transformer_impl: implementation of Megatron's layers.
     """
 
@@ -106,21 +107,21 @@ class PolicyFlags:
 
 
 def before_checks(flags: PolicyFlags) -> Overrides:
-    """Load no masks for samples that our attention computes; a mask of all pairs of tokens would outgrow the rest."""
+    """Load no masks for samples if our attention runs; a mask of all pairs of tokens would exceed other memory."""
     return {"create_attention_mask_in_dataloader": False} if flags.transformer_impl == "local" else NO_OVERRIDES
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """The flags of activation policies and of budgets.
+    """The options of activation policies and of budgets.
 
     Attributes:
-        policy: policy by name, or given shares.
+        policy: name of a policy, or given shares.
         device_gb: memory of the device; None: not given.
         host_gb: host memory of a process; None: not given.
-        link_gb: speed of a link to host memory that a single GPU uses, in GB/s; None: not given.
+        link_gb: speed of a link to host memory while a single GPU uses it, in GB/s; None: not given.
         gpus_per_link: GPUs that share a link.
-        may_measure: unmeasured speeds may be measured when training starts.
+        may_measure: whether speeds that are not given may be measured when training starts.
     """
 
     policy: Policy
@@ -132,7 +133,7 @@ class PolicyOptions:
 
 
 def policy_options(flags: PolicyFlags) -> PolicyOptions:
-    """Return the flags of activation policies. Raises ValueError for shares and budgets that are wrong or missing."""
+    """Return the options of activation policies. Raises ValueError for wrong or missing shares and budgets."""
     has_memory_plan = flags.memory_plan is not None or flags.record_memory_plan is not None
     options = PolicyOptions(
         policy=Policy(flags.activation_policy, flags.swap_fraction, flags.recompute_fraction),
@@ -140,7 +141,7 @@ def policy_options(flags: PolicyFlags) -> PolicyOptions:
         host_gb=flags.host_memory_gb,
         link_gb=flags.link_gb_per_second,
         gpus_per_link=1 if flags.gpus_per_link is None else flags.gpus_per_link,
-        may_measure=not (flags.no_measured_speeds or has_memory_plan),  # memory plans need equal shares in two runs
+        may_measure=not (flags.no_measured_speeds or has_memory_plan),  # a memory plan needs equal shares in two runs
     )
     _check_shares(options.policy)
     _check_budgets(options, plans_offload=flags.hybrid_data_parallel and flags.activation_policy == "offload")
@@ -148,7 +149,7 @@ def policy_options(flags: PolicyFlags) -> PolicyOptions:
 
 
 def _check_shares(policy: Policy) -> None:
-    """Raise ValueError for shares outside 0 to 1, or shares that the policy does not take."""
+    """Raise ValueError for shares outside 0 to 1, and for shares that the policy does not accept."""
     if policy.name == "auto" and policy.has_shares:
         raise ValueError("--activation-policy auto chooses the shares: remove --swap-fraction and --recompute-fraction")
     if policy.name == "offload" and policy.recompute:
@@ -164,7 +165,7 @@ def _check_shares(policy: Policy) -> None:
 
 
 def _check_budgets(options: PolicyOptions, plans_offload: bool) -> None:
-    """Raise ValueError for a budget or a link that is missing or impossible."""
+    """Raise ValueError for a missing or impossible budget or link speed."""
     policy = options.policy
     if options.host_gb is None and (policy.name != "none" or policy.swap):
         raise ValueError("give --host-memory-gb, the host memory of each process for activations")
@@ -181,23 +182,23 @@ def _check_budgets(options: PolicyOptions, plans_offload: bool) -> None:
 
 
 def check_planned_offload(setup: Setup, options: PolicyOptions) -> None:
-    """Raise ValueError for settings with which the plan of a step cannot choose what micro-batches offload."""
+    """Raise ValueError for settings that prevent the plan of a step from choosing shares to offload."""
     policy = "--activation-policy offload by the plan of --hybrid-data-parallel"
     by_share = "or give --swap-fraction, the same share for all micro-batches"
     if options.device_gb is not None:
-        raise ValueError(f"{policy}: --hdp-tokens-per-rank decides what the device holds; remove --device-memory-gb")
+        raise ValueError(f"{policy}: --hdp-tokens-per-rank limits the device's memory; remove --device-memory-gb")
     if setup.planning.static_width is not None:
         raise ValueError(
             f"{policy} does not work with --hdp-static-width, whose widths are fixed: remove it, {by_share}"
         )
     if setup.shape.num_experts:
         raise ValueError(
-            f"{policy} does not work with --num-experts: what experts save stays on the device, so a share of the rest "
-            f"does not make room for more tokens; use priced, {by_share}"
+            f"{policy} does not work with --num-experts: experts keep their tensors on the device, so offloading the "
+            f"rest makes no room for more tokens; use priced, {by_share}"
         )
     if setup.slicing != ONE_SLICE:
         raise ValueError(
-            f"{policy} does not work with --seq1f1b-slices, which already hold less; remove one, {by_share}"
+            f"{policy} does not work with --seq1f1b-slices, which already need less memory; remove one,  {by_share}"
         )
     layers_of_process = min(setup.mesh.stage_layers)
     if layers_of_process <= RESIDENT_LAYERS:
@@ -208,14 +209,14 @@ def check_planned_offload(setup: Setup, options: PolicyOptions) -> None:
 
 
 def resolve(flags: PolicyFlags, run: RunConfig) -> ActivationConfig:
-    """Return the policy of this process."""
+    """Return the activation policy of this process."""
     options = policy_options(flags)
     assumed, measured = assumptions(options, run), measures(options, run)
     return ActivationConfig(run.decision, run.process.stage, assumed=assumed, measures=measured)
 
 
 def assumptions(options: PolicyOptions, run: RunConfig) -> str:
-    """Return a line about the speeds that plans assume, and the flags that replace them; "" if all are given."""
+    """Return a line about assumed speeds, with the flags that replace them; "" if no speeds are assumed."""
     speeds = []
     if options.link_gb is None and options.host_gb:
         speeds.append(
@@ -234,7 +235,7 @@ def assumptions(options: PolicyOptions, run: RunConfig) -> str:
 
 
 def measures(options: PolicyOptions, run: RunConfig) -> tuple[str, ...]:
-    """Return the speeds that are measured when training starts, because the policy chooses shares by them."""
+    """Return the speeds to measure when training starts, because the policy chooses shares with them."""
     if not options.may_measure or options.policy.name == "none" or options.policy.has_shares:
         return ()
     measured = ["layers"] * (run.cost is None)
@@ -242,7 +243,7 @@ def measures(options: PolicyOptions, run: RunConfig) -> tuple[str, ...]:
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Plan the saved tensors of each layer, micro-batch by micro-batch."""
+    """Plan the saved tensors of each layer for each micro-batch."""
     from megatron.bytescale.features.activations import build as activations
 
     return activations.plan_activations(training, runtime)

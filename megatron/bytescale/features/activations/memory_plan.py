@@ -1,4 +1,4 @@
-"""The peak of a plan of ``bytescale memory-plan`` in training (MEMO section 4.2): reserved, not its addresses."""
+"""The memory plan of a training (MEMO section 4.2): its peak is reserved, its addresses are not enforced."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-plan",
         type=Path,
         metavar="FILE",
-        help="Reserve the peak of a plan of --record-memory-plan or `bytescale memory-plan --output FILE` at once, on "
-        "a GPU; its addresses are not enforced. Swapped layers are read back into two buffers of the planned size. "
-        "The plan must be of this model, step and layout of ranks.",
+        help="On a GPU, reserve the peak of a plan of --record-memory-plan or `bytescale memory-plan --output FILE` "
+        "before the first step; its addresses are not enforced. Swapped layers are read back into two buffers of the "
+        "planned size. The plan must match this run's model, step and layout of ranks.",
     )
 
 
 @dataclass(frozen=True)
 class StepArguments:
-    """Megatron's arguments of the same names that decide the tensors of a step and how ranks share it.
+    """Megatron's arguments, under the same names, that determine a step's tensors and how ranks share it.
 
-    Those with a default are set by Megatron's checks.
+    Megatron's checks set the arguments that have a default here.
     """
 
     global_batch_size: int
@@ -66,15 +66,15 @@ class StepArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlanOptions(StepArguments):
-    """The flag of a memory plan, and what decides the step that it is of."""
+    """The flag of a memory plan, and the arguments that determine its step."""
 
     memory_plan: Path
 
 
 def resolve(options: MemoryPlanOptions, run: RunConfig) -> StepMemory:
-    """Return the plan of this rank.
+    """Return the memory plan of this rank.
 
-    Raises ValueError where it cannot be read, is not a plan, or is for another model or step.
+    Raises ValueError if the file cannot be read, is not a plan, or belongs to another model or step.
     """
     step, path = step_record(options, run, "--memory-plan"), options.memory_plan
     try:
@@ -89,7 +89,7 @@ def resolve(options: MemoryPlanOptions, run: RunConfig) -> StepMemory:
 
 
 def step_record(step: StepArguments, run: RunConfig, flag: str) -> StepRecord:
-    """Return the settings of this rank's step. Raises ValueError where shares differ between micro-batches."""
+    """Return the settings of this rank's step. Raises ValueError if shares differ between micro-batches."""
     activations = run.get(ActivationConfig)
     chooses_shares = activations.policy.name != "none" and not activations.policy.has_shares
     if chooses_shares and run.find(HdpConfig) is not None:
@@ -104,7 +104,7 @@ def step_record(step: StepArguments, run: RunConfig, flag: str) -> StepRecord:
 
 
 def parallelism_of(step: StepArguments, run: RunConfig) -> StepParallelism:
-    """Return how the ranks of a pipeline share a step."""
+    """Return the division of a step among the ranks of a pipeline."""
     slices, num_stages = run.find(SliceConfig), len(run.stage_layers)
     virtual = run.decision.setup.mesh.virtual_stages
     micro_batches = step.global_batch_size // (step.micro_batch_size * step.data_parallel_size)
@@ -122,7 +122,7 @@ def parallelism_of(step: StepArguments, run: RunConfig) -> StepParallelism:
 
 
 def traits_of(step: StepArguments) -> ModelTraits:
-    """Return the traits of the model that decide the tensors of a step, in addition to its sizes."""
+    """Return the model's traits that, in addition to its sizes, determine the tensors of a step."""
     is_learned = step.position_embedding_type == "learned_absolute"
     return ModelTraits(
         normalization=step.normalization,
@@ -138,13 +138,13 @@ def traits_of(step: StepArguments) -> ModelTraits:
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Take the planned memory before the first forward pass, and compare the first step with the plan."""
+    """Reserve the planned memory before the first forward pass, and compare the first step with the plan."""
     from megatron.bytescale.features.activations.activation_memory import PlannedMemory
 
     return PlannedMemory.of(runtime).around(training)
 
 
-_NOT_RECORDED = "remove it: memory plans do not tell whether their step had it"
+_NOT_RECORDED = "remove it: memory plans do not record this setting"
 _BOTH = "memory_plan memory_record"
 REFUSALS = (
     refuse("--transformer-impl transformer_engine", _BOTH, "use local: its layers cannot be recorded yet",

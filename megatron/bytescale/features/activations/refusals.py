@@ -1,4 +1,4 @@
-"""Settings of Megatron that activation policies refuse."""
+"""Megatron settings that activation policies refuse."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.bytescale.arguments.refusals import refuse
 
 @dataclass(frozen=True)
 class _Recomputation:
-    """What Megatron recomputes."""
+    """Megatron's own settings of recomputation."""
 
     recompute_granularity: str | None
     recompute_modules: list[str] | None
 
     def is_beyond_experts(self) -> bool:
-        """Return whether it is more than parts of experts, which policies do not touch."""
+        """Return whether more is recomputed than parts of experts, which policies leave alone."""
         if self.recompute_granularity == "full":
             return True
         modules = set(self.recompute_modules or ["core_attn"])
@@ -27,13 +27,13 @@ class _Recomputation:
 _NO_GRAPH = "remove it: a graph's memory cannot be swapped"
 _NOT_STANDARD = "remove it: its layers are not Megatron's TransformerLayer"
 _PLAIN_CAUSAL = "remove it, or use --transformer-impl transformer_engine: policies run local layers with our attention"
-_SECOND_SWAP = "choose one: the policy swaps too"
-_LOOK_BACK = "give --window-size N,0 with N above 0: each token sees its own key and up to N keys before it"
+_SECOND_SWAP = "choose one: the policy also swaps"
+_LOOK_BACK = "give --window-size N,0 with N above 0: each token attends to itself and up to N earlier tokens"
 REFUSALS = (
     refuse("--context-parallel-size > 1 of local layers", "activations", "use --hybrid-data-parallel in its place",
            IS_LOCAL & above("context_parallel_size", 1)),
-    refuse("--overlap-moe-expert-parallel-comm", "activations", "remove it: it has its own schedule"),
-    refuse("--moe-paged-stash", "activations", "choose one: it stores activations itself"),
+    refuse("--overlap-moe-expert-parallel-comm", "activations", "remove it: it runs its own schedule"),
+    refuse("--moe-paged-stash", "activations", "choose one: it also moves activations"),
     refuse("--cuda-graph-impl", "activations", _NO_GRAPH, ~equals("cuda_graph_impl", "none")),
     refuse("--enable-cuda-graph", "activations", _NO_GRAPH),
     refuse("--external-cuda-graph", "activations", _NO_GRAPH),
@@ -53,11 +53,11 @@ REFUSALS = (
            IS_LOCAL & where(Windows, Windows.look_elsewhere)),
     refuse("--num-query-groups", "activations", "make it a divisor of --num-attention-heads",
            given("group_query_attention") & where(QueryGroups, QueryGroups.are_uneven)),
-    refuse("--attention-dropout > 0", "activations", "give 0: what is recomputed must be what was computed",
+    refuse("--attention-dropout > 0", "activations", "give 0: recomputation must repeat the first results",
            above("attention_dropout", 0)),
-    refuse("--hidden-dropout > 0", "activations", "give 0: what is recomputed must be what was computed",
+    refuse("--hidden-dropout > 0", "activations", "give 0: recomputation must repeat the first results",
            above("hidden_dropout", 0)),
-    refuse("--recompute-granularity", "activations", "choose one: the policy recomputes too; only the "
+    refuse("--recompute-granularity", "activations", "choose one: the policy also recomputes; only the "
            "--recompute-modules of experts work with it",
            given("recompute_activations") | where(_Recomputation, _Recomputation.is_beyond_experts)),
     refuse("--mlp-chunks-for-training", "activations", "remove it", above("mlp_chunks_for_training", 1)),

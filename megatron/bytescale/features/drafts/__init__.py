@@ -1,1 +1,1 @@
-"""Draft heads: their flags, and what they add to the training."""
+"""Draft heads: flags and changes to the training."""

@@ -1,4 +1,4 @@
-"""The forward step of draft heads: what it reports to Megatron in place of the model's own loss."""
+"""The forward step of draft heads, which reports their losses to Megatron instead of the model's own loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.bytescale.training.stock import ForwardStep, LossFunction
 
 
 def report_drafts(settings: DraftConfig, runtime: Runtime, forward_step: ForwardStep) -> ForwardStep:
-    """Return ``forward_step_func`` whose loss is that of the heads, and of the model where it is trained too."""
+    """Return a ``forward_step_func`` with the loss of the heads, plus the model's loss if the model is trained too."""
 
     def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         output, of_model = forward_step(data_iterator, model)

@@ -1,1 +1,1 @@
-"""Replicas of experts that follow their load: their flags, and what they add to the training."""
+"""Replicas of experts that follow their load: flags and changes to the training."""

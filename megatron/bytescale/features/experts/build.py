@@ -1,10 +1,10 @@
-"""Fetch the weights of replicas ahead: they travel while other layers compute.
+"""Prefetches the weights of replicas; the transfers overlap with the computation of other layers.
 
-When the first micro-batch of a step begins, the first layer of experts of a model chunk starts its transfer; each layer
-starts that of the layer after it, before it routes its tokens. A layer waits for its own where it computes its replicas
-for the first time in the step. All ranks that share experts run the same layers and equally many micro-batches, so they
-start these transfers in the same order; and no rank waits for one before all of them have reached the layer before it.
-The transfers have a communicator of their own. Later micro-batches, slices and recomputed layers find the weights.
+When the first micro-batch of a step begins, the first layer of experts of a model chunk starts its transfer. Each layer
+starts the next layer's transfer before it routes its tokens. A layer waits for its own transfer when it first computes
+its replicas in the step. All ranks that share experts run the same layers and the same number of micro-batches, so they
+start these transfers in the same order. No rank waits for a transfer before all of them have reached the previous
+layer. The transfers use a separate communicator. Later micro-batches, slices and recomputed layers reuse the weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class FetchAhead:
-    """The transfers of a process.
+    """The transfers of replica weights in a process.
 
     Attributes:
-        placements: that its layers follow.
-        chunks: its layers in slots, by the identity of their model chunk, in the order in which they run.
-        is_training: of the last pass.
+        placements: placements that its layers follow.
+        chunks: identity of a model chunk -> its layers in slots, in execution order.
+        is_training: whether the last pass was for training.
     """
 
     placements: Placements
@@ -42,13 +42,13 @@ class FetchAhead:
     is_training: bool = True
 
     def join(self, model_chunks: list[torch.nn.Module], timeout_minutes: float) -> list[torch.nn.Module]:
-        """``ModelConfig.pre_wrap_hooks``: join the communicator for weights. Collective over all processes."""
+        """Hook in ``ModelConfig.pre_wrap_hooks``: create the communicator for weights. Collective, all processes."""
         ranks = tuple(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         self.placements.weights_group = own_groups([ranks], timeout_minutes)[ranks]
         return model_chunks
 
     def wrap(self, forward: ForwardStep) -> ForwardStep:
-        """Return a forward step that starts the first transfer of its chunk."""
+        """Return a forward step that starts its chunk's first transfer."""
 
         def forward_and_fetch(
             data_iterator: Iterator[object], model: torch.nn.Module, *args: object, **kwargs: object
@@ -56,7 +56,7 @@ class FetchAhead:
             layers = self.chunks.get(id(model))
             if layers is None:
                 layers = self.chunks[id(model)] = linked_layers(model)
-            if model.training != self.is_training:  # before and after an evaluation the weights may change
+            if model.training != self.is_training:  # weights may change between training and evaluation
                 self.forget()
                 self.is_training = model.training
             if layers:
@@ -66,14 +66,14 @@ class FetchAhead:
         return forward_and_fetch
 
     def forget(self) -> None:
-        """Give the weights of replicas up, before those of homes change."""
+        """Drop the weights of replicas, before the home weights change."""
         for layers in self.chunks.values():
             for layer in layers:
                 layer.experts.fetched = None
 
 
 def linked_layers(model: torch.nn.Module) -> list[PlacedMoELayer]:
-    """Return the layers in slots of a model chunk; each fetches for the one after it, from weights that are whole."""
+    """Return a chunk's layers in slots; each is linked to prefetch the next layer's weights once they are gathered."""
     layers = [module for module in model.modules() if isinstance(module, PlacedMoELayer)]
     for layer, following in pairwise(layers):
         layer.fetch_next = following.fetch
@@ -85,9 +85,10 @@ def linked_layers(model: torch.nn.Module) -> list[PlacedMoELayer]:
 def wait_for_weights(chunk: DistributedDataParallel, experts: torch.nn.Module) -> None:
     """Wait until the optimizer's ranks have gathered the weights of experts (``--overlap-param-gather``).
 
-    Megatron's DDP waits in a hook of each module that has weights, which here would be too late: they are read before.
+    Megatron's DDP waits in a hook of each module with weights. Here that is too late, because the weights are read
+    earlier.
     """
-    if not getattr(chunk, "remove_forward_pre_hook_handles", None):  # nothing is gathered while layers run
+    if not getattr(chunk, "remove_forward_pre_hook_handles", None):  # no gathers overlap with layers
         return
     wait = chunk._make_forward_pre_hook()
     for module in experts.modules():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FLAG = "--moe-expert-slots"
 TFLOPS = 400.0
-"""Stands for the speed of a rank until it is measured."""
+"""Placeholder for a rank's speed until it is measured."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class PlacementOptions:
     """Flags of placement, and Megatron's sizes of the experts.
 
     Attributes:
-        moe_expert_slots: experts that each rank can hold.
-        moe_placement: which replicas there are.
+        moe_expert_slots: number of experts that each rank can hold.
+        moe_placement: method that chooses replicas.
         moe_placement_threshold: load of the busiest rank, relative to the mean, above which the placement changes.
-        moe_placement_interval: steps from one placement to the next.
-        moe_placement_speeds: TFLOPs and GB a second; None: they are measured.
+        moe_placement_interval: number of steps between placements.
+        moe_placement_speeds: TFLOPs and GB per second; None: measure them.
         num_experts: experts of a layer.
-        expert_model_parallel_size: ranks over which experts are spread.
+        expert_model_parallel_size: ranks over which experts are distributed.
     """
 
     moe_expert_slots: int
@@ -57,39 +57,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         FLAG,
         type=int,
         metavar="S",
-        help="Experts that each expert-parallel rank can hold. Slots beyond the experts whose home it is hold replicas "
-        "of busy experts of other ranks: their weights come from home in each step and their gradients go back, so "
-        "parameters, optimizers and checkpoints are Megatron's own.",
+        help="Number of experts that each expert-parallel rank can hold. Slots beyond its home experts hold replicas "
+        "of busy experts of other ranks: their weights come from the home rank in each step, and their gradients go "
+        "back to it, so parameters, optimizers and checkpoints are Megatron's own.",
     )
     group.add_argument(
         "--moe-placement",
         choices=PLACEMENTS,
         default=FLEXMOE,
-        help="Which replicas there are. flexmoe (default): a few changes at a time, each of which shortens the "
-        "modelled step; eplb: DeepSeek's placement, made anew each time; static: none, for comparison.",
+        help="Method that chooses replicas. flexmoe (default): a few changes at a time, each if it shortens the "
+        "modelled step; eplb: DeepSeek's placement, computed anew each time; static: no replicas, for comparison.",
     )
     group.add_argument(
         "--moe-placement-threshold",
         type=float,
         default=1.15,
         metavar="R",
-        help="flexmoe changes the placement where the busiest rank has more than R times the mean tokens (1.15).",
+        help="flexmoe changes the placement if the busiest rank has more than R times the mean tokens (1.15).",
     )
     group.add_argument(
-        "--moe-placement-interval", type=int, default=1, metavar="N", help="Steps from one placement to the next (1)."
+        "--moe-placement-interval", type=int, default=1, metavar="N", help="Number of steps between placements (1)."
     )
     group.add_argument(
         "--moe-placement-speeds",
         type=float,
         nargs=2,
         metavar="SPEED",
-        help="TFLOPs that a rank computes in its experts, and GB that it sends, in a second, for flexmoe's model of a "
-        "step. Default: measured when training starts; with given speeds a run can be repeated exactly.",
+        help="TFLOP/s that a rank computes in its experts, and GB/s that it sends, for flexmoe's model of a step. "
+        "Default: measured when training starts; with given speeds a run can be repeated exactly.",
     )
 
 
 def resolve(options: PlacementOptions, run: RunConfig) -> PlacementConfig:
-    """Return how experts are placed. Raises ValueError for values out of range."""
+    """Return the placement of experts. Raises ValueError for values out of range."""
     check_slots(FLAG, options.moe_expert_slots, options.num_experts, options.expert_model_parallel_size)
     if not 1 <= options.moe_placement_threshold < math.inf:
         raise ValueError(f"--moe-placement-threshold {options.moe_placement_threshold:g} must be at least 1")
@@ -106,19 +106,19 @@ def resolve(options: PlacementOptions, run: RunConfig) -> PlacementConfig:
         options.moe_placement_interval,
         cost,
     )
-    measures = options.moe_placement_speeds is None and options.moe_placement == FLEXMOE  # the others ask for no cost
+    measures = options.moe_placement_speeds is None and options.moe_placement == FLEXMOE  # only flexmoe uses costs
     return PlacementConfig(options.num_experts, options.expert_model_parallel_size, placing, measures)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Hold experts in slots, and place replicas when a step ends."""
+    """Keep experts in slots, and place replicas at the end of a step."""
     from megatron.bytescale.features.experts.loads import follow_loads
 
     return follow_loads(training, runtime)
 
 
 _NO_TOKEN_LOST = "remove it: every token goes to a slot, and none is dropped or padded"
-_LOCAL = "use --transformer-impl local: replicas need experts that are modules of their own"
+_LOCAL = "use --transformer-impl local: replicas need experts in separate modules"
 REFUSALS = (
     refuse("--expert-model-parallel-size 1", "experts", "give 2 or more: replicas are on other ranks",
            equals("expert_model_parallel_size", 1)),
@@ -134,8 +134,8 @@ REFUSALS = (
     refuse("--moe-latent-size", "experts"),
     refuse("--moe-grouped-gemm with biases", "experts", "add --disable-bias-linear: a grouped product has no bias",
            given("moe_grouped_gemm") & given("add_bias_linear")),
-    refuse("--moe-paged-stash", "experts", "remove it: it stores the activations of homes alone"),
-    refuse("--delay-wgrad-compute", "experts", "remove it: weight gradients of replicas go home in the backward pass"),
+    refuse("--moe-paged-stash", "experts", "remove it: it stores only the activations of home experts"),
+    refuse("--delay-wgrad-compute", "experts", "remove it: replicas send weight gradients in the backward pass"),
     refuse("gradient accumulation fusion", "experts", "add --no-gradient-accumulation-fusion: gradients of replicas "
            "are added to a home's before they are accumulated", given("gradient_accumulation_fusion")),
     *(refuse(flag, "experts", "use --use-distributed-optimizer") for flag in (

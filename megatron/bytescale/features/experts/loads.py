@@ -1,4 +1,4 @@
-"""Loads of experts in training: count them, gather them when a step ends, write them down, follow them."""
+"""Loads of experts in training: counts them, gathers them after each step, records them, and adapts placements."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from megatron.bytescale.training.pretrain_arguments import Training
 from megatron.bytescale.training.training import write_scalars
 
 RATIO_PARTS: Final = 1 << 20
-"""Ratios are added up over ranks in so many parts."""
+"""Denominator of ratios, which are summed over ranks as integers."""
 
 
 @dataclass(frozen=True)
 class StepLoads:
-    """What the ranks that share experts have sent to them in a step.
+    """The tokens that ranks have sent to their shared experts in a step.
 
     Attributes:
-        by_layer: loads [ranks, experts] of each layer of this stage, by its number.
-        num_passes: forward passes of this rank in each layer.
+        by_layer: layer number -> loads [ranks, experts], for the layers of this stage.
+        num_passes: number of this rank's forward passes through each layer.
     """
 
     by_layer: dict[int, Ints]
@@ -77,7 +77,7 @@ def after_steps(training: Training, act: Callable[[], None]) -> Training:
 
 
 def step_loads(counts: TokenCounts) -> StepLoads:
-    """Return the loads of the step. Collective on the ranks that share experts, where the stage has experts."""
+    """Return the step's loads. Collective on the ranks that share experts if the stage has experts."""
     num_passes = counts.num_passes
     layers, mine = counts.take()
     if mine is None:
@@ -96,7 +96,7 @@ def record_loads(training: Training, runtime: Runtime) -> Training:
 
 
 def record(target: TraceTo, loads: StepLoads) -> None:
-    """Write the loads of all stages. Collective on the pipeline group of the writer."""
+    """Write the loads of all stages. Collective on the writer's pipeline group."""
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
     if parallel_state.get_expert_data_parallel_rank() or group.rank():
         return
@@ -112,12 +112,12 @@ def record(target: TraceTo, loads: StepLoads) -> None:
 
 
 def follow_loads(training: Training, runtime: Runtime) -> Training:
-    """Hold experts in slots, and place replicas by the loads of the last steps."""
+    """Keep experts in slots, and place replicas by the loads of recent steps."""
     config = runtime.run.get(PlacementConfig)
     placements = Placements(PlacementPlan.static(config.num_experts, config.num_ranks, config.placing.num_slots))
     follower = Follower(config, placements, runtime.run.process.log_interval)
     hdp = runtime.run.find(HdpConfig)
-    if hdp is not None and runtime.run.find(RemoteConfig) is None:  # an actor plans for all ranks, and asks none
+    if hdp is not None and runtime.run.find(RemoteConfig) is None:  # Ray's actor plans without feedback
         history = LoadHistory.planned_ahead(hdp.plan_ahead)
         runtime.add_parts(load_history=history)
         training = count_tokens(training, runtime, Feedback(runtime, placements, history))
@@ -134,7 +134,7 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
 
 
 def measure(runtime: Runtime, follower: Follower, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: measure what placements are planned with. Collective over all processes."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: measure the costs for placements. Collective over all processes."""
     cost, text = measured_placement_cost(runtime, model_chunks)
     follower.config = follower.config.with_cost(cost)
     print_rank_last(f"> bytescale: placement of experts, {text}")
@@ -143,12 +143,12 @@ def measure(runtime: Runtime, follower: Follower, model_chunks: list[torch.nn.Mo
 
 @dataclass
 class Feedback:
-    """Tells the planner of later steps how uneven the experts of each step were, as they were placed.
+    """Reports each step's imbalance of experts, under its placement, to the planner of later steps.
 
     Attributes:
-        runtime: of this process.
-        placements: that the layers followed.
-        history: what the planner counts with.
+        runtime: runtime of this process.
+        placements: placements that the layers followed.
+        history: record that the planner reads.
     """
 
     runtime: Runtime
@@ -156,9 +156,9 @@ class Feedback:
     history: LoadHistory
 
     def __call__(self, loads: StepLoads) -> None:
-        """Note the load of a step, the mean over all layers and groups of ranks. Collective over all processes."""
+        """Record the load of a step, as the mean over all layers and groups of ranks. Collective over all processes."""
         ratios = [balance_ratio(self.placements.of(layer).parts(), load) for layer, load in loads.by_layer.items()]
-        counted = [round(RATIO_PARTS * sum(ratios)), len(ratios)]  # integers, so that all ranks have the same sum
+        counted = [round(RATIO_PARTS * sum(ratios)), len(ratios)]  # integers, so that the sums are equal on all ranks
         sums = torch.tensor(counted, dtype=torch.int64, device=self.runtime.device)
         torch.distributed.all_reduce(sums)
         total, count = sums.tolist()
@@ -167,15 +167,15 @@ class Feedback:
 
 
 class Follower:
-    """Makes the plans of the layers of this process from the loads of each step, equal on all ranks that share them.
+    """Plans the placements of this process's layers from the loads of each step; equal on all ranks that share experts.
 
     Attributes:
-        config: how they are made; its cost is replaced once, when it is measured.
-        placements: where they go.
-        log_interval: steps between lines that tell the user.
-        summed: loads since the last plans, by layer.
-        ratios: balance as placed, and as it would be without replicas, since the last line.
-        num_moves: new replicas since then.
+        config: settings of placement; its cost is replaced once when it is measured.
+        placements: receiver of the plans.
+        log_interval: steps between log lines.
+        summed: layer number -> loads since its last plan.
+        ratios: pairs of the balance as placed and the balance without replicas, since the last log line.
+        num_moves: number of new replicas since the last log line.
     """
 
     def __init__(self, config: PlacementConfig, placements: Placements, log_interval: int) -> None:
@@ -185,7 +185,7 @@ class Follower:
         self.num_moves = 0
 
     def __call__(self, loads: StepLoads) -> None:
-        """Note the loads of a step, and make new plans at the end of each interval."""
+        """Add the loads of a step, and make new plans at the end of each interval."""
         config, step = self.config, running_step() + 1
         homes = home_parts(config.num_experts, config.num_ranks)
         for layer, load in loads.by_layer.items():
@@ -205,10 +205,10 @@ class Follower:
             self.ratios, self.num_moves = [], 0
 
     def _plan(self, num_passes: int) -> None:
-        """Make the plan of each layer; gradients of replicas travel ``num_passes`` times a step, weights once."""
+        """Plan each layer; gradients of replicas are sent ``num_passes`` times per step, weights once."""
         placing = self.config.placing
         cost = placing.cost.with_micro_batches(num_passes)
-        cost = replace(cost, copy_seconds=cost.copy_seconds * placing.interval)  # loads are of so many steps
+        cost = replace(cost, copy_seconds=cost.copy_seconds * placing.interval)  # loads are sums over these steps
         planner = replace(placing, cost=cost).planner
         for layer, load in self.summed.items():
             before = self.placements.of(layer)

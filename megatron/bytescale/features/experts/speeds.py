@@ -1,4 +1,4 @@
-"""Measure when training starts what the placement of experts plans with; ``--moe-placement-speeds`` turns it off."""
+"""Measures at the start of training the costs for placing experts (``--moe-placement-speeds``: off)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron.bytescale.core.transformer.moe.slot_experts import SlotExperts
 from megatron.bytescale.runtime import Runtime
 
 SECONDS = 1.0
-"""No product is repeated after this time."""
+"""Time in seconds after which no product is repeated."""
 
 
 def measured_placement_cost(
     runtime: Runtime, model_chunks: list[torch.nn.Module], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[ExpertCost, str]:
-    """Return the cost of one micro-batch on the slowest rank, and how it was found. Collective over all processes.
+    """Return the cost of one micro-batch on the slowest rank, and its source as text. Collective over all processes.
 
-    The first expert of this rank is computed with made-up weights and tokens, so model, gradients and random states
-    are not touched. Stages without experts only wait.
+    It runs this rank's first expert with synthetic weights and tokens, so the model, gradients and random states do not
+    change. Stages without experts only wait.
     """
     device, on_cuda = runtime.device, runtime.run.process.on_cuda
     modules = (module for chunk in model_chunks for module in chunk.modules())
@@ -53,7 +53,7 @@ def measured_placement_cost(
 
 
 def computing(expert: torch.nn.Module, hidden: int, device: torch.device) -> Callable[[int], object]:
-    """Return what computes so many tokens in an expert forward and backward, with weights of its own.
+    """Return a function that runs an expert forward and backward on a number of tokens, with separate weights.
 
     ``hidden``: width of a token.
     """

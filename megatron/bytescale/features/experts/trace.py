@@ -1,4 +1,4 @@
-"""Record how many tokens each expert gets in each step, for ``bytescale experts``."""
+"""Records the number of tokens of each expert in each step, for ``bytescale experts``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TraceOptions:
     Attributes:
         moe_placement_trace: file of the record.
         num_experts: experts of a layer.
-        moe_router_topk: experts of a token.
-        expert_model_parallel_size: ranks over which experts are spread.
+        moe_router_topk: experts per token.
+        expert_model_parallel_size: ranks over which experts are distributed.
     """
 
     moe_placement_trace: Path
@@ -46,23 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         FLAG,
         type=Path,
         metavar="FILE",
-        help="Append to FILE how many tokens each expert of each layer gets from each rank in each step, padding "
-        "included, for `bytescale experts`. Of data-parallel groups that have experts of their own, the first writes.",
+        help="Append to FILE the number of tokens that each expert of each layer gets from each rank in each step, "
+        "including padding, for `bytescale experts`. If several groups of ranks hold all experts, the first writes.",
     )
 
 
 def resolve(options: TraceOptions, run: RunConfig) -> TraceTo:
-    """Return what is recorded. Raises ValueError for a file that cannot be written or is of another model."""
+    """Return the settings of the record. Raises ValueError if its file cannot be written or has another model."""
     path = options.moe_placement_trace
     check_file(FLAG, path)
     head = TraceHead(options.num_experts, options.moe_router_topk, options.expert_model_parallel_size)
     if path.exists() and path.stat().st_size and (existing := head_of(path)) != head:
-        raise ValueError(f"{FLAG} {path} is of another run: it has {existing} and this run {head}; choose another file")
+        raise ValueError(f"{FLAG} {path} is of another run: it has {existing}, this run {head}; choose another file")
     return TraceTo(path, head)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Count tokens in each layer of experts, and write the counts when a step ends."""
+    """Count tokens in each layer of experts, and write the counts at the end of a step."""
     from megatron.bytescale.features.experts.loads import record_loads
 
     return record_loads(training, runtime)
@@ -81,7 +81,7 @@ REFUSALS = (
 EXPERT_TRACE = Feature(
     name="expert_trace",
     flag=FLAG,
-    summary="records how many tokens each expert gets",
+    summary="records the number of tokens of each expert",
     add_arguments=add_arguments,
     is_on=chosen("moe_placement_trace"),
     options=TraceOptions,

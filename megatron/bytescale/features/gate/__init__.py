@@ -1,1 +1,1 @@
-"""Gates that start dense: their flags, and what they add to the training."""
+"""Gates that start dense: flags and changes to the training."""

@@ -1,4 +1,4 @@
-"""Routers that start dense: the temperature of each step, the noise of each token, and how many experts these have."""
+"""Routers that start dense: each step's temperature, each token's noise, and the count of active experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.bytescale.training.training import write_scalars
 
 
 def anneal(training: Training, runtime: Runtime) -> Training:
-    """Let the routers of all layers follow a gate, whose temperature falls from step to step."""
+    """Make the routers of all layers follow a gate, whose temperature falls from step to step."""
     gate = Gate(runtime.run.get(DenseToSparse))
     numbering = None if gate.plan.noise_seed is None else Numbering(gate, runtime.run.find(HdpConfig) is not None)
     if numbering is not None and (slices := runtime.run.find(SliceConfig)) is not None:
@@ -40,7 +40,7 @@ def anneal(training: Training, runtime: Runtime) -> Training:
 
 
 def _heated[**P, R](gate: Gate, forward: Callable[P, R]) -> Callable[P, R]:
-    """Return a forward step that runs at the temperature of its step."""
+    """Return a forward step that sets the gate's temperature for its step."""
 
     def forward_at_temperature(*args: P.args, **kwargs: P.kwargs) -> R:
         gate.step = running_step()
@@ -52,16 +52,16 @@ def _heated[**P, R](gate: Gate, forward: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass
 class Numbering:
-    """Gives each token of a pass the number that its noise belongs to, again when the pass is recomputed.
+    """Numbers the tokens of each pass, for their noise; a recomputed pass gets the same numbers.
 
-    Samples of Megatron's are numbered as its sampler deals them out: micro-batch by micro-batch, rank by rank.
+    Megatron's samples are numbered in the order of its sampler: micro-batch by micro-batch, rank by rank.
 
     Attributes:
-        gate: whose noise it is.
-        of_documents: passes are of documents, which name their tokens themselves.
-        parts: the slices of a sample; empty: samples are not cut.
-        step: the one that passes are counted in.
-        passes: forward passes of each model chunk in it.
+        gate: gate that uses the noise.
+        of_documents: whether passes contain documents, which determine their tokens' numbers.
+        parts: slices of a sample; empty without slices.
+        step: step of the counted passes.
+        passes: model chunk -> number of its forward passes in the step.
     """
 
     gate: Gate
@@ -95,13 +95,13 @@ class Numbering:
         return forward_with_numbers
 
     def _numbered(self, units: Iterator[PackedUnit]) -> Iterator[PackedUnit]:
-        """Yield units of documents, and number their tokens."""
+        """Yield units of documents after numbering their tokens."""
         for unit in units:
             self.gate.tokens = numbers_of_documents(unit[1]).to(torch.cuda.current_device())
             yield unit
 
     def _of_samples(self, chunk: int) -> torch.Tensor:
-        """Return int64 [rows, b] of the next pass of a model chunk."""
+        """Return the token numbers int64 [rows, b] of a model chunk's next pass."""
         batches, step = current(SampleBatches), running_step()
         if self.step != step:
             self.step, self.passes = step, {}
@@ -117,11 +117,11 @@ class Numbering:
 
 @dataclass
 class ActiveExperts:
-    """Counts the experts of tokens over all ranks when a step ends, while the gate anneals, and tells the user.
+    """Counts the experts per token over all ranks after each step while the gate anneals, and logs the mean.
 
     Attributes:
-        gate: that anneals.
-        runtime: of this process; its log line and its FLOPs take the mean of each step.
+        gate: gate that anneals.
+        runtime: runtime of this process; its log line and FLOPs use the mean of each step.
         active, num_tokens: sums since the last log line.
     """
 
@@ -144,6 +144,6 @@ class ActiveExperts:
             self.active, self.num_tokens = self.active + active, self.num_tokens + num_tokens
         if step % self.runtime.run.process.log_interval == 0 and self.num_tokens:
             mean = self.active / self.num_tokens
-            print_rank_last(f"> bytescale: {mean:.3f} experts of a token since the last line")
+            print_rank_last(f"> bytescale: {mean:.3f} experts per token since the last line")
             write_scalars({"experts/active": mean}, step)
             self.active = self.num_tokens = 0.0

@@ -25,18 +25,18 @@ FLAG = "--moe-router-dts"
 
 @dataclass(frozen=True)
 class GateOptions:
-    """Flags of the gate, and Megatron's flags of the router that it becomes.
+    """Flags of the gate, and Megatron's flags of the final router.
 
     Attributes:
-        moe_dts_temperature: temperatures of the first step and of the last one.
-        moe_dts_schedule: how the temperature falls.
-        moe_dts_steps: steps until the router is Megatron's.
-        moe_dts_threshold: least score of an expert that is not dropped.
-        moe_dts_max_experts: most experts of a token.
+        moe_dts_temperature: temperatures of the first and the last step.
+        moe_dts_schedule: shape of the fall in temperature.
+        moe_dts_steps: number of steps until the final router.
+        moe_dts_threshold: minimum score of an expert that is kept.
+        moe_dts_max_experts: maximum number of experts per token.
         moe_dts_final: router after the last step.
-        moe_dts_noise: noise is added to logits.
+        moe_dts_noise: whether noise is added to logits.
         num_experts: experts of a layer.
-        moe_router_topk: experts of a token after the last step.
+        moe_router_topk: experts per token after the last step.
         seed: seed of the run.
     """
 
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         FLAG,
         action="store_true",
-        help="Begin with all experts for each token, weighted by a softmax of high temperature. As it falls, "
-        "experts below --moe-dts-threshold are dropped; after --moe-dts-steps the router is Megatron's own top-k.",
+        help="Start with all experts for each token, weighted by a softmax of high temperature. As it falls, experts "
+        "below --moe-dts-threshold are dropped; after --moe-dts-steps Megatron's own top-k router takes over.",
     )
     group.add_argument(
         "--moe-dts-temperature",
@@ -67,53 +67,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         default=[2.0, 0.3],
         metavar="T",
-        help="Temperature of the first step, and the one that it falls to (2.0 0.3).",
+        help="Temperatures of the first and of the last step (2.0 0.3).",
     )
     group.add_argument(
-        "--moe-dts-schedule", choices=SCHEDULES, default=EXP, help="How it falls: by a factor each step, or linearly."
+        "--moe-dts-schedule", choices=SCHEDULES, default=EXP, help="Fall by a factor each step, or linearly."
     )
-    group.add_argument("--moe-dts-steps", type=int, metavar="N", help="Steps until the router is Megatron's.")
+    group.add_argument("--moe-dts-steps", type=int, metavar="N", help="Steps until Megatron's router takes over.")
     group.add_argument(
         "--moe-dts-threshold",
         type=float,
         default=1e-3,
         metavar="S",
-        help="Experts with a smaller score are dropped (0.001); below 1 / --num-experts.",
+        help="Drop experts with a smaller score (0.001); it must be below 1 / --num-experts.",
     )
     group.add_argument(
-        "--moe-dts-max-experts", type=int, metavar="K", help="The most experts of a token. Default: all of them."
+        "--moe-dts-max-experts", type=int, metavar="K", help="Maximum number of experts per token. Default: all."
     )
     group.add_argument(
         "--moe-dts-final",
         choices=FINALS,
         default=TOPK,
-        help="The router after the last step: topk (default) as Megatron's flags say; top1 sets --moe-router-topk 1 "
+        help="The router after the last step: topk (default) follows Megatron's flags; top1 sets --moe-router-topk 1 "
         "--moe-router-pre-softmax.",
     )
     group.add_argument(
         "--moe-dts-noise",
         action="store_true",
-        help="Add Gumbel noise to the logits while the gate anneals, in training alone. It depends on --seed, step, "
+        help="Add Gumbel noise to the logits while the gate anneals, only in training. It depends on --seed, step, "
         "layer, expert and token, not on ranks.",
     )
 
 
 def before_checks(options: GateOptions) -> Overrides:
-    """Return the router of Megatron that the gate becomes, if that is not the router of the command line."""
+    """Return Megatron's arguments of the final router if they differ from the command line."""
     return {"moe_router_topk": 1, "moe_router_pre_softmax": True} if options.moe_dts_final == TOP1 else NO_OVERRIDES
 
 
 def resolve(options: GateOptions, run: RunConfig) -> DenseToSparse:
-    """Return how the gate anneals. Raises ValueError for values out of range."""
+    """Return the gate's annealing. Raises ValueError for values out of range."""
     high, low = options.moe_dts_temperature
     if not 0 < low <= high < math.inf:
-        raise ValueError(f"--moe-dts-temperature {high:g} {low:g}: give a temperature, and a lower one above 0")
+        raise ValueError(f"--moe-dts-temperature {high:g} {low:g}: give two temperatures above 0, in falling order")
     if options.moe_dts_steps is None or options.moe_dts_steps < 1:
         raise ValueError(f"{FLAG} needs --moe-dts-steps of at least 1")
     if not 0 < options.moe_dts_threshold < 1 / options.num_experts:
         raise ValueError(
             f"--moe-dts-threshold {options.moe_dts_threshold:g} must be above 0 and below {1 / options.num_experts:g}, "
-            f"the score of {options.num_experts} equal experts"
+            f"the score of each of {options.num_experts} equal experts"
         )
     most = options.num_experts if options.moe_dts_max_experts is None else options.moe_dts_max_experts
     if not options.moe_router_topk <= most <= options.num_experts:
@@ -134,9 +134,9 @@ def build(training: Training, runtime: Runtime) -> Training:
     return anneal(training, runtime)
 
 
-_VARIES = "remove it: while the gate anneals, tokens have different numbers of experts"
+_VARIES = "remove it: during annealing, tokens have different numbers of experts"
 _BY_LOADS = {"sinkhorn", "quantile_balancing", "global_aux_loss"}
-"""Ways of balancing that choose experts themselves, or by statistics of top-k choices."""
+"""Load-balancing types that choose experts themselves, or that use statistics of top-k choices."""
 
 
 REFUSALS = (
@@ -146,7 +146,7 @@ REFUSALS = (
         "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8", "--moe-paged-stash",
         "--moe-router-num-groups", "--moe-router-topk-scaling-factor")),
-    refuse("--moe-router-fusion", "gate", "remove it: the fused router knows top-k alone"),
+    refuse("--moe-router-fusion", "gate", "remove it: the fused router supports only top-k"),
     refuse("--moe-router-enable-expert-bias", "gate", "remove it: it follows the loads of top-k choices"),
     refuse("--moe-router-load-balancing-type", "gate", "use aux_loss, seq_aux_loss or none",
            where(Balancing, lambda balancing: bool(balancing.ways & _BY_LOADS))),

@@ -1,1 +1,1 @@
-"""Hybrid data parallelism: its flags, and what it adds to the training."""
+"""Hybrid data parallelism: flags and changes to the training."""

@@ -1,4 +1,4 @@
-"""Training on documents: their data, model preparation and forward step, as Megatron takes them."""
+"""Training on documents: data, preparation of the model, and forward step, in Megatron's formats."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ from megatron.bytescale.training.stock import DatasetProvider, ForwardStep, Loss
 
 
 def train_on_documents(training: Training, runtime: Runtime) -> Training:
-    """Give Megatron documents: their data, attention, positions and forward step.
+    """Give Megatron documents: data, attention, positions and forward step.
 
     Raises ValueError for data that cannot be read.
     """
     data, run = current(DataArguments), runtime.run
     check_data(data, run, is_text=run.find(RemoteConfig) is not None)
-    if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # which check themselves
+    if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # these check it
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
@@ -80,7 +80,7 @@ def use_document_model(training: Training, runtime: Runtime) -> Training:
 
 
 def load_from_ray(training: Training, runtime: Runtime) -> Training:
-    """Load documents from Ray actors, which start here on process 0. Raises ValueError where they cannot."""
+    """Load documents from Ray actors, which start here on process 0. Raises ValueError if they cannot start."""
     data = current(DataArguments)
     remote = open_remote(data, runtime.run, current(TokenizerConfig))
     make_plan = plan_maker(runtime, planner_of(runtime.run.decision))
@@ -92,7 +92,7 @@ def load_from_ray(training: Training, runtime: Runtime) -> Training:
 
 
 def train_on_windows(training: Training, runtime: Runtime) -> Training:
-    """Plan windows, or their documents, in place of the documents of a data set. Raises ValueError for empty splits."""
+    """Plan windows or their documents instead of a data set's documents. Raises ValueError for empty splits."""
     data = current(DataArguments)
     windows = window_config(runtime.run.get(SculptConfig), data.settings())
     check_splits(windows, data.wanted_samples(), windows.num_windows)
@@ -100,7 +100,7 @@ def train_on_windows(training: Training, runtime: Runtime) -> Training:
 
 
 def train_on_answers(training: Training, runtime: Runtime) -> Training:
-    """Give documents a loss of their answers alone. Raises ValueError for splits without an answer."""
+    """Restrict the loss of documents to their answers. Raises ValueError for splits without an answer."""
     data = current(DataArguments)
     config = answer_config(runtime.run.get(AnswerLossConfig).prefixes, data.settings())
     for line in check_answers(check_splits(config, data.wanted_samples())):
@@ -109,7 +109,7 @@ def train_on_answers(training: Training, runtime: Runtime) -> Training:
 
 
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Choose the kernel and join the ring communicator; every process calls it before the model is wrapped in DDP."""
+    """Choose the kernel and create the ring communicator. Every process calls it before DDP wraps the model."""
     run = runtime.run
     inputs = (runtime.device, run.process.dtype, run.shape.head_dim)
     kernel, reason, _ = choose_kernel(*inputs, runtime.hdp.kernel, windows=run.shape.window is not None)
@@ -121,7 +121,7 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     if states.hidden_dropout and states.save and not states.data_parallel_random_init:
         print_rank_0(
             "> bytescale: checkpoints hold the random state of rank 0 alone, so dropout differs after resuming; "
-            "--data-parallel-random-init saves that of every rank, to resume on as many"
+            "--data-parallel-random-init saves every rank's state, for resuming with the same number of ranks"
         )
     return use_document_positions(model_chunks)
 
@@ -137,17 +137,17 @@ def dataset_provider(
     sources: Callable[[Sequence[int | None]], Sequence[SampleSource | RemoteSplit | None]] = document_sources,
     planner: Planner | None = None,
 ) -> DatasetProvider:
-    """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split.
+    """Return ``train_valid_test_datasets_provider``: a loader of whole steps for each split.
 
     Args:
-        runtime: of this process.
-        sources: returns the samples of each split from the numbers wanted of them.
-        planner: plans the steps in place of the run's own.
+        runtime: runtime of this process.
+        sources: number of samples per split -> samples of each split.
+        planner: planner of the steps, instead of the run's planner.
     """
     planner = planner or planner_of(runtime.run.decision)
 
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
-        if vp_stage:  # all chunks run the step that the first chunk's loader returns
+        if vp_stage:  # all chunks run the step of the first chunk's loader
             return None, None, None
         batches = current(Batches)
         places = (
@@ -182,12 +182,12 @@ def dataset_provider(
             loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
         return tuple(loaders)
 
-    provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
+    provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
     return provide
 
 
 def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Sequence[int | None]:
-    """Return the samples that each split needs, where training steps differ in samples; else what Megatron wants."""
+    """Return each split's number of samples, adjusted if training steps differ in samples."""
     batches, hdp, answers = current(Batches), runtime.hdp, runtime.run.find(AnswerLossConfig)
     train, *others = num_samples
     if train and hdp.global_tokens is not None:
@@ -198,12 +198,12 @@ def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Seque
         left = hdp.global_tokens * (batches.train_iters - batches.iteration)
         train = batches.consumed_train_samples + samples_that_hold(left, config)
     if train and hdp.schedule:
-        train += hdp.schedule[-1][1]  # the last step may begin just before the end
+        train += hdp.schedule[-1][1]  # the last step may start just before the end
     return [train, *others]
 
 
 def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
-    """Return what plans and checks each step."""
+    """Return the maker and checker of each step's plan."""
     hdp = runtime.hdp
     check = partial(
         check_step_plan,
@@ -229,7 +229,7 @@ def step_loader(
 
 
 def forward_step(runtime: Runtime) -> ForwardStep:
-    """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
+    """Return a ``forward_step_func`` that runs one micro-batch of documents through the model or a stage's chunk.
 
     With slices it runs one slice, with the keys and values of earlier slices.
     """
@@ -241,7 +241,7 @@ def forward_step(runtime: Runtime) -> ForwardStep:
             runtime.parts.clock.mark("forward", index)
             is_first = prefix is None or not isinstance(packed.layout, SliceLayout) or not packed.layout.index
             if not chunk.vp_stage and is_first:
-                # Each micro-batch once on each stage, which is what Megatron's counter divides by.
+                # Once per micro-batch and stage, because Megatron's counter divides by that number.
                 count_sequences(packed.counted_lengths, runtime.device)
         packed = packed.to(runtime.device)
         output = model(
@@ -268,10 +268,10 @@ def forward_step(runtime: Runtime) -> ForwardStep:
 
 
 def count_sequences(lengths: Sequence[int], device: torch.device | str) -> None:
-    """Tell Megatron's FLOP counter the lengths of a micro-batch: each sequence once, by the first rank of its ring.
+    """Report sequence lengths to Megatron's FLOP counter, each sequence once, by the first rank of its ring.
 
-    Megatron would wait for the device to copy bounds that are not on it. The bounds begin with an empty sequence,
-    because Megatron ignores a micro-batch without any.
+    The bounds are on the device, because Megatron would otherwise wait for the device to copy them. They start with an
+    empty sequence, because Megatron ignores a micro-batch without sequences.
     """
     update_seqlen_stats_from_cu_seqlens(CuSeqlens.of_lengths((0, *lengths)).on(torch.device(device)))
 
@@ -281,7 +281,7 @@ def sum_of_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return (sum of the losses, number of labels, report) of a micro-batch; Megatron divides by all ranks' labels.
 
-    ``losses``: one of each token of the micro-batch, in any shape. The first two results are scalars.
+    ``losses``: loss of each token of the micro-batch, in any shape. The first two results are scalars.
     """
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
     num_labels = packed.loss_mask.sum().to(torch.int)
@@ -299,13 +299,13 @@ def sum_of_losses(
 
 
 def check_data(data: DataArguments, run: RunConfig, is_text: bool) -> None:
-    """Raise ValueError for data sets that are missing, truncated, empty, of another format or of another vocabulary.
+    """Raise ValueError for missing, truncated or empty data sets, and for other formats or vocabularies.
 
-    Reads the index of each; only the first process scans token ids. ``is_text``: the data are .jsonl files.
+    Reads the index of each data set; only the first process scans token ids. ``is_text``: the data are .jsonl files.
     """
     prefixes = data.prefixes()
     if not prefixes:
-        raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
+        raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` creates a data set)")
     for prefix in prefixes:
         if is_text:
             check_line_file(prefix)
@@ -317,7 +317,7 @@ def check_data(data: DataArguments, run: RunConfig, is_text: bool) -> None:
         config = BlendedMegatronDatasetConfig(**data.settings())
     parts = config.blend_per_split if config.blend is None else config.split_matrix
     for name, wanted, part in (("train", not data.skip_train, parts[0]), ("valid", data.eval_iters > 0, parts[1])):
-        if wanted and part is None:  # Megatron would train on nothing, or evaluate without a data iterator
+        if wanted and part is None:  # Megatron would train or evaluate without data
             raise ValueError(
                 f"no documents for the {name} split: give another --split (it is {data.split}) or "
                 f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"

@@ -34,20 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hybrid-data-parallel",
         action="store_true",
-        help="Give each document as many data-parallel ranks as it needs and pack the short ones.",
+        help="Give each document as many data-parallel ranks as it needs, and pack short documents.",
     )
     group.add_argument(
         "--hdp-tokens-per-rank",
         type=int,
         metavar="C",
-        help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks or more.",
+        help="Maximum tokens of a micro-batch on one rank. A document of s tokens gets at least ceil(s / C) ranks.",
     )
     group.add_argument(
         "--hdp-global-tokens",
         type=int,
         metavar="T",
-        help="A step of training is the next documents up to T tokens, however many these are. Steps of evaluation and "
-        "Megatron's learning-rate schedule still count --global-batch-size. Default: a step has so many documents.",
+        help="A training step consists of the next documents with up to T tokens in total. Evaluation steps and "
+        "Megatron's learning-rate schedule still use --global-batch-size. Default: --global-batch-size documents.",
     )
     group.add_argument("--hdp-balance", choices=["auto", *planner_names()], help=planner_help())
     group.add_argument(
@@ -59,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hdp-hierarchical-rings",
         choices=RING_FORMS,
-        help="When rings over several nodes consist of inner rings inside nodes and use all links between them. auto "
-        "(default): where the costs of --cost-file say that it is faster; always: wherever it is possible; off: never.",
+        help="When to build rings over several nodes from inner rings inside nodes, which use all links between nodes. "
+        "auto (default): if --cost-file predicts that it is faster; always: if possible; off: never.",
     )
     _add_running_arguments(group)
 
 
 def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags that say how plans are made, compared, run and logged."""
+    """Add the flags for making, comparing, running and logging plans."""
     group.add_argument(
         "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
     )
@@ -74,7 +74,7 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
         "--hdp-plan-seconds",
         type=float,
         metavar="S",
-        help="Time limit for the plan of one step; then all ranks take the plan of balance none. Default: no limit.",
+        help="Time limit for the plan of one step. After it all ranks use the plan of balance none. Default: no limit.",
     )
     group.add_argument(
         "--hdp-check-plans-every",
@@ -89,28 +89,28 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
         "--hdp-static-width",
         type=int,
         metavar="W",
-        help="For comparison: cut every document over fixed groups of W ranks, as --context-parallel-size W does.",
+        help="For comparison: split every document over fixed groups of W ranks, as --context-parallel-size W does.",
     )
     group.add_argument(
         "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."
     )
     group.add_argument(
-        "--hdp-timeline-step", type=int, metavar="N", help="Record what each rank computes in iteration N, and when."
+        "--hdp-timeline-step", type=int, metavar="N", help="Record each rank's work and its times in iteration N."
     )
     group.add_argument(
         "--hdp-memory-step",
         type=int,
         metavar="N",
-        help="Measure the memory of iteration N, passes and model states, and log that of the process that needs most. "
-        "On CPU the bytes of all tensors are counted, which slows the iteration down.",
+        help="Measure the memory of passes and model states in iteration N, and log the largest process's. On CPU this "
+        "counts the bytes of all tensors, which slows the iteration down.",
     )
 
 
 @dataclass(frozen=True)
 class HdpOptions(StepSizes):
-    """Flags of hybrid data parallelism, and Megatron's flags that it reads.
+    """Flags of hybrid data parallelism, and the Megatron flags that it reads.
 
-    Those with the prefix ``hdp_`` are described in ``add_arguments``; None: not given.
+    ``add_arguments`` describes the flags with the prefix ``hdp_``; None: not given.
     """
 
     hdp_tokens_per_rank: int
@@ -138,7 +138,7 @@ class HdpOptions(StepSizes):
 
 
 def before_checks(options: HdpOptions) -> Overrides:
-    """Check sizes, and return the arguments of Megatron that hybrid data parallelism needs."""
+    """Check sizes, and return the Megatron arguments that hybrid data parallelism needs."""
     needed: dict[str, int | None] = {
         "--seq-length": options.seq_length,
         "--hdp-tokens-per-rank": options.hdp_tokens_per_rank,
@@ -158,10 +158,10 @@ def before_checks(options: HdpOptions) -> Overrides:
         **schedule,
         "calculate_per_token_loss": True,  # ByteScale Eq. 1-2: one sum over all tokens, then one division
         "dataloader_type": "external",
-        "micro_batch_size": 1,  # so that --global-batch-size counts documents
+        "micro_batch_size": 1,  # --global-batch-size then counts documents
         "eval_micro_batch_size": 1,
         "create_attention_mask_in_dataloader": False,
-        "dist_ckpt_optim_fully_reshardable": True,  # resume with another number of ranks
+        "dist_ckpt_optim_fully_reshardable": True,  # allows resuming with another number of ranks
         # a kernel that counts positions by rows
         "apply_rope_fusion": options.apply_rope_fusion and not options.multi_latent_attention,
         **(_gradients_in_fp16(options) if options.fp16 else {}),
@@ -169,9 +169,9 @@ def before_checks(options: HdpOptions) -> Overrides:
 
 
 def _gradients_in_fp16(options: HdpOptions) -> Overrides:
-    """Return a loss scale for losses that are summed over tokens, and sums of gradients in float32.
+    """Return a loss scale for losses that are summed over tokens, and gradient sums in float32.
 
-    Megatron's first scale of 2**32 is for mean losses; a sum over C tokens would overflow for dozens of steps.
+    Megatron's initial scale of 2**32 is for mean losses; a sum over C tokens would overflow for dozens of steps.
     """
     scale = options.initial_loss_scale
     if options.loss_scale is None and scale == MEGATRON_LOSS_SCALE:
@@ -187,7 +187,7 @@ def _check_ranks(options: HdpOptions) -> None:
         pipelines = f" x --pipeline-model-parallel-size {num_stages}" if num_stages > 1 else ""
         raise ValueError(
             f"{options.world_size} processes cannot be divided among --tensor-model-parallel-size {tensor_ranks}"
-            f"{pipelines}; start {(options.world_size // model_ranks + 1) * model_ranks} processes, or lower it"
+            f"{pipelines}; start {(options.world_size // model_ranks + 1) * model_ranks} processes, or lower the sizes"
         )
     num_ranks = options.world_size // model_ranks
     sizes = {
@@ -200,17 +200,17 @@ def _check_ranks(options: HdpOptions) -> None:
         if size < 1 or size % num_ranks:
             raise ValueError(
                 f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, as Megatron's count of "
-                f"documents must be; the next multiple is {(max(size, 0) // num_ranks + 1) * num_ranks}"
+                f"documents requires; the next multiple is {(max(size, 0) // num_ranks + 1) * num_ranks}"
             )
 
 
 def after_checks(options: HdpOptions) -> Overrides:
-    """Align parameter gathers again, which Megatron turns off without virtual stages."""
+    """Align parameter gathers again, because Megatron does not align them without virtual stages."""
     return {"align_param_gather": True} if options.overlap_param_gather else NO_OVERRIDES
 
 
 def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
-    """Return the settings of the planner and of the checks of its plans. Raises ValueError for an unfit kernel."""
+    """Return the settings of the planner and of its plan checks. Raises ValueError for an unsuitable kernel."""
     check_kernel(options.hdp_attention_kernel, run)
     names = (
         "global_tokens", "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step",
@@ -235,8 +235,8 @@ def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
 
 
 def check_kernel(name: str | None, run: RunConfig) -> None:
-    """Raise ValueError unless the attention kernel of this name takes the model's heads. Does not use the device."""
-    from bytescale_ext.attention.kernels.table import named_kernel  # with torch
+    """Raise ValueError unless the named attention kernel supports the model's heads. Does not use the device."""
+    from bytescale_ext.attention.kernels.table import named_kernel  # imports torch
 
     if name is not None:
         device = "cuda" if run.process.on_cuda else "cpu"
@@ -253,7 +253,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 HDP = Feature(
     name="hdp",
     flag="--hybrid-data-parallel",
-    summary="hybrid data parallelism: each document on as many ranks as it needs",
+    summary="hybrid data parallelism: as many ranks per document as it needs",
     add_arguments=add_arguments,
     is_on=given("hybrid_data_parallel"),
     options=HdpOptions,

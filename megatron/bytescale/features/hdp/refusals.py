@@ -1,5 +1,4 @@
-"""Settings of Megatron that hybrid data parallelism refuses, and those that pipelines in slices refuse for the same
-reason."""
+"""Megatron settings that hybrid data parallelism refuses, some of them also refused by pipelines in slices."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from megatron.bytescale.core.transformer.moe.expert_ranks import ExpertSizes, ra
 
 @dataclass(frozen=True)
 class _VirtualGroups:
-    """Micro-batches that a stage runs through one virtual stage before the next."""
+    """The number of micro-batches that a stage runs through one virtual stage before the next virtual stage."""
 
     microbatch_group_size_per_vp_stage: int | None
     pipeline_model_parallel_size: int
@@ -25,10 +24,10 @@ class _VirtualGroups:
 
 
 _NEW_SHAPES = "remove it: micro-batches differ in shape"
-_LOOK_BACK = "give --window-size N,0 with N above 0: each token sees its own key and up to N keys before it"
+_LOOK_BACK = "give --window-size N,0 with N above 0: each token attends to itself and up to N earlier tokens"
 REFUSALS = (
     refuse("--num-experts under tensor parallelism", "hdp slices", "add --sequence-parallel, which Megatron's experts "
-           "need there", given("num_experts") & above("tensor_model_parallel_size", 1) & ~given("sequence_parallel")),
+           "need then", given("num_experts") & above("tensor_model_parallel_size", 1) & ~given("sequence_parallel")),
     refuse("--moe-token-dispatcher-type flex", "hdp slices", "use alltoall",
            equals("moe_token_dispatcher_type", "flex")),
     refuse("--moe-paged-stash", "hdp slices"),
@@ -59,7 +58,7 @@ REFUSALS = (
            "counts"),
     refuse("--full-validation", "hdp slices", "use --eval-iters"),
     refuse("--logits-save-dir", "hdp slices"),
-    refuse("--check-for-spiky-loss", "hdp slices", "remove it: micro-batches differ in size, and so do their losses"),
+    refuse("--check-for-spiky-loss", "hdp slices", "remove it: losses vary because micro-batches differ in size"),
     refuse("--moe-routing-trace-path", "hdp slices", "remove it: it counts micro-batches of one size"),
     refuse("--context-parallel-size > 1", "hdp", "leave it at 1: --hybrid-data-parallel gives each document its own "
            "width", above("context_parallel_size", 1)),
@@ -70,20 +69,20 @@ REFUSALS = (
     refuse("--overlap-param-gather-with-optimizer-step", "hdp", "give --overlap-param-gather alone: all gathers start "
            "with the step"),
     refuse("--moe-token-dispatcher-type allgather", "hdp", "use alltoall: data-parallel ranks that share experts have "
-           "different numbers of tokens, and allgather needs equal ones",
+           "different numbers of tokens, and allgather needs equal numbers",
            equals("moe_token_dispatcher_type", "allgather")
            & where(ExpertSizes, lambda sizes: ranks_that_share_experts(sizes) > 1)),
     refuse("--moe-router-load-balancing-type", "hdp", "use aux_loss or none, and --moe-router-enable-expert-bias if "
-           "wanted: the others need statistics of whole documents, or of all ranks, inside a layer",
+           "wanted: the others need statistics of whole documents or of all ranks within a layer",
            given("num_experts") & where(Balancing, lambda balancing: balancing.is_beyond("aux_loss", "none"))),
-    refuse("--moe-expert-capacity-factor", "hdp", "remove it: which tokens are dropped would depend on the plan",
+    refuse("--moe-expert-capacity-factor", "hdp", "remove it: the dropped tokens would depend on the plan",
            chosen("moe_expert_capacity_factor")),
-    refuse("--overlap-moe-expert-parallel-comm", "hdp", "remove it: it has its own schedule, without planned steps"),
+    refuse("--overlap-moe-expert-parallel-comm", "hdp", "remove it: it runs its own schedule, without planned steps"),
     refuse("--optimizer-cuda-graph", "hdp"),
     refuse("--use-megatron-fsdp", "hdp", "use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
     refuse("--use-torch-fsdp2", "hdp", "use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
     refuse("--num-distributed-optimizer-instances > 1", "hdp", REMOVE, above("num_distributed_optimizer_instances", 1)),
-    refuse("--multi-latent-attention with --position-embedding-type", "hdp", "use rope or none there, and --rope-type "
+    refuse("--multi-latent-attention with --position-embedding-type", "hdp", "use rope or none, and --rope-type "
            "yarn for YaRN", given("multi_latent_attention") & equals("position_embedding_type", "yarn")),
     refuse("--mla-down-proj-fusion", "hdp", "remove it: its module computes positions by rows"),
     refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
@@ -107,7 +106,7 @@ REFUSALS = (
     refuse("--phase-transition-iterations", "hdp"),
     refuse("--multiple-validation-sets", "hdp"),
     refuse("--fim-data", "hdp"),
-    refuse("--allow-ambiguous-pad-tokens", "hdp", "remove it: documents hold no padding"),
+    refuse("--allow-ambiguous-pad-tokens", "hdp", "remove it: documents contain no padding"),
     refuse("--object-storage-cache-path", "hdp", "copy the data to a file system: lengths come from local .idx files"),
     refuse("--mock-data", "hdp", "build a corpus with `bytescale corpus`"),
     refuse("--per-dataset-sequences-path", "hdp", "remove it: lengths come from the .idx files"),

@@ -1,1 +1,1 @@
-"""The record of a step's memory: its flags, and what it adds to the training."""
+"""The record of a step's memory: flags and changes to the training."""

@@ -1,6 +1,6 @@
-"""Record the first step of every rank of a pipeline, and plan its memory (``--record-memory-plan``; MEMO section 4.2).
+"""Records the first step of every rank of a pipeline and plans its memory (``--record-memory-plan``; MEMO section 4.2).
 
-Each rank traces what its own work allocates: micro-batches and slices in the order of its schedule, several in flight.
+Each rank traces the allocations of its own work: micro-batches and slices in its schedule's order, several in flight.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class StepRecorder:
     """Records the first training step of this process.
 
     Attributes:
-        target: the settings of the step and the file.
+        target: settings of the step, and the output file.
         role: stage and tensor-parallel rank.
-        step: its trace.
-        is_planned: this process plans: the pipelines of other HDP ranks do the same.
-        text: of the role, for messages.
+        step: trace of the step.
+        is_planned: whether this process plans; pipelines of other HDP ranks would make equal plans.
+        text: role as text for messages.
     """
 
     target: RecordTo
@@ -51,12 +51,12 @@ class StepRecorder:
         return cls(target, role, step, process.hdp_rank == 0, text)
 
     def around(self, training: Training) -> Training:
-        """Return the training whose first step is recorded."""
+        """Return a training that records its first step."""
         training.model.pre_wrap_hooks.append(self.watch)
         return around_steps(training, self.begin, self.end)
 
     def watch(self, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """``ModelConfig.pre_wrap_hooks``: note the passes of all layers."""
+        """Hook in ``ModelConfig.pre_wrap_hooks``: record the passes of all layers."""
         self.step.chunks = model_chunks
         for chunk in model_chunks:
             for layer in chunk.decoder.layers:  # type: ignore[union-attr]
@@ -64,7 +64,7 @@ class StepRecorder:
         return model_chunks
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Start recording, in the first forward pass of the run."""
+        """Start to record, in the first forward pass of the run."""
         if not self._is_done and self.step.trace is None:
             self.step.begin(model)
 
@@ -83,7 +83,7 @@ class StepRecorder:
         print_rank_0(f"> bytescale: memory plans written to {self.target.path}")
 
     def planned(self, trace: AllocationTrace) -> StepMemory:
-        """Return the checked plan of the step, and print its peak."""
+        """Return the checked memory plan of the step, and print its peak."""
         requests = trace.requests()
         plan = plan_step(requests, trace.passes).best
         check_two_level_plan(plan)

@@ -1,4 +1,4 @@
-"""Record the first training step on every rank of a pipeline, and plan its memory (MEMO section 4.2)."""
+"""Records the first training step on every rank of a pipeline and plans its memory (MEMO section 4.2)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the recording."""
+    """Add the flag of the record."""
     group = parser.add_argument_group("bytescale: recording a memory plan")
     group.add_argument(
         "--record-memory-plan",
         type=Path,
         metavar="FILE",
         help="Record the allocations of the first step on every stage and tensor-parallel rank, plan their addresses "
-        "and write the plans to FILE, for --memory-plan. Training goes on afterwards; --train-iters 1 ends it.",
+        "and write the plans to FILE, for --memory-plan. Training continues afterwards; --train-iters 1 stops it.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions(StepArguments):
-    """The flag of a recording, and what decides the step that is recorded."""
+    """The flag of the record, and the arguments that determine the recorded step."""
 
     record_memory_plan: Path
 
 
 def resolve(options: RecordOptions, run: RunConfig) -> RecordTo:
-    """Return what is recorded, and where it goes. Raises ValueError where the file cannot be written."""
+    """Return the settings of the record and its file. Raises ValueError if the file cannot be written."""
     path = options.record_memory_plan
     check_file("--record-memory-plan", path)
     return RecordTo(path, step_record(options, run, "--record-memory-plan"))

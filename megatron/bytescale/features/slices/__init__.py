@@ -1,1 +1,1 @@
-"""Pipelines in slices (Seq1F1B) and zero bubble: their flags, and what they add to the training."""
+"""Pipelines in slices (Seq1F1B) and zero bubble: flags and changes to the training."""

@@ -1,4 +1,4 @@
-"""Train in slices (Seq1F1B): samples of one length from Megatron's own data set, or documents."""
+"""Trains in slices (Seq1F1B): fixed-length samples of Megatron's own data set, or documents."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def cut_samples(training: Training, runtime: Runtime) -> Training:
 
 
 def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Prepare the stages, and print which keys are kept. Collective; called before DDP wraps the model."""
+    """Prepare the stages and report which keys are kept. Collective; runs before DDP wraps the model."""
     config, on_cuda = runtime.run.get(DocumentSliceConfig), runtime.run.process.on_cuda
     _prepare_stages(runtime, config)
-    if config.host_bytes and runtime.parts.activations is None:  # an activation policy has an arena for both
+    if config.host_bytes and runtime.parts.activations is None:  # a policy's arena also serves keys
         runtime.add_parts(key_link=make_link(allocate_arena(int(config.host_bytes), on_cuda), on_cuda))
     if config.note:
         print_rank_0(f"> bytescale: {config.note}")
@@ -56,7 +56,7 @@ def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> 
 
 
 def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Choose the kernel and prepare the stages. Collective; called before DDP wraps the model."""
+    """Choose the kernel and prepare the stages. Collective; runs before DDP wraps the model."""
     config = runtime.run.get(SliceConfig)
     prepare_kernel(runtime, model_chunks)
     print_rank_0(f"> bytescale: slices of {' '.join(map(str, config.lengths))} tokens")
@@ -65,20 +65,20 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
 
 
 def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
-    """Make the process groups of messages during passes, and tell the user if slices gain nothing. Collective."""
+    """Create the process groups for messages during passes, and warn if slices have no benefit. Collective."""
     if current(Messages).overlap_p2p_comm:
         runtime.add_parts(links=create_virtual_links(runtime.device, runtime.run.process.timeout_minutes))
     elif config.receives_ahead:
         runtime.add_parts(links=create_stage_links(runtime.run.process.timeout_minutes))
     if config.num_stages == 1:
         print_rank_0(
-            "> bytescale: one pipeline stage has no idle time for slices to fill. With --recompute-granularity full "
-            "they limit the activations of the running layer; without it they only cost time"
+            "> bytescale: a single pipeline stage has no idle time for slices to fill. With --recompute-granularity "
+            "full slices limit the activations of the running layer; otherwise they only cost time"
         )
 
 
 def forward_step(config: SliceConfig) -> Callable[..., Any]:
-    """Return ``forward_step_func``: run one slice of a micro-batch through the model, or through a stage's chunk."""
+    """Return a ``forward_step_func`` that runs one slice of a micro-batch through the model or a stage's chunk."""
     per_token, ranges = current(LossDivision).calculate_per_token_loss, slice_ranges(config.lengths)
 
     def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -100,17 +100,18 @@ def slice_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return (sum of the losses, number of labels, report) of one slice.
 
-    The loss of a step is the same as without slices. With a loss per micro-batch, Megatron takes each slice for a
-    micro-batch: it divides by the number of labels and by the number of slices of the step. So the number of labels is
-    that of the whole micro-batch, and the sum is multiplied by ``num_slices``. With a loss per token, Megatron divides
-    once, by the labels of all slices. The report is a sum and a count, which Megatron adds up over slices.
+    The loss of a step is the same as without slices. With a loss per micro-batch, Megatron treats each slice as a
+    micro-batch and divides by the number of labels and by the step's number of slices. So this function returns the
+    number of labels of the whole micro-batch, and multiplies the sum by ``num_slices``. With a loss per token, Megatron
+    divides once, by the labels of all slices. The report contains a sum and a count, which Megatron adds up over
+    slices.
 
     Args:
-        whole_mask: [b, s], 1 where a token of the micro-batch has a label.
-        mask: [b, n], the part of this slice.
+        whole_mask: mask of the whole micro-batch, [b, s], 1 for tokens with a label.
+        mask: part of the mask for this slice, [b, n].
         num_slices: slices of a micro-batch.
-        per_token: ``--calculate-per-token-loss``.
-        losses: [b, n].
+        per_token: whether ``--calculate-per-token-loss`` is set.
+        losses: loss of each token of this slice, [b, n].
     """
     assert whole_mask is not None and mask is not None, "only the last stage computes losses, and it reads masks"
     total, num_labels, report = stock.mean_loss(mask, losses)

@@ -1,4 +1,4 @@
-"""Pipelines in slices (Seq1F1B, Sun et al. 2024): micro-batches are cut, and slices pass the stages one by one."""
+"""Pipelines in slices (Seq1F1B, Sun et al. 2024): slices of a micro-batch pass through the stages one by one."""
 
 from __future__ import annotations
 
@@ -39,42 +39,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq1f1b-slices",
         type=slices_value,
         metavar="K",
-        help="Cut each micro-batch into K slices that pass the pipeline one after another. Default: 1, not cut. With "
-        f"--hybrid-data-parallel also {AUTO}: the planner chooses, for each step, slices, order and kept keys within "
-        "--device-memory-gb.",
+        help="Divide each micro-batch into K slices that pass through the pipeline one after another. Default: 1, "
+        f"whole micro-batches. {AUTO} (with --hybrid-data-parallel): the planner chooses slices, order and kept keys "
+        "for each step within --device-memory-gb.",
     )
     group.add_argument(
         "--seq1f1b-partition",
         metavar="NAME",
-        help="What is equal in all slices: time (default), flops, or tokens (even); or their tokens as L1,...,LK. "
+        help="Quantity that is equal in all slices: time (default), flops, or tokens (even); or tokens as L1,...,LK. "
         "`bytescale schedule` shows the lengths for each.",
     )
     group.add_argument(
         ORDER_FLAG,
         action="store_true",
-        help="Each stage runs two forwards ahead of the next one instead of one, so that slices of different "
-        "duration wait less for each other. Faster, but holds up to (stages - 1) / K micro-batches more activations.",
+        help="Each stage runs two forwards ahead of the next stage instead of one, so that slices of different "
+        "duration wait less for each other. Faster, but needs activation memory for up to (stages - 1) / K more "
+        "micro-batches.",
     )
     group.add_argument(
         "--hdp-kept-keys",
         type=int,
         metavar="TOKENS",
-        help="With --hybrid-data-parallel: each rank keeps the keys that it receives of documents of up to this "
-        "many tokens, so that they travel once, not again with each slice. Default: as many as fit in the memory that "
-        "1F1B would take; 0: none.",
+        help="With --hybrid-data-parallel: each rank keeps the keys that it receives for documents of up to TOKENS "
+        "tokens, so that they are sent once instead of again for each slice. Default: as many as fit in the memory "
+        "that 1F1B would need. 0: none.",
     )
     group.add_argument(
         "--hdp-swapped-keys",
         type=int,
         metavar="TOKENS",
-        help="With --hybrid-data-parallel: keep the keys of documents longer than --hdp-kept-keys and of up to this "
-        "many tokens in host memory (--host-memory-gb), from which each slice reads those before it. Default: 0, "
+        help="With --hybrid-data-parallel: keep the keys of documents longer than --hdp-kept-keys and up to TOKENS "
+        "tokens in host memory (--host-memory-gb). Each slice reads the keys of earlier slices from there. Default: 0, "
         f"none. With --seq1f1b-slices {AUTO} and --host-memory-gb the planner chooses.",
     )
 
 
 def slices_value(text: str) -> int | str:
-    """Return the value of ``--seq1f1b-slices``. Raises ValueError for a text that is neither a number nor "auto"."""
+    """Parse the value of ``--seq1f1b-slices``. Raises ValueError for a text that is neither a number nor "auto"."""
     return text if text == AUTO else int(text)
 
 
@@ -84,19 +85,19 @@ class SliceFlags:
 
     Attributes:
         seq1f1b_slices: slices of a micro-batch, or "auto".
-        seq1f1b_partition: what is equal in all slices, or their tokens.
-        seq1f1b_eager: stages run two forwards ahead of the next one.
-        seq1f1b_zero_bubble: weight gradients run where a stage would be idle.
+        seq1f1b_partition: quantity that is equal in all slices, or the tokens of each slice.
+        seq1f1b_eager: whether stages run two forwards ahead of the next stage.
+        seq1f1b_zero_bubble: whether weight gradients fill the idle time of stages.
         hdp_kept_keys, hdp_swapped_keys: longest documents whose keys are kept, on the device and in host memory.
-        hybrid_data_parallel: documents are planned.
+        hybrid_data_parallel: whether documents are planned.
         device_memory_gb, host_memory_gb: memory of the device, and host memory of a process.
         pipeline_model_parallel_size: pipeline stages.
         num_layers_per_virtual_pipeline_stage, num_virtual_stages_per_pipeline_rank: virtual stages.
-        overlap_p2p_comm: Megatron overlaps messages with computation.
-        step_batch_size_schedule: steps grow.
+        overlap_p2p_comm: whether Megatron overlaps messages with computation.
+        step_batch_size_schedule: schedule of growing steps.
         micro_batch_size, eval_micro_batch_size: samples of a micro-batch.
         eval_global_batch_size, eval_iters: samples of an evaluation step, and steps of an evaluation.
-        data_parallel_size: ranks with micro-batches of their own; Megatron's checks set it.
+        data_parallel_size: ranks with different micro-batches; Megatron's checks set it.
     """
 
     seq1f1b_slices: int | str | None
@@ -121,12 +122,12 @@ class SliceFlags:
 
 
 def before_checks(flags: SliceFlags) -> Overrides:
-    """Check the flags of slices, and return the arguments of Megatron that slices need."""
+    """Check the flags of slices, and return the Megatron arguments that slices need."""
     num_slices = 1 if flags.seq1f1b_slices is None else flags.seq1f1b_slices
     if isinstance(num_slices, str):
         _check_auto(flags)
     elif num_slices < 1:
-        raise ValueError(f"--seq1f1b-slices {num_slices} must be at least 1; 1 does not cut micro-batches")
+        raise ValueError(f"--seq1f1b-slices {num_slices} must be at least 1, which means whole micro-batches")
     for flag, tokens in (("--hdp-kept-keys", flags.hdp_kept_keys), ("--hdp-swapped-keys", flags.hdp_swapped_keys)):
         if tokens is not None and not flags.hybrid_data_parallel:
             raise ValueError(f"{flag} needs --hybrid-data-parallel")
@@ -138,12 +139,12 @@ def before_checks(flags: SliceFlags) -> Overrides:
         raise ValueError("--hdp-swapped-keys needs --host-memory-gb, the host memory of each process for keys")
     if num_slices == AUTO or flags.seq1f1b_eager:
         _check_order(flags)
-    # A mask covers a whole sequence; slices need none.
+    # A mask covers a whole sequence; slices need no mask.
     return {"seq1f1b_slices": num_slices, "create_attention_mask_in_dataloader": False}
 
 
 def after_checks(flags: SliceFlags) -> Overrides:
-    """Overlap messages in warm-up and flush too, if Megatron has left overlapping on: with virtual stages."""
+    """Overlap messages in warm-up and flush too, if Megatron overlaps messages because of virtual stages."""
     return {"overlap_p2p_comm_warmup_flush": True} if flags.overlap_p2p_comm else NO_OVERRIDES
 
 
@@ -153,9 +154,9 @@ class SliceOptions:
 
     Attributes:
         slices: slices of a micro-batch; "auto": the planner chooses.
-        ahead: stages run two forwards ahead of the next one.
-        zero_bubble: weight gradients run where a stage would be idle.
-        partition: the quantity that is equal in all slices, or the tokens of each slice.
+        ahead: whether stages run two forwards ahead of the next stage.
+        zero_bubble: whether weight gradients fill the idle time of stages.
+        partition: quantity that is equal in all slices, or the tokens of each slice.
         kept_keys, swapped_keys: longest documents whose keys are kept, on the device and in host memory, or None.
     """
 
@@ -168,12 +169,12 @@ class SliceOptions:
 
     @property
     def is_on(self) -> bool:
-        """Whether the schedule is ours: micro-batches are cut into slices, or backward passes are split."""
+        """Whether our schedule is used: micro-batches run in slices, or backward passes are split."""
         return self.slices != 1 or self.zero_bubble
 
     @property
     def slicing(self) -> Slicing:
-        """The slices, with the keys that are swapped but not those that are kept; the most of those to choose from."""
+        """The slices, including swapped but not kept keys; for "auto" the largest option."""
         if isinstance(self.slices, str):
             return OPTIONS[-1]
         return Slicing(
@@ -182,7 +183,7 @@ class SliceOptions:
 
 
 def slice_options(flags: SliceFlags) -> SliceOptions:
-    """Return the flags of slices. Raises ValueError for a partition that samples or documents cannot have."""
+    """Return the options of slices. Raises ValueError for a partition that samples or documents do not support."""
     partition = parse_partition(flags.seq1f1b_partition or "time")
     if flags.hybrid_data_parallel and not isinstance(partition, str):
         raise ValueError(
@@ -200,18 +201,18 @@ def slice_options(flags: SliceFlags) -> SliceOptions:
 
 
 def flags_of(slicing: Slicing) -> list[str]:
-    """Return the flags that ``slicing_of`` reads."""
+    """Return the command-line flags for ``slicing``."""
     flags = ((ORDER_FLAG, slicing.eager), (ZERO_BUBBLE_FLAG, slicing.zero_bubble))
     return ["--seq1f1b-slices", str(slicing.num_slices), *(flag for flag, is_on in flags if is_on)]
 
 
 def _check_auto(flags: SliceFlags) -> None:
-    """Raise ValueError for flags with which the planner cannot choose the slices of each step."""
-    what, by_hand = f"--seq1f1b-slices {AUTO}", "or give a number of slices"
+    """Raise ValueError for flags that prevent the planner from choosing the slices of each step."""
+    auto, by_hand = f"--seq1f1b-slices {AUTO}", "or give a number of slices"
     if not flags.hybrid_data_parallel:
-        raise ValueError(f"{what} needs --hybrid-data-parallel, whose planner chooses them; {by_hand}")
+        raise ValueError(f"{auto} needs --hybrid-data-parallel, whose planner chooses them; {by_hand}")
     if flags.device_memory_gb is None:
-        raise ValueError(f"{what} needs --device-memory-gb, the memory of the device; {by_hand}")
+        raise ValueError(f"{auto} needs --device-memory-gb, the memory of the device; {by_hand}")
     if not flags.device_memory_gb > 0:
         raise ValueError(f"--device-memory-gb {flags.device_memory_gb:g} is not an amount of memory")
     chosen = {
@@ -221,7 +222,7 @@ def _check_auto(flags: SliceFlags) -> None:
     }
     for flag, value in chosen.items():
         if value is not None:
-            raise ValueError(f"{what} chooses what {flag} sets: remove {flag}, {by_hand}")
+            raise ValueError(f"{auto} chooses the value of {flag}: remove {flag}, {by_hand}")
 
 
 def _check_order(flags: SliceFlags) -> None:
@@ -233,14 +234,14 @@ def _check_order(flags: SliceFlags) -> None:
 
 
 def resolve(flags: SliceFlags, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
-    """Return how samples of one length are cut, or how documents are under hybrid data parallelism."""
+    """Return the slices of fixed-length samples, or of documents under hybrid data parallelism."""
     if run.decision.setup.sequences.are_documents:
         return document_slices(run.decision)
     return sample_slices(flags, run.decision.setup)
 
 
 def sample_slice_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]:
-    """Return the tokens of each slice of samples of one length. Raises ValueError for slices that do not fit."""
+    """Return the tokens of each slice of a fixed-length sample. Raises ValueError for slices that do not fit."""
     partition, longest = options.partition, setup.sequences.longest
     num_slices = options.slicing.num_slices
     measured = setup.cost if setup.measured else None
@@ -252,10 +253,10 @@ def sample_slice_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]
 
 
 def sample_slices(flags: SliceFlags, setup: Setup) -> SliceConfig:
-    """Return the slices of samples of one length.
+    """Return the slices of fixed-length samples.
 
     Raises:
-        ValueError: groups of virtual stages do not fit; the message gives the nearest that do.
+        ValueError: groups of virtual stages do not fit; the message gives the nearest fitting numbers.
     """
     mesh = setup.mesh
     if mesh.virtual_stages > 1 and flags.step_batch_size_schedule:
@@ -280,7 +281,7 @@ def document_slices(decision: Decision) -> DocumentSliceConfig:
     host_bytes = setup.budget.host_bytes if setup.swaps_keys else 0.0
     if setup.chooses_slices:
         device_gb = setup.budget.device_bytes / 1e9
-        note = f"each step runs in the slices that are fastest within {device_gb:g} GB of device memory"
+        note = f"each step runs in the fastest slices within {device_gb:g} GB of device memory"
         return DocumentSliceConfig(rule, num_stages, note, is_chosen=True, host_bytes=host_bytes)
     config = DocumentSliceConfig(rule, num_stages, host_bytes=host_bytes)
     if rule.slicing.num_slices == 1:
@@ -294,28 +295,28 @@ def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[flo
     """Return the message about keys that are kept between slices.
 
     Args:
-        config: the slices.
+        config: slices of documents.
         longest: tokens of the longest sequence.
-        key_bytes: bytes of a token's keys and values in all layers of each stage.
+        key_bytes: bytes of a token's keys and values in all layers of a stage, for each stage.
     """
     slicing, num_stages = config.slicing, config.num_stages
     note = f"keys of documents of up to {slicing.kept_tokens:,} tokens are kept from slice to slice"
     if slicing.longest_kept > slicing.kept_tokens:
-        note += f", those of up to {slicing.swapped_tokens:,} in host memory"
+        note += f", and up to {slicing.swapped_tokens:,} tokens in host memory"
     if slicing.longest_kept >= longest or num_stages == 1:
         return note
     num_bytes = max(
         kept_bytes(num_stages, config.slicing, longest, each, stage) for stage, each in enumerate(key_bytes)
     )
     return (
-        f"{note}. Longer ones send their keys again with each slice, which may cost more time than slices save: "
-        f"--hdp-kept-keys {longest} avoids that, with up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
+        f"{note}. Longer documents send their keys again with each slice, which may cost more time than slices save: "
+        f"--hdp-kept-keys {longest} avoids that with up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
         "or use fewer slices (`bytescale simulate` compares them)"
     )
 
 
 def borrowed_flags(flags: SliceFlags) -> tuple[str, ...]:
-    """Return the flags of activation policies that slices read: memory, and the link that swaps keys."""
+    """Return the flags of activation policies that slices read: memory, and the link for swapped keys."""
     link = ("--host-memory-gb", "--link-gb-per-second", "--gpus-per-link")
     is_chosen = flags.seq1f1b_slices == AUTO
     return (*("--device-memory-gb",) * is_chosen, *(link if is_chosen or flags.hdp_swapped_keys else ()))

@@ -1,4 +1,4 @@
-"""Split backward passes, whose weight gradients fill the idle time of pipeline stages (zero bubble, Qi et al. 2023)."""
+"""Split backward passes, with weight gradients in the idle time of pipeline stages (zero bubble, Qi et al. 2023)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         ZERO_BUBBLE_FLAG,
         action="store_true",
-        help="Backward passes compute only the gradients of activations; the gradients of linear layers' weights run "
-        "later, while a stage would wait for its neighbours. No stage holds more slices than the first stage does "
-        "without it. Works with slices and with whole micro-batches; needs --transformer-impl local.",
+        help="Backward passes compute only the gradients of activations. The weight gradients of linear layers run "
+        "later, while a stage would otherwise wait for its neighbours. No stage holds more slices than the first stage "
+        "holds without zero bubble. Works with slices and with whole micro-batches; needs --transformer-impl local.",
     )
 
 
 def resolve(flags: SliceFlags, run: RunConfig) -> ZeroBubble:
-    """Return how much stages may hold. Raises ValueError for a layout with virtual stages."""
+    """Return the number of slices that stages may hold. Raises ValueError for a layout with virtual stages."""
     mesh = run.decision.setup.mesh
     if mesh.virtual_stages > 1:
         raise ValueError(
@@ -52,9 +52,9 @@ def build(training: Training, runtime: Runtime) -> Training:
     return training.wrap_layer_spec(partial(with_split_products, runtime=runtime))
 
 
-_FREED = "remove it: what waits for its weight gradients cannot be freed"
+_FREED = "remove it: tensors that wait for weight gradients cannot be freed"
 _STAGES = "give --pipeline-model-parallel-size 2 or more: one stage has no idle time"
-_VIRTUAL = "remove it: Megatron's interleaved schedule leaves no place for weight gradients"
+_VIRTUAL = "remove it: Megatron's interleaved schedule has no slots for weight gradients"
 REFUSALS = (
     refuse("--pipeline-model-parallel-size 1", "zero_bubble", _STAGES, equals("pipeline_model_parallel_size", 1)),
     *(refuse(flag, "zero_bubble", _VIRTUAL) for flag in (
@@ -68,7 +68,7 @@ REFUSALS = (
     *(refuse(flag, "zero_bubble", _FREED, applies) for flag, applies in (
         ("--swap-fraction", chosen("swap_fraction")),
         ("--recompute-fraction", chosen("recompute_fraction")))),
-    *(refuse(flag, "zero_bubble", "remove it: a recorded step has no weight gradients that wait") for flag in (
+    *(refuse(flag, "zero_bubble", "remove it: a recorded step has no postponed weight gradients") for flag in (
         "--memory-plan", "--record-memory-plan")),
     refuse("gradient accumulation fusion", "zero_bubble", "add --no-gradient-accumulation-fusion",
            given("gradient_accumulation_fusion")),

@@ -1,1 +1,1 @@
-"""Model states in pages of host memory: their flags and their choice."""
+"""Model states in pages of host memory: flags and choice."""

@@ -1,4 +1,4 @@
-"""Adam's states and float32 parameters in pages of host memory and of a local disk (Angel-PTM, Nie et al. 2023)."""
+"""Adam states and float32 parameters in pages of host memory and local disk (Angel-PTM, Nie et al. 2023)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 POLICIES: Final = ("resident", "paged", "auto")
 STAGES: Final = (1, 2, 3)
 HOST_GRADIENTS: Final = 2
-"""The first stage in which gradients leave the device."""
+"""First stage that keeps gradients in host memory."""
 
 WINDOW_LAYERS: Final = 2
 SPARE_SHARE: Final = 0.02
 SPARE_PAGES: Final = 16
-"""What real pages may take beyond the forecast, which counts neither biases nor the last pages of groups."""
+"""Allowance for pages beyond the forecast, which ignores biases and the partly filled last pages of groups."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,39 +49,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-policy",
         choices=POLICIES,
         default="resident",
-        help="Where Adam's moments and float32 copies of parameters are. resident: where Megatron keeps them, on the "
-        "device. paged: in pages of host memory, pinned for a GPU; the processor takes Adam's step, page by page, "
-        "while gradients of the next page are copied to it and results of the last one from it. The device then holds "
-        "parameters and gradients alone: 6 bytes a parameter instead of 18 in bf16. Losses, parameters and checkpoints "
-        "equal those of a resident run. auto: the fastest by prediction of resident states, all stages and, with "
-        "--state-nvme, shares of the pages on the disk, with what the activation policy then does, where both fit in "
-        "--device-memory-gb and --host-memory-gb together. Default: resident. `bytescale states` predicts the effect.",
+        help="Location of Adam's moments and float32 copies of parameters. resident: on the device, as Megatron "
+        "keeps them. paged: in pages of host memory, pinned for a GPU. The processor updates page by page, while the "
+        "next page's gradients are copied from the device and the previous page's results are copied to it. The device "
+        "then holds only parameters and gradients: 6 bytes per parameter instead of 18 in bf16. Losses, parameters and "
+        "checkpoints are the same as with resident states. auto: the fastest predicted choice that, together with "
+        "activations, fits in --device-memory-gb and --host-memory-gb; the choices are resident states, all stages "
+        "and, with --state-nvme, shares of the pages on disk. Default: resident. `bytescale states` predicts effects.",
     )
     group.add_argument(
         "--state-stage",
         type=int,
         choices=STAGES,
-        help="With paged states, what leaves the device. 1: Adam's states. 2: gradients too, which are summed in host "
-        "memory as the backward pass computes them; the device then holds 2 bytes a parameter in bf16. 3: parameters "
-        "too; those of --state-window-layers layers are on the device at a time (1).",
+        help="States that leave the device with paged states. 1: Adam's states. 2: gradients too, which are summed in "
+        "host memory as the backward pass computes them; the device then holds 2 bytes per parameter in bf16. 3: "
+        "parameters too; only --state-window-layers layers have theirs on the device at a time. Default: 1.",
     )
     group.add_argument(
         "--state-window-layers",
         type=int,
         metavar="N",
-        help=f"With --state-stage 3, how many layers have their parameters on the device at a time: the one that "
-        f"computes, and the next ones, which are copied meanwhile ({WINDOW_LAYERS}).",
+        help=f"With --state-stage 3, the number of layers whose parameters are on the device at a time: the running "
+        f"layer and the next layers, which are copied meanwhile ({WINDOW_LAYERS}).",
     )
     group.add_argument(
         "--state-update-steps",
         type=int,
         default=0,
         metavar="N",
-        help="With paged states, how many steps one update by Adam overlaps with. 0 (default): none; each step waits "
-        "for its update. N: lock-free updates on a thread; the next N steps compute with the parameters of the last "
-        "update, and the next update takes the mean of their gradients, so parameters lack the gradients of at most "
-        "the last 2N-1 steps. New parameters arrive at a counted step, so all ranks agree and runs can be repeated. "
-        "Saves and evaluations wait for all updates. N above 0 changes the results of training, and takes 6 more bytes "
+        help="With paged states, the number of steps that an Adam update overlaps with. 0 (default): none; each step "
+        "waits for its update. N: a thread runs lock-free updates. The next N steps compute with the parameters of the "
+        "last update, and the next update uses the mean of their gradients, so parameters lack the gradients of at "
+        "most the last 2N-1 steps. New parameters arrive at a fixed step, so all ranks agree and runs can be repeated. "
+        "Saves and evaluations wait for all updates. N above 0 changes the results of training, and needs 6 more bytes "
         "of host memory per bf16 parameter (10 if N > 1).",
     )
     _add_page_arguments(group)
@@ -92,29 +92,29 @@ def _add_page_arguments(group: argparse._ArgumentGroup) -> None:
         "--state-host-gb",
         type=float,
         metavar="G",
-        help="The most host memory of each process for pages. Default: what is free, beside --host-memory-gb.",
+        help="Maximum host memory of each process for pages. Default: free host memory minus --host-memory-gb.",
     )
     group.add_argument(
         "--state-page-mb",
         type=float,
         default=4.0,
         metavar="M",
-        help="Size of a page in MiB, of float32 values: what is copied and updated at a time (4).",
+        help="Size of a page in MiB of float32 values, the unit that is copied and updated at a time (4).",
     )
     group.add_argument(
         "--state-nvme",
         type=Path,
         metavar="DIR",
-        help="A folder of a local disk for the pages that --state-host-gb has no room for. They are read ahead of the "
-        "update and written behind it, with checksums, in two versions. Its files are scratch: a run goes on from "
-        "Megatron's checkpoint. If the disk fails in a run, the step ends in host memory, is saved and the run ends; "
-        "therefore this turns --exit-signal-handler on.",
+        help="Folder on a local disk for pages that do not fit in --state-host-gb. Pages are prefetched before the "
+        "update and written asynchronously after it, with checksums, in two versions. The files are scratch: a run "
+        "resumes from Megatron's checkpoint. If the disk fails during a run, the step finishes in host memory and is "
+        "saved, and the run ends; therefore this flag turns on --exit-signal-handler.",
     )
     group.add_argument(
         "--state-nvme-gb",
         type=float,
         metavar="G",
-        help="The most space of --state-nvme for each process. Default: what is free.",
+        help="Maximum space on --state-nvme for each process. Default: the free space.",
     )
 
 
@@ -122,7 +122,7 @@ def _add_page_arguments(group: argparse._ArgumentGroup) -> None:
 class StateFlags(HostMemory):
     """Flags of model states, and the flags that they depend on; None: not given.
 
-    Those with the prefix ``state_`` are described in ``add_arguments``.
+    ``add_arguments`` describes the flags with the prefix ``state_``.
     """
 
     state_policy: str
@@ -145,18 +145,18 @@ class StateFlags(HostMemory):
 
 
 def before_checks(flags: StateFlags) -> Overrides:
-    """Let a run whose disk fails save and end as on a signal. Raises ValueError for what cannot be chosen."""
+    """Let a run save and stop as on a signal if its disk fails. Raises ValueError for a choice that is not possible."""
     if flags.state_policy == AUTO:
         _check_auto(flags)
     return NO_OVERRIDES if flags.state_nvme is None else {"exit_signal_handler": True}
 
 
 def _check_auto(flags: StateFlags) -> None:
-    """Raise ValueError for flags that the choice needs, makes itself, or cannot count."""
+    """Raise ValueError for flags that the automatic choice lacks, sets itself, or cannot take into account."""
     auto = "--state-policy auto"
     for flag, budget in (("--device-memory-gb", flags.device_memory_gb), ("--host-memory-gb", flags.host_memory_gb)):
         if budget is None:
-            raise ValueError(f"{auto} needs {flag}, for the model states and activations of a process together")
+            raise ValueError(f"{auto} needs {flag}, for a process's model states and activations together")
     chosen_by_auto = {
         "--state-stage": flags.state_stage,
         "--state-window-layers": flags.state_window_layers,
@@ -164,7 +164,7 @@ def _check_auto(flags: StateFlags) -> None:
     }
     for flag, value in chosen_by_auto.items():
         if value is not None:
-            raise ValueError(f"{auto} chooses what {flag} sets: remove it, or use paged")
+            raise ValueError(f"{auto} chooses the value of {flag}: remove it, or use paged")
     if flags.state_nvme is not None and flags.state_nvme_gb is None:
         raise ValueError(f"{auto} needs --state-nvme-gb with --state-nvme, equal on all machines")
     uncounted = {
@@ -179,7 +179,7 @@ def _check_auto(flags: StateFlags) -> None:
     }
     for memory, is_set in uncounted.items():
         if is_set:
-            raise ValueError(f"{auto} does not count what {memory} takes: use resident or paged")
+            raise ValueError(f"{auto} does not count the memory of {memory}: use resident or paged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +187,12 @@ class StateOptions:
     """The flags of model states.
 
     Attributes:
-        option: where the states are, or "auto".
-        page_bytes: bytes of a page.
-        update_steps: steps that overlap with an update; 0: updates are exact.
-        host_gb: host memory of a process for pages; None: not given.
-        nvme: folder of a local disk for pages, or None.
-        nvme_gb: space that a process may take of it; None: not given.
+        option: location of the states, or "auto".
+        page_bytes: size of a page, in bytes.
+        update_steps: number of steps that overlap with an update; 0: updates are exact.
+        host_gb: host memory of a process for pages, in GB; None: not given.
+        nvme: folder on a local disk for pages, or None.
+        nvme_gb: disk space of a process, in GB; None: not given.
     """
 
     option: StateOption | Literal["auto"]
@@ -204,7 +204,7 @@ class StateOptions:
 
 
 def state_options(flags: StateFlags) -> StateOptions:
-    """Return the flags of model states. Raises ValueError for sizes and combinations that are not possible."""
+    """Return the options of model states. Raises ValueError for impossible sizes and combinations."""
     page_bytes = page_bytes_of(flags.state_page_mb, "--state-page-mb")
     for flag, budget in (("--state-host-gb", flags.state_host_gb), ("--state-nvme-gb", flags.state_nvme_gb)):
         if budget is not None and not 0 < budget < math.inf:
@@ -226,7 +226,7 @@ def state_options(flags: StateFlags) -> StateOptions:
 
 
 def _option(flags: StateFlags) -> StateOption | Literal["auto"]:
-    """Return the place of the states. Raises ValueError for an empty window, or a window in another stage than 3."""
+    """Return the location of the states. Raises ValueError for an empty window, or a window outside stage 3."""
     if flags.state_policy != "paged":
         return AUTO if flags.state_policy == AUTO else StateOption()
     stage, window = flags.state_stage or 1, flags.state_window_layers
@@ -241,7 +241,7 @@ def _option(flags: StateFlags) -> StateOption | Literal["auto"]:
 
 @dataclass(frozen=True)
 class DeviceFlags:
-    """Megatron's arguments and ours of the same names that only gradients on the device work with."""
+    """Megatron's arguments and ours, under the same names, that require gradients on the device."""
 
     overlap_grad_reduce: bool
     overlap_param_gather: bool
@@ -250,12 +250,12 @@ class DeviceFlags:
     ddp_param_name_patterns_for_fp32_local_accumulation: Sequence[str] | None
 
     def are_set(self) -> bool:
-        """Return whether one is set."""
+        """Return whether any of them is set."""
         return any(getattr(self, field.name) for field in fields(self))
 
 
 def allowed_stages(flags: DeviceFlags, on_cuda: bool, element_bytes: int) -> tuple[int, ...]:
-    """Return the values of ``--state-stage`` that work with the other flags."""
+    """Return the values of ``--state-stage`` that are compatible with the other flags."""
     if has_fused_norms() or flags.are_set():
         return STAGES[:1]
     is_refused = on_cuda and element_bytes == FLOAT_BYTES
@@ -263,9 +263,9 @@ def allowed_stages(flags: DeviceFlags, on_cuda: bool, element_bytes: int) -> tup
 
 
 def resolve(flags: StateFlags, run: RunConfig) -> StateConfig | ResidentStates:
-    """Return the size of pages and their budgets, which are enough for the fullest stage, or what was chosen.
+    """Return the page size and page budgets, which suffice for the fullest stage, or the automatic choice.
 
-    Raises ValueError for a folder that is no local disk, and for pages that do not fit.
+    Raises ValueError if the folder is not on a local disk, or the pages do not fit.
     """
     options = state_options(flags)
     nvme = nvme_of(options, run.process.rank, flags.exit_signal, is_here=not flags.fake_process_group)
@@ -289,8 +289,8 @@ def resolve(flags: StateFlags, run: RunConfig) -> StateConfig | ResidentStates:
 
 
 def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | None) -> StateConfig | ResidentStates:
-    """Return the model states that were chosen. Raises ValueError for a disk with less space than was given."""
-    assert decision.states is not None, "model states are chosen"
+    """Return the chosen model states. Raises ValueError if a disk has less space than given."""
+    assert decision.states is not None, "the decision includes model states"
     chosen, note = decision.states.chosen, decision.states.described()
     option, page_bytes = chosen.option, options.page_bytes
     if not option.stage:
@@ -298,7 +298,7 @@ def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | 
     host_bytes = decision.setup.budget.host_bytes
     if not option.disk_share:
         return StateConfig(page_bytes, host_bytes, None, option.stage, option.window_layers, note=note)
-    assert nvme is not None, "a disk is given"
+    assert nvme is not None, "the chosen states need --state-nvme"
     if nvme.num_bytes < decision.setup.budget.disk_bytes:
         raise ValueError(
             f"--state-nvme-gb {options.nvme_gb:g} for each process, and {options.nvme} has "
@@ -310,9 +310,9 @@ def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | 
 
 
 def nvme_of(options: StateOptions, rank: int, exit_signal: int, is_here: bool) -> NvmeConfig | None:
-    """Return the disk and its budget. Raises ValueError for a folder that is no local disk.
+    """Return the disk and its budget. Raises ValueError if the folder is not on a local disk.
 
-    ``is_here``: the run is on this machine; a dry run is of another one.
+    ``is_here``: whether the run is on this machine; a dry run plans for another machine.
     """
     if options.nvme is None:
         return None
@@ -324,12 +324,12 @@ def nvme_of(options: StateOptions, rank: int, exit_signal: int, is_here: bool) -
 
 
 def _bytes(gigabytes: float | None) -> float:
-    """Return a budget in bytes; without limit if none is given."""
+    """Return a budget in bytes; infinite if not given."""
     return math.inf if gigabytes is None else gigabytes * 1e9
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Say what is paged; Megatron's optimizer is built later, by ``core/optimizer/optimizer.py``."""
+    """Report the paged states. Megatron's optimizer is built later, in ``core/optimizer/optimizer.py``."""
     from megatron.training.utils import print_rank_0
 
     from megatron.bytescale.core.distributed.host_build import add_hooks
@@ -343,7 +343,7 @@ def build(training: Training, runtime: Runtime) -> Training:
         print_rank_0(config.note)
     contents = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
     window = f", {config.window_layers} layers on the device at a time" if config.stage == 3 else ""
-    late = f", updates beside {config.update_steps} step(s)" if config.update_steps else ""
+    late = f", updates overlap with {config.update_steps} step(s)" if config.update_steps else ""
     print_rank_0(
         f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{contents}{window}{late}"
     )
@@ -352,13 +352,13 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 
 def borrowed_flags(flags: StateFlags) -> tuple[str, ...]:
-    """Return the flags of activations, and the cost file, with which states are chosen."""
+    """Return the flags of activations and costs with which states are chosen."""
     of_choice = ("--host-memory-gb", "--device-memory-gb", "--link-gb-per-second", "--gpus-per-link", COST_FLAG)
     return of_choice if flags.state_policy == "auto" else ()
 
 
 def has_fused_norms() -> bool:
-    """Return whether Megatron takes norms of gradients by kernels of another package than torch."""
+    """Return whether Megatron computes gradient norms with kernels of another package than torch."""
     return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
 
 
@@ -371,24 +371,24 @@ _ON_DEVICE = {
     "--moe-expert-slots": "remove it, or use --state-stage 1: it moves gradients on the device",
     "--ddp-param-name-patterns-for-fp32-local-accumulation": "remove it: gradients are summed in float32 already",
 }
-_COPIED = "remove it: results are copied to parameters as they are"
+_COPIED = "remove it: results are copied to parameters unchanged"
 REFUSALS = (
     refuse("--optimizer", "states", "use adam", ~equals("optimizer", "adam")),
     refuse("--optimizer-cpu-offload", "states", "remove it: it moves the same states"),
     refuse("--use-precision-aware-optimizer", "states", "remove it: states in pages are float32"),
-    refuse("--optimizer-cuda-graph", "states", "remove it: the processor takes the step"),
+    refuse("--optimizer-cuda-graph", "states", "remove it: the processor updates"),
     *(refuse(flag, "states", "use --use-distributed-optimizer") for flag in (
         "--use-megatron-fsdp", "--use-torch-fsdp2")),
     refuse("--fp16", "states", "use --bf16: with a loss scale steps may be skipped"),
     *(refuse(flag, "states", _COPIED) for flag in (
         "--fp8-param-gather", "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag")),
-    refuse("--async-save", "states", "remove it, or --state-nvme: pages change while a save runs beside training",
+    refuse("--async-save", "states", "remove it, or --state-nvme: pages change while a save overlaps with training",
            chosen("state_nvme") & given("async_save")),
     *(refuse(f"{flag} with host gradients", "states", why, _HOST_GRADIENTS & given(flag[2:].replace("-", "_")))
       for flag, why in _ON_DEVICE.items()),
     refuse("--log-params-norm", "states", "remove it: it reads the float32 parameters on the device"),
     refuse("TransformerEngine or Apex from --state-stage 2 on", "states",
-           "use --state-stage 1, or uninstall it: its kernels of norms read the device alone",
+           "use --state-stage 1, or uninstall it: its kernels for norms read only device memory",
            _HOST_GRADIENTS & Condition(lambda _: has_fused_norms())),
 )  # fmt: skip
 

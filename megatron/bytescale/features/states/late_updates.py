@@ -14,7 +14,7 @@ from megatron.bytescale.training.training import write_scalars
 
 
 def tell_staleness(training: Training, runtime: Runtime) -> Training:
-    """Log how many steps' gradients the parameters of each step lack, and how long steps waited for updates."""
+    """Log the number of steps whose gradients the parameters lack, and the time that steps wait for updates."""
     staleness = Staleness(runtime)
 
     def count_first(finalize: Callable[..., object]) -> Callable[..., object]:
@@ -29,12 +29,12 @@ def tell_staleness(training: Training, runtime: Runtime) -> Training:
 
 @dataclass
 class Staleness:
-    """Counts the staleness of steps, which is equal on all ranks, and tells the user.
+    """Counts and logs the staleness of steps, which is equal on all ranks.
 
     Attributes:
-        runtime: runtime of this process; its metrics take the figure of each step.
-        counts: counts of each step since the last log line.
-        waited: seconds until then.
+        runtime: runtime of this process; its metrics contain the staleness of each step.
+        counts: staleness of each step since the last log line.
+        waited: total time waited until the last log line, in seconds.
     """
 
     runtime: Runtime
@@ -42,7 +42,7 @@ class Staleness:
     waited: float = 0.0
 
     def count(self) -> None:
-        """Count a step, whose passes are over and whose update is not."""
+        """Count a step after its passes and before its update."""
         late, step = self.runtime.parts.late_updates, running_step() + 1
         assert late is not None
         self.runtime.step.stale_steps = late.missing

@@ -1,1 +1,1 @@
-"""Dense checkpoints that become experts: flags, and what they add to the training."""
+"""Experts from dense checkpoints: flags and changes to the training."""

@@ -1,10 +1,9 @@
-"""Experts that begin as copies of a dense model's MLPs (He et al. 2024, "Upcycling large language models into mixture
-of experts").
+"""Initializes experts as copies of a dense model's MLPs.
 
-Megatron 0.19.2 converts the weights, but its training loop cannot upcycle: the dense model is built from the model's
-configuration, which still has experts, and ``load_checkpoint`` is called with an argument that it does not have. So
-the dense model is built and loaded here, before DDP wraps the model of experts. Optimizers are made after that, from
-the weights of the experts.
+Source: He et al. 2024, "Upcycling large language models into mixture of experts". Megatron 0.19.2 converts the weights,
+but its training loop cannot upcycle: it builds the dense model from the model's configuration, which still has experts,
+and it calls ``load_checkpoint`` with an argument that does not exist. So this module builds and loads the dense model
+before DDP wraps the model of experts. Optimizers are created afterwards, from the weights of the experts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def upcycle(training: Training, runtime: Runtime) -> Training:
-    """Copy the dense model into the experts when these are built. Megatron itself then begins without a checkpoint."""
+    """Copy the dense model into the experts when they are built. Megatron itself then starts without a checkpoint."""
     copying = partial(copy_dense, training.model, runtime.run.get(UpcycleFrom))
     override_current({"moe_use_upcycling": False, "load": None})
     training.model.pre_wrap_hooks.append(copying)
@@ -33,7 +32,7 @@ def upcycle(training: Training, runtime: Runtime) -> Training:
 
 
 def dense_config(config: GPTModelConfig, ffn_hidden: int) -> GPTModelConfig:
-    """Return the configuration of a model whose layers have one MLP of width ``ffn_hidden`` in place of experts."""
+    """Return the configuration of a dense model whose layers have one MLP of width ``ffn_hidden``."""
     dense = copy.copy(config)
     dense.transformer = copy.copy(config.transformer)
     dense.transformer.num_moe_experts = None
@@ -44,9 +43,9 @@ def dense_config(config: GPTModelConfig, ffn_hidden: int) -> GPTModelConfig:
 def copy_dense(
     config: GPTModelConfig, dense_run: UpcycleFrom, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Build the dense model, load it and copy it into the model of experts. Collective.
+    """Build the dense model, load it, and copy it into the model of experts. Collective.
 
-    Samples that the dense run has consumed stay consumed, except with ``--finetune``; steps are counted anew.
+    The samples that the dense run has consumed stay consumed, except with ``--finetune``; steps start from 0.
     """
     (model,) = model_chunks
     builder = GPTModelBuilder(dense_config(config, dense_run.ffn_hidden))

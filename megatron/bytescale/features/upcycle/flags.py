@@ -1,4 +1,4 @@
-"""Experts that begin as copies of a dense model's MLPs, which ``--moe-use-upcycling`` asks for."""
+"""Experts that are initialized as copies of a dense model's MLPs (``--moe-use-upcycling``)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FLAG = "--moe-use-upcycling"
 
 @dataclass(frozen=True)
 class UpcycleOptions:
-    """Megatron's flags of the folders, and of the ranks that share experts.
+    """Megatron's flags of the checkpoint folders and of the ranks that share experts.
 
     Attributes:
         load: folder of the dense checkpoint.
-        save: folder of the new ones.
-        expert_model_parallel_size: ranks over which experts are spread.
+        save: folder of the new checkpoints.
+        expert_model_parallel_size: ranks over which experts are distributed.
         ffn_hidden_size: width of an expert.
-        moe_upcycling_granularity: parts of an MLP that become experts of their own.
+        moe_upcycling_granularity: number of experts into which an MLP is divided.
     """
 
     load: str | None
@@ -58,27 +58,27 @@ def before_checks(options: UpcycleOptions) -> Overrides:
     """
     load, save = options.folders()
     if not (load / TRACKER).is_file():
-        raise ValueError(f"{FLAG}: --load {load} holds no checkpoint")
+        raise ValueError(f"{FLAG}: --load {load} contains no checkpoint")
     if options.expert_model_parallel_size > 1 and any(load.glob("*/mp_rank_*")):
         raise ValueError(
-            f"{FLAG}: --load {load} is in the format torch, whose files are of single ranks; save it in the "
+            f"{FLAG}: --load {load} has the format torch with one file per rank; save it in the "
             "format torch_dist, or upcycle with --expert-model-parallel-size 1"
         )
     if (save / TRACKER).is_file():
         raise ValueError(
-            f"{FLAG}: --save {save} holds checkpoints already; remove {FLAG} and give --load {save} to go on from the "
-            "last one"
+            f"{FLAG}: --save {save} contains checkpoints already; remove {FLAG} and give --load {save} to resume from "
+            "the last checkpoint"
         )
     return NO_OVERRIDES
 
 
 def resolve(options: UpcycleOptions, run: RunConfig) -> UpcycleFrom:
-    """Return the folders, and the width of the dense model."""
+    """Return the folders and the width of the dense model."""
     return UpcycleFrom(*options.folders(), options.ffn_hidden_size * options.moe_upcycling_granularity)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Copy the dense model into the experts once these are built."""
+    """Copy the dense model into the experts when they are built."""
     from megatron.bytescale.features.upcycle.build import upcycle
 
     return upcycle(training, runtime)
@@ -86,33 +86,33 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 @dataclass(frozen=True)
 class _Shards:
-    """How many ranks share each expert, and each other layer."""
+    """The numbers of ranks that share each expert, and each other layer."""
 
     expert_tensor_parallel_size: int | None
     tensor_model_parallel_size: int
 
     def differ(self) -> bool:
-        """Return whether experts are cut otherwise than the dense model."""
+        """Return whether experts are split differently from the dense model."""
         return self.expert_tensor_parallel_size not in (None, self.tensor_model_parallel_size)
 
 
 _SCALES_BY_CHOICES = given("moe_use_upcycling") & (given("moe_router_pre_softmax") | equals("moe_dts_final", "top1"))
-"""The scores of a token's experts sum to less than 1, for which Megatron makes the experts larger."""
-_LATER = "upcycle in a run of its own, and go on from its --save"
+"""Whether the scores of a token's experts sum to less than 1, which makes Megatron scale the experts up."""
+_LATER = "upcycle in a separate run, and continue from its --save"
 _NO_CHUNKS = "remove it: each pipeline stage is upcycled as one model chunk"
 REFUSALS = (
     refuse("dense models", "upcycling", "add --num-experts", ~given("num_experts")),
     refuse(FLAG, "drafts states embedding ngram", _LATER),
     refuse("--moe-router-pre-softmax with --moe-use-upcycling", "gate", "remove it (--moe-dts-final top1 sets it): "
-           "Megatron scales experts for scores of top-k then, and those of the gate add up to 1", _SCALES_BY_CHOICES),
+           "Megatron then scales experts for top-k scores, but the gate's scores sum to 1", _SCALES_BY_CHOICES),
     refuse("--num-layers-per-virtual-pipeline-stage", "upcycling", _NO_CHUNKS),
     refuse("--num-virtual-stages-per-pipeline-rank", "upcycling", _NO_CHUNKS),
     refuse("--pipeline-model-parallel-layout", "upcycling", _NO_CHUNKS),
     refuse("--moe-layer-freq", "upcycling", "leave it at 1: Megatron upcycles all layers",
            ~equals("moe_layer_freq", 1)),
-    refuse("--expert-tensor-parallel-size", "upcycling", "give --tensor-model-parallel-size, by which the dense model "
-           "is cut", where(_Shards, _Shards.differ)),
-    refuse("--moe-shared-expert-intermediate-size", "upcycling", "remove it: shared experts would begin at random"),
+    refuse("--expert-tensor-parallel-size", "upcycling", "give --tensor-model-parallel-size, which splits the dense "
+           "model", where(_Shards, _Shards.differ)),
+    refuse("--moe-shared-expert-intermediate-size", "upcycling", "remove it: shared experts would start at random"),
     refuse("--moe-latent-size", "upcycling"),
     refuse("--quick-geglu", "upcycling", "use --swiglu, or neither: Megatron upcycles SiLU, GELU and squared ReLU"),
 )  # fmt: skip
@@ -120,7 +120,7 @@ REFUSALS = (
 UPCYCLING = Feature(
     name="upcycling",
     flag=FLAG,
-    summary="experts that begin as copies of a dense model's MLPs",
+    summary="experts that start as copies of a dense model's MLPs",
     add_arguments=add_arguments,
     is_on=given("moe_use_upcycling"),
     options=UpcycleOptions,

@@ -37,7 +37,7 @@ def test_the_first_step_is_held_against_the_plan(capsys: pytest.CaptureFixture[s
     assert store.buffers.num_taken > 0
     (line,) = capsys.readouterr().out.splitlines()  # the first step only
     assert line.startswith("> bytescale: memory plan: 5.000 MB planned, 0.")
-    assert line.endswith("on CPU nothing is reserved, rounding buffers are used")
+    assert line.endswith("on CPU no memory is reserved, but rounding buffers are used")
 
 
 @pytest.mark.parametrize(("used", "is_more"), [(5_000_000, False), (5_350_000, False), (5_400_000, True)])
@@ -45,7 +45,7 @@ def test_buffers_may_come_on_top_of_the_plan(used: int, is_more: bool) -> None:
     """5 % of 5 MB, and two buffers of 64 KiB."""
     planned = PlannedMemory(MEMORY, make_store(PLANS["memo-0.4"]), on_cuda=True, prints=True)
     text = planned.report(used)
-    assert ("this is more" in text) == is_more
+    assert ("this exceeds the plan" in text) == is_more
     assert f"{used / 1e6:.3f} MB at most in the first step" in text
     assert "on CPU" not in text
 

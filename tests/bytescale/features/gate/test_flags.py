@@ -33,7 +33,10 @@ def test_defaults_and_choices() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--moe-dts-temperature", "1", "2"], "--moe-dts-temperature 1 2: give a temperature, and a lower one above 0"),
+        (
+            ["--moe-dts-temperature", "1", "2"],
+            "--moe-dts-temperature 1 2: give two temperatures above 0",
+        ),
         (["--moe-dts-steps", "0"], "--moe-router-dts needs --moe-dts-steps of at least 1"),
         (["--moe-dts-threshold", "0.125"], "--moe-dts-threshold 0.125 must be above 0 and below 0.125"),
         (["--moe-dts-max-experts", "1"], "--moe-dts-max-experts 1 must be from --moe-router-topk 2 to 8"),

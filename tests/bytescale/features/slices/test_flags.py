@@ -75,7 +75,7 @@ def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
     assert f"up to {8 * (6 / 4 + 6 / 4) * longest * key_bytes / 1e9:,.1f} GB" in note
     assert kept_note(everything, longest, stages).endswith("are kept from slice to slice")
     in_host = DocumentSliceConfig(SliceRule(Slicing(4, 100, swapped_tokens=longest)), 4)
-    assert kept_note(in_host, longest, stages).endswith(f"slice to slice, those of up to {longest:,} in host memory")
+    assert kept_note(in_host, longest, stages).endswith(f"slice to slice, and up to {longest:,} tokens in host memory")
 
 
 @pytest.mark.ranks
@@ -136,8 +136,8 @@ BAD = (
 BAD_CHOICES = (
     ("1e-9", "micro-batches of 256 tokens take at least"),
     ("-1", "--device-memory-gb -1 is not an amount of memory"),
-    ("1 --hdp-kept-keys 9", "chooses what --hdp-kept-keys sets: remove --hdp-kept-keys"),
-    ("1 --seq1f1b-eager", "chooses what --seq1f1b-eager sets: remove --seq1f1b-eager"),
+    ("1 --hdp-kept-keys 9", "chooses the value of --hdp-kept-keys: remove --hdp-kept-keys"),
+    ("1 --seq1f1b-eager", "chooses the value of --seq1f1b-eager: remove --seq1f1b-eager"),
     ("1e-6 --swap-fraction 0.5 --host-memory-gb 0.01", "GB of device memory, and --device-memory-gb is 1e-06"),
     ("1 --swap-fraction 0.5 --host-memory-gb 1e-6", "GB of host memory, and --host-memory-gb is 1e-06"),
     ("0.001 --num-experts 4 --moe-ffn-hidden-size 4096", "take at least"),
@@ -158,7 +158,7 @@ def test_the_planner_chooses_slices_within_the_budget() -> None:
     assert choice.memory.state_bytes == stage_state_bytes(whole.decision.setup)
     config = whole.features["slices"]
     assert config.receives_ahead
-    assert "fastest within 0.5 GB of device memory" in config.note
+    assert "fastest slices within 0.5 GB of device memory" in config.note
     assert less.decision.slices.memory.layer.activations < 0.5 * choice.memory.layer.activations
 
 

@@ -141,11 +141,11 @@ def test_stages_that_other_flags_refuse_are_not_chosen() -> None:
     ("words", "settings", "message"),
     [
         (("--host-memory-gb", "1"), {}, "--state-policy auto needs --device-memory-gb"),
-        ((), {"state_stage": 1}, "--state-policy auto chooses what --state-stage sets"),
+        ((), {"state_stage": 1}, "--state-policy auto chooses the value of --state-stage"),
         ((), {"state_nvme": Path()}, "--state-policy auto needs --state-nvme-gb with --state-nvme"),
-        ((), {"state_update_steps": 1}, "--state-policy auto does not count what --state-update-steps takes"),
-        ((), {"num_experts": 4}, "--state-policy auto does not count what --num-experts takes"),
-        ((), {"seq1f1b_slices": "auto"}, "--state-policy auto does not count what --seq1f1b-slices auto takes"),
+        ((), {"state_update_steps": 1}, "--state-policy auto does not count the memory of --state-update-steps"),
+        ((), {"num_experts": 4}, "--state-policy auto does not count the memory of --num-experts"),
+        ((), {"seq1f1b_slices": "auto"}, "--state-policy auto does not count the memory of --seq1f1b-slices auto"),
     ],
 )
 def test_what_cannot_be_chosen(words: tuple[str, ...], settings: dict[str, Any], message: str) -> None:

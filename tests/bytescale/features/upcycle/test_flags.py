@@ -44,15 +44,15 @@ def test_both_folders_must_be_given(missing: str, tmp_path: Path) -> None:
 
 
 def test_one_must_hold_a_checkpoint_and_the_other_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--moe-use-upcycling: --load .*empty holds no checkpoint"):
+    with pytest.raises(ValueError, match=r"--moe-use-upcycling: --load .*empty contains no checkpoint"):
         config_of(tmp_path, load=str(tmp_path / "empty"))
-    with pytest.raises(ValueError, match=r"--save .*dense holds checkpoints already; remove --moe-use-upcycling and"):
+    with pytest.raises(ValueError, match=r"--save .*dense contains checkpoints already; remove --moe-use-upcycling"):
         config_of(tmp_path, save=str(tmp_path / "dense"))
 
 
 def test_files_of_ranks_fit_one_expert_rank_alone(tmp_path: Path) -> None:
     (tmp_path / "dense" / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(ValueError, match="dense is in the format torch, whose files are of single ranks; save it in"):
+    with pytest.raises(ValueError, match="dense has the format torch with one file per rank; save it in"):
         config_of(tmp_path)
     assert config_of(tmp_path, expert_model_parallel_size=1, add_bias_linear=False).load == tmp_path / "dense"
 
@@ -88,5 +88,5 @@ def test_every_row_is_tested() -> None:
     first, other, *rest = REFUSALS
     assert [row.flag for row in (first, *rest)] == list(REFUSED)
     assert other.instead.keys() == {"drafts", "states", "embedding", "ngram"}
-    with pytest.raises(ValueError, match="--draft-heads does not work with --moe-use-upcycling: upcycle in a run of"):
+    with pytest.raises(ValueError, match="--draft-heads does not work with --moe-use-upcycling: upcycle"):
         refuse_conflicts(Namespace(moe_use_upcycling=True), {"drafts": "--draft-heads"}, [other])
