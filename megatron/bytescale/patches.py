@@ -1,8 +1,8 @@
-"""The table of all Megatron functions that are replaced or copied, and of all classes that we specialize.
+"""The table of all Megatron functions that are replaced or copied, and of all Megatron classes with our subclasses.
 
-Nothing else of Megatron is changed. Functions with ``wrap`` are replaced while their feature is on. Functions without
-``wrap`` stay as they are: slices run copies of the two pipeline schedules, in which three names mean functions of
-``SliceStep``. Classes stay as they are too: objects of one run become objects of a ``subclass``.
+Megatron is not changed in any other way. Functions with ``wrap`` are replaced while their feature is enabled. Functions
+without ``wrap`` stay unchanged: slices run copies of the two pipeline schedules with three names bound to functions of
+``SliceStep``. Classes also stay unchanged: objects of one run become objects of a ``subclass``.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",
         subclass=HostBuffer,
         features=(STATES,),
-        why="its gradients are in host memory from stage 2 on; DDP makes the buffer itself",
+        why="its gradients are in host memory from stage 2 on; DDP creates the buffer itself",
         source_hash="01ada38bcb48",
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
         subclass=HostBucketGroup,
         features=(STATES,),
-        why="it reduces gradients from host memory in chunks; DDP makes the groups itself",
+        why="it reduces gradients from host memory in chunks; DDP creates the groups itself",
         source_hash="09eaa194956e",
     ),
     Patch(
@@ -201,7 +201,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",
         subclass=LaterTokenLayer,
         features=(MULTI_TOKEN,),
-        why="it shifts rows across the ends of documents; no layer spec names the layer's class",
+        why="it shifts rows beyond the ends of documents; no layer spec names the layer's class",
         source_hash="6766946edf02",
     ),
     Patch(

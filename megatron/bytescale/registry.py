@@ -1,9 +1,9 @@
 """Checks, replaces and restores functions of Megatron, for all features.
 
-A ``Patch`` row names one function, says why no hook of Megatron suffices, and holds the hash of the source that it was
-written for. A row can also name a class: objects of a run then become objects of a subclass of ours (``specialize``),
-and the hash covers the methods that the subclass overrides. ``Installation`` checks all rows against
-the installed Megatron before it applies the first row. Nothing else sets an attribute of Megatron's functions and
+A ``Patch`` row names one function, gives the reason why no hook of Megatron suffices, and contains the hash of the
+source that it was written for. A row can also name a class: objects of a run then become objects of our subclass
+(``specialize``), and the hash covers the methods that the subclass overrides. ``Installation`` checks all rows against
+the installed Megatron before it applies the first row. No other code sets an attribute of Megatron's functions and
 classes, or the class of an object (tests/test_layout.py, tests/bytescale/test_patches.py).
 """
 
@@ -20,22 +20,22 @@ from typing import Any
 
 Function = Callable[..., Any]
 Holder = types.ModuleType | type  # owner of a function
-Subclass = type | Callable[[type], type]  # one subclass, or a function from a class of Megatron to its subclass
+Subclass = type | Callable[[type], type]  # a subclass, or a function that makes one from a Megatron class
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One Megatron function that is replaced or copied, or one class some objects of which are specialized.
+    """One Megatron function that is replaced or copied, or one Megatron class with specialized objects.
 
     Attributes:
         target: the definition, "module:function", "module:Class.method" or "module:Class".
         features: names of the features that need the row.
         why: reason why no argument, callable, spec or call site suffices.
-        source_hash: first 12 hex digits of the sha256 of the source that the row was written for (``hash_of``).
+        source_hash: first 12 hex digits of the sha256 of the source that the row was written for (see ``hash_of``).
         wrap: (original, runtime) -> replacement. None: the function stays, and ``copy_with_names`` runs a copy of it,
             or replaces its name in such a copy.
         aliases: other modules that import the same function by ``from ... import``.
-        subclass: the subclass that ``specialize`` gives to objects of the class.
+        subclass: subclass that ``specialize`` gives to objects of the class.
     """
 
     target: str
@@ -66,12 +66,12 @@ def hash_of(patch: Patch, original: Any) -> str:
 
 
 def subclass_of(kind: type, subclass: Subclass) -> type:
-    """Return the subclass of one class of Megatron that a row names or makes."""
+    """Return the subclass of a Megatron class that a row names or creates."""
     return subclass if isinstance(subclass, type) else subclass(kind)
 
 
 def specialize(instance: object, subclass: Subclass) -> None:
-    """Turn an object of Megatron into an object of the subclass that a row of the table has for its class."""
+    """Turn an object of Megatron into an object of the subclass that the table has for its class."""
     instance.__class__ = subclass_of(type(instance), subclass)
 
 

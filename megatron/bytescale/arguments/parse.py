@@ -46,7 +46,7 @@ def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
 # Settings that Megatron turns on by default, and the modules that they need.
 NEEDS = {
     "apply_rope_fusion": "transformer_engine",
-    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",  # from Apex; the output layer requires it
+    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",  # from Apex; the output layer has no fallback
     "masked_softmax_fusion": "scaled_masked_softmax_cuda",  # from Apex
 }
 

@@ -1,6 +1,6 @@
-"""Flags that have another spelling now: the old one is refused, and the message names the new one.
+"""Flags with a new spelling: the old spelling is refused with a message that names the new flag.
 
-CHANGELOG.md has the same table. Imports neither torch nor Megatron.
+CHANGELOG.md has the same table. This module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Final
 
 TRAINING: Final = "training"
-"""Where the flags of trainings are read: on launch lines, and in ``--model-flags`` of the commands."""
+"""The flags of trainings, which are read on launch lines and in ``--model-flags`` of the commands."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A flag that has another spelling now.
+    """A flag with a new spelling.
 
     Attributes:
-        old: the old spelling.
-        new: the replacement, as the message and the changelog name it: a flag, with a word about its value if needed.
+        old: old spelling.
+        new: replacement, as named in the message and the changelog: a flag, with a word about its value if needed.
         where: ``TRAINING``, or the commands that had the option, such as ``plan, data sculpt``.
     """
 
@@ -45,7 +45,7 @@ RENAMED: Final = (
 
 
 def refuse_renamed(words: Iterable[str], where: str = TRAINING) -> None:
-    """Raise ValueError, naming the replacement, for an old spelling among the words of a command line.
+    """Raise ValueError, naming the replacement, if a command line contains an old spelling.
 
     ``where``: ``TRAINING`` or one command.
     """

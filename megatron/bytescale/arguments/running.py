@@ -89,7 +89,7 @@ class LossChecks:
 
 @dataclass(frozen=True)
 class LossDivision:
-    """Megatron's way of dividing losses.
+    """The division of losses in Megatron.
 
     Attributes:
         calculate_per_token_loss: whether to divide once by the labels of a step; otherwise by micro-batch.
@@ -100,7 +100,7 @@ class LossDivision:
 
 @dataclass(frozen=True)
 class Messages:
-    """Pipeline stages' way of sending messages.
+    """Settings of the messages between pipeline stages.
 
     Attributes:
         overlap_p2p_comm: whether messages overlap with computation.

@@ -1,9 +1,10 @@
-"""What a run can do beyond Megatron: one file for each feature, and the table of them.
+"""The features that a run can have beyond Megatron: a file or folder for each feature, and the table of features.
 
-To add a feature, write one file here and add its row to ``FEATURES``; its decisions go to ``bytescale_ext/plan/``.
+To add a feature, write one file here and add its row to ``FEATURES``; its decisions belong in ``bytescale_ext/plan/``.
 Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table.
 
-Importing this package imports neither torch nor Megatron; features import what they build with inside their functions.
+Importing this package imports neither torch nor Megatron; features import the modules for their builds inside
+functions.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ FEATURES: tuple[Feature[Any], ...] = (
     GATE,
     UPCYCLING,
 )
-"""In the order in which they resolve and build: each may use the results of the features before it."""
+"""Table of features, in the order of resolving and building; each may use the results of earlier features."""
 
 
 def enabled(args: argparse.Namespace) -> list[Feature[Any]]:
-    """Return the features that are on, in the table's order."""
+    """Return the enabled features, in the table's order."""
     return [feature for feature in FEATURES if feature.is_on(args)]
 
 
 def refusals() -> list[Refusal]:
-    """Return the rows of each feature, and those of every run."""
+    """Return the refusals of all features and of every run."""
     return [*(row for feature in FEATURES for row in feature.refusals), *REFUSALS]
 
 
@@ -80,7 +81,7 @@ def patches_of(names: Collection[str]) -> list[Patch]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the flags of all features, and set the Megatron arguments that the enabled ones need.
+    """Check the flags of all features, and set the Megatron arguments that enabled features need.
 
     Call it before Megatron checks its arguments. Raises ValueError, naming the flag.
     """
@@ -102,13 +103,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_after(args: argparse.Namespace) -> None:
-    """Set what Megatron's checks have changed and the enabled features need. Call it after Megatron's checks."""
+    """Set arguments that enabled features need but Megatron's checks have changed. Call it after Megatron's checks."""
     for feature in enabled(args):
         override(args, feature.after_checks(feature.read(args)))
 
 
 def _check_not_given(feature: Feature[Any], args: argparse.Namespace, borrowed: Collection[str]) -> None:
-    """Raise ValueError if a flag of a feature that is off is given, except its switch and borrowed flags."""
+    """Raise ValueError if flags of a disabled feature are given, except its switch and borrowed flags."""
     for action in feature.actions():
         (flag,) = action.option_strings
         if flag != feature.flag and flag not in borrowed and getattr(args, action.dest) != action.default:

@@ -12,7 +12,7 @@ from megatron.bytescale.arguments.conditions import Condition
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides, options_of
 from megatron.bytescale.arguments.refusals import Refusal
 
-if TYPE_CHECKING:  # flags are added before torch and Megatron are imported
+if TYPE_CHECKING:  # flags are added before any import of torch and Megatron
     from _typeshed import DataclassInstance
 
     from megatron.bytescale.registry import Patch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # flags are added before torch and Megatron are imported
 
 
 COST_FLAG: Final = "--cost-file"
-"""Belongs to no feature; one that reads it only sometimes borrows it."""
+"""Flag that belongs to no feature; a feature that reads it only sometimes borrows it."""
 
 
 def _nothing(options: object) -> Overrides:
@@ -38,24 +38,24 @@ def _no_patches() -> tuple[Patch, ...]:
 
 @dataclass(frozen=True)
 class Feature[Options: DataclassInstance]:
-    """One thing that a run can do beyond Megatron.
+    """One capability of a run beyond Megatron.
 
     Attributes:
         name: key of its configuration in ``RunConfig``, of its patch rows and of its column in the refusals.
-        flag: the flag that switches it on, as messages name it.
-        summary: what it does, in a few words.
+        flag: flag that enables it, as named in messages.
+        summary: short description.
         add_arguments: adds its flags to a parser; imports neither torch nor Megatron.
-        is_on: the condition on parsed arguments that switches it on.
-        options: the arguments that its functions take, as a frozen dataclass: a field has the name of an argument.
+        is_on: condition on parsed arguments that enables it.
+        options: frozen dataclass of the arguments that its functions take; fields have the names of arguments.
         resolve: returns its frozen configuration from checked options and the run so far. Raises ValueError.
-        build: changes what Megatron's ``pretrain`` is given.
+        build: changes the arguments of Megatron's ``pretrain``.
         before_checks: checks options before Megatron checks its arguments, and returns the arguments to override.
         after_checks: returns the arguments to override after Megatron has checked them.
-        needs: what its other flags need, as messages name it; default: ``flag``.
-        requires: names of features that must be on too.
-        borrows: returns the flags of other features that it reads, which may be given although those features are off.
+        needs: flag or setting that its other flags need, as named in messages; default: ``flag``.
+        requires: names of features that must also be enabled.
+        borrows: returns the flags of other features that it reads; they may be given even if those features are off.
         reads_cost: whether it plans with the costs of ``--cost-file``.
-        refusals: the settings that it refuses; another feature may add rows for it.
+        refusals: settings that it refuses; another feature may add rows for it.
         patches: returns its patch rows in addition to the rows of ``patches.py``.
     """
 

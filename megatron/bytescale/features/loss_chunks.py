@@ -1,4 +1,4 @@
-"""Output layer and loss in chunks of tokens, so that the logits of a long sequence never exist all at once."""
+"""Output layer and loss in chunks of tokens, so that the logits of a long sequence are never all in memory."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunked-cross-entropy",
         type=int,
         metavar="TOKENS",
-        help="Compute output layer and loss for TOKENS tokens at a time, and once more in the backward pass, so that "
-        "the logits of a long sequence never exist all at once. The weight's gradient is summed in float32. Needs no "
+        help="Compute output layer and loss for TOKENS tokens at a time, and again in the backward pass, so that the "
+        "logits of a long sequence are never all in memory. The weight gradient is summed in float32. Works without an "
         "activation policy.",
     )
 
 
 def resolve(options: LossOptions, run: RunConfig) -> LossChunks:
-    """Return the number of tokens of a chunk."""
+    """Return the number of tokens per chunk."""
     return LossChunks(options.chunked_cross_entropy)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Compute the loss of each model chunk that has the output layer in chunks of tokens."""
+    """Compute the loss in chunks of tokens, in each model chunk with the output layer."""
     from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
 
     training.model.pre_wrap_hooks.append(partial(use_chunked_loss, runtime.run.get(LossChunks).num_tokens))
@@ -58,14 +58,14 @@ def build(training: Training, runtime: Runtime) -> Training:
 REFUSALS = (
     refuse("--defer-embedding-wgrad-compute", "loss_chunks"),
     refuse("--mtp-num-layers without --hybrid-data-parallel", "loss_chunks", "add --hybrid-data-parallel, which "
-           "computes its losses in chunks too", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
+           "also computes its losses in chunks", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
     refuse("--logits-save-dir", "loss_chunks"),
 )  # fmt: skip
 
 LOSS_CHUNKS = Feature(
     name="loss_chunks",
     flag="--chunked-cross-entropy",
-    summary="the loss in chunks of tokens: logits of a long sequence never exist all at once",
+    summary="the loss in chunks of tokens: logits of a long sequence are never all in memory",
     add_arguments=add_arguments,
     is_on=chosen("chunked_cross_entropy"),
     options=LossOptions,

@@ -24,8 +24,8 @@ class MultiTokenOptions:
     """Megatron's flags of multi-token prediction.
 
     Attributes:
-        mtp_num_layers: depths.
-        mtp_loss_scaling_factor: weight of their losses together.
+        mtp_num_layers: number of depths.
+        mtp_loss_scaling_factor: total weight of their losses.
     """
 
     mtp_num_layers: int
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: MultiTokenOptions, run: RunConfig) -> MultiTokenConfig:
-    """Return the depths and their weight."""
+    """Return the depths and the weight of their losses."""
     return MultiTokenConfig(options.mtp_num_layers, options.mtp_loss_scaling_factor / options.mtp_num_layers)
 
 
@@ -53,21 +53,21 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 
 REFUSALS = (
-    refuse("--mtp-use-repeated-layer with --num-experts", "multi_token", "remove one: losses of a router that runs "
-           "several times for a token would be counted as often",
+    refuse("--mtp-use-repeated-layer with --num-experts", "multi_token", "remove one: the losses of a router that runs "
+           "several times for a token would be counted each time",
            given("mtp_use_repeated_layer") & given("num_experts")),
-    refuse("--moe-use-upcycling", "multi_token", "remove it: Megatron upcycles the model's own layers alone"),
+    refuse("--moe-use-upcycling", "multi_token", "remove it: Megatron upcycles only the model's own layers"),
     refuse("--sequence-parallel of local layers", "multi_token", "remove it, or use --transformer-impl "
            "transformer_engine: Megatron gives these layers torch's norms, which do not work with it",
            given("sequence_parallel") & IS_LOCAL),
-    refuse("--pipeline-model-parallel-layout", "multi_token", "use --decoder-last-pipeline-num-layers: the layers are "
-           "those of the last stage"),
+    refuse("--pipeline-model-parallel-layout", "multi_token", "use --decoder-last-pipeline-num-layers: the layers run "
+           "on the last stage"),
     refuse("--position-embedding-type learned_absolute in pipelines", "multi_token", "use rope: Megatron does not keep "
-           "the last stage's copy of the positions equal to the first one's",
+                  "the last stage's copy of the positions equal to the first stage's copy",
            equals("position_embedding_type", "learned_absolute") & above("pipeline_model_parallel_size", 1)),
     refuse("--mtp-use-repeated-layer in slices", "multi_token", "remove one: keys of a layer that runs several times "
            "cannot be told apart", given("mtp_use_repeated_layer") & IS_CUT),
-    refuse("--hdp-loader ray", "multi_token", "use --hdp-loader local: actors send the tokens of a rank alone",
+    refuse("--hdp-loader ray", "multi_token", "use --hdp-loader local: actors send only the tokens of a rank",
            equals("hdp_loader", "ray")),
     refuse("--sculpt-windows", "multi_token", "train on documents"),
     refuse("--seq1f1b-zero-bubble", "multi_token", "remove it: backward passes of these layers are not split"),
@@ -79,7 +79,7 @@ REFUSALS = (
 MULTI_TOKEN = Feature(
     name="multi_token",
     flag="--mtp-num-layers",
-    summary="multi-token prediction over documents: layers that guess tokens further ahead",
+    summary="multi-token prediction over documents: layers that predict tokens further ahead",
     add_arguments=add_arguments,
     is_on=given("hybrid_data_parallel") & given("mtp_num_layers"),
     options=MultiTokenOptions,

@@ -21,9 +21,9 @@ class RayOptions:
     """Flags of the remote loader.
 
     Attributes:
-        hdp_ray_address: address of a Ray cluster that is running.
-        hdp_ray_servers: actors that read and tokenize.
-        hdp_ray_server_tokens: most tokens that each of them keeps.
+        hdp_ray_address: address of a running Ray cluster.
+        hdp_ray_servers: number of actors that read and tokenize.
+        hdp_ray_server_tokens: maximum number of tokens that each actor keeps.
         hdp_json_key: key of the text in each line.
     """
 
@@ -45,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hdp-ray-address",
         metavar="HOST:PORT",
-        help="A Ray cluster that all machines of the run belong to. Default: Ray is started on this machine.",
+        help="A Ray cluster that includes all machines of the run. Default: start Ray on this machine.",
     )
-    group.add_argument("--hdp-ray-servers", type=int, metavar="N", help="Actors that read and tokenize (2).")
+    group.add_argument("--hdp-ray-servers", type=int, metavar="N", help="Number of actors that read and tokenize (2).")
     group.add_argument(
-        "--hdp-ray-server-tokens", type=int, metavar="N", help="The most tokens that each of them keeps (16777216)."
+        "--hdp-ray-server-tokens", type=int, metavar="N", help="Maximum tokens that each actor keeps (16777216)."
     )
     group.add_argument("--hdp-json-key", metavar="KEY", help="Key of the text in each line (text).")
 

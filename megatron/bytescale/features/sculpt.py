@@ -1,4 +1,4 @@
-"""Windows of related documents (DataSculpt) as samples, in the place of documents or of Megatron's samples."""
+"""Windows of related documents (DataSculpt) as samples, instead of documents or Megatron's samples."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions(DataPaths):
-    """Flags of windows, and the data that they are of.
+    """Flags of windows, and of the data that the windows refer to.
 
     Attributes:
         sculpt_windows: files of windows, one for each data set.
-        sculpt_attention: what tokens attend to.
-        hybrid_data_parallel: documents are planned.
-        seq_length: most tokens of a sample.
+        sculpt_attention: scope of attention.
+        hybrid_data_parallel: whether documents are planned.
+        seq_length: maximum number of tokens in a sample.
     """
 
     sculpt_windows: Sequence[Path]
@@ -41,7 +41,7 @@ class WindowOptions(DataPaths):
 
     @property
     def attention(self) -> str:
-        """What tokens attend to; by default everything before them in their window."""
+        """The scope of attention; by default all earlier tokens of the window."""
         return self.sculpt_attention or ATTENTION[0]
 
 
@@ -53,28 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="Train on windows that `bytescale data sculpt` has made, one file for each data set of the data path: "
-        "a window is one sample. With --hybrid-data-parallel and without.",
+        help="Train on windows from `bytescale data sculpt`, one file for each data set of the data path; a window is "
+        "one sample. Works with and without --hybrid-data-parallel.",
     )
     group.add_argument(
         "--sculpt-attention",
         choices=ATTENTION,
-        help="window (default): tokens attend to everything before them in their window; document: to their own "
-        "document alone.",
+        help="window (default): tokens attend to all earlier tokens of their window; document: only to earlier tokens "
+        "of their own document.",
     )
 
 
 def before_checks(options: WindowOptions) -> Overrides:
-    """Return the attention. Without hybrid data parallelism a mask separates the documents of a window."""
+    """Return the scope of attention. Without hybrid data parallelism a mask separates the documents of a window."""
     mask = {"create_attention_mask_in_dataloader": options.attention == "document"}
     return {"sculpt_attention": options.attention, **({} if options.hybrid_data_parallel else mask)}
 
 
 def resolve(options: WindowOptions, run: RunConfig) -> SculptConfig:
-    """Return the windows of each data set. Raises ValueError for windows of other data, or longer than a sample."""
+    """Return the windows of each data set. Raises ValueError for windows of other data or longer than a sample."""
     prefixes = options.prefixes()
     if not prefixes:
-        raise ValueError("no data: give the --data-path that the windows are of")
+        raise ValueError("no data: give the --data-path of the windows")
     headers = files_of_data_sets(options.sculpt_windows, prefixes)
     for path, header in headers.values():
         if header.context > options.seq_length:
@@ -96,13 +96,13 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 
 _IS_MASKED = equals("sculpt_attention", "document") & ~given("hybrid_data_parallel")
-"""Only a mask can separate the documents of a window."""
+"""Condition under which only a mask can separate the documents of a window."""
 _HDP = "add --hybrid-data-parallel, where documents need no mask"
-_OF_DOCUMENTS = "remove it: windows hold whole documents"
+_OF_DOCUMENTS = "remove it: windows contain whole documents"
 REFUSALS = (
-    refuse("--hdp-loader ray", "sculpt", "use --hdp-loader local: windows are of Megatron's data sets",
+    refuse("--hdp-loader ray", "sculpt", "use --hdp-loader local: windows refer to Megatron's data sets",
            equals("hdp_loader", "ray")),
-    refuse("--mock-data", "sculpt", "give the --data-path that the windows are of"),
+    refuse("--mock-data", "sculpt", "give the --data-path of the windows"),
     refuse("--fim-data", "sculpt", _OF_DOCUMENTS),
     refuse("--reset-position-ids", "sculpt", "remove it: --sculpt-attention document does this"),
     refuse("--reset-attention-mask", "sculpt", "remove it: --sculpt-attention document does this"),
@@ -114,7 +114,7 @@ REFUSALS = (
     refuse("--full-validation", "sculpt", "use --eval-iters"),
     refuse("--multiple-validation-sets", "sculpt"),
     refuse("--num-experts without hybrid data parallelism", "sculpt",
-           "add --hybrid-data-parallel: the padding of windows would count where experts are chosen",
+           "add --hybrid-data-parallel: routers would count the padding of windows",
            given("num_experts") & ~given("hybrid_data_parallel")),
     refuse("--transformer-impl transformer_engine under --sculpt-attention document", "sculpt", _HDP,
            _IS_MASKED & ~IS_LOCAL),

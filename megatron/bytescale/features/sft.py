@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (``--sft``): conversations as documents, and a loss of their answers alone."""
+"""Supervised fine-tuning (``--sft``): conversations as documents, with a loss only on answers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: ``--sft`` is a flag of Megatron's."""
+    """Add nothing: ``--sft`` is Megatron's flag."""
 
 
 def before_checks(paths: DataPaths) -> Overrides:
-    """Hide the flag from Megatron, which would average evaluation losses over micro-batches; plans differ in these."""
+    """Hide the flag from Megatron, which would average evaluation losses over micro-batches of varying sizes."""
     return {"sft": False, "trains_on_answers": True}
 
 
 def resolve(paths: DataPaths, run: RunConfig) -> AnswerLossConfig:
-    """Return the data sets. Raises ValueError for a data set without a mask, or with the mask of another one."""
+    """Return the data sets. Raises ValueError for a data set without its own mask."""
     prefixes = paths.prefixes()
     if not prefixes:
-        raise ValueError("no data: give the --data-path that bytescale corpus --sft has written")
+        raise ValueError("no data: give the --data-path written by `bytescale corpus --sft`")
     for prefix in prefixes:
         check_mask(prefix, whole=run.process.rank == 0)
     return AnswerLossConfig(tuple(prefixes))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Load conversations in place of documents."""
+    """Load conversations instead of documents."""
     from megatron.bytescale.features.hdp import build as hdp
 
     return hdp.train_on_answers(training, runtime)
@@ -48,14 +48,14 @@ def build(training: Training, runtime: Runtime) -> Training:
 REFUSALS = (
     refuse("--hdp-loader ray", "sft", "use --hdp-loader local: answers are marked in Megatron's data sets",
            equals("hdp_loader", "ray")),
-    refuse("--sculpt-windows", "sft", "leave it out: a conversation is a sample by itself"),
+    refuse("--sculpt-windows", "sft", "leave it out: each conversation is already a sample"),
     refuse("--draft-heads", "sft", "remove one of them: heads learn from all tokens of a document"),
 )  # fmt: skip
 
 SFT = Feature(
     name="sft",
     flag="--sft",
-    summary="supervised fine-tuning: conversations as documents, a loss of their answers alone",
+    summary="supervised fine-tuning: conversations as documents, with a loss only on answers",
     add_arguments=add_arguments,
     is_on=given("sft") | given("trains_on_answers"),
     options=DataPaths,

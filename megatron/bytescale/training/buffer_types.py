@@ -1,7 +1,8 @@
-"""Buffers of a model keep the types in which they were built.
+"""Restores the dtypes of a model's buffers.
 
-Megatron builds parameters in the type of ``--bf16`` or ``--fp16`` and counts in float32. Its wrapper then converts
-everything, counts too: a bfloat16 count of tokens stops at 256 times its step. The model's own buffers are put back.
+Megatron builds parameters in the dtype of ``--bf16`` or ``--fp16`` and counts in float32. Its wrapper then converts all
+tensors, including counts: a bfloat16 count of tokens stops growing at 256 times its increment. So this module restores
+the buffers of the model.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ Chunks = list[torch.nn.Module]
 
 
 class BufferTypes:
-    """Notes the buffers of new model chunks, and restores those whose type was changed."""
+    """Records the buffers of new model chunks, and restores buffers whose dtype has changed."""
 
     def __init__(self) -> None:
         self._built: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
     def note(self, model_chunks: Chunks) -> Chunks:
-        """``ModelConfig.pre_wrap_hooks``: note all buffers."""
+        """Hook in ``ModelConfig.pre_wrap_hooks``: record all buffers."""
         self._built = [
             (module, name, buffer)
             for chunk in model_chunks
@@ -31,7 +32,7 @@ class BufferTypes:
         return model_chunks
 
     def restore(self, model_chunks: Chunks) -> Chunks:
-        """``ModelConfig.post_wrap_hooks``: give converted buffers back their types and values, on their device."""
+        """Hook in ``ModelConfig.post_wrap_hooks``: restore dtypes and values of converted buffers, on their device."""
         for module, name, built in self._built:
             buffer = module.get_buffer(name)
             if buffer.dtype != built.dtype:
@@ -43,7 +44,7 @@ class BufferTypes:
 
 
 def buffers_of(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.dtype]:
-    """Return the type of each buffer by "Class.buffer"."""
+    """Return "Class.buffer" -> dtype for all buffers."""
     return {
         f"{type(module).__name__}.{name}": buffer.dtype
         for chunk in model_chunks

@@ -292,7 +292,7 @@ def time_packs(
 
 
 def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:
-    """Return the bytes that one token keeps in one layer for its backward pass: without and with full recomputation."""
+    """Return a token's kept bytes in one layer for its backward pass, without and with full recomputation."""
     kept: dict[tuple[bool, int], int] = {}
     for num_layers in LAYERS:
         model = build_model(subject, num_layers)

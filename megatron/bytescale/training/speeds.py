@@ -35,7 +35,7 @@ SMALLEST_COPY = 1 << 20
 def measure_speeds(
     runtime: Runtime, model_chunks: list[torch.nn.Module], clock: Callable[[], float] = time.perf_counter
 ) -> list[torch.nn.Module]:
-    """Hook in ``ModelConfig.pre_wrap_hooks``: measure speeds and plan with those of the slowest rank. Collective.
+    """Hook in ``ModelConfig.pre_wrap_hooks``: measure speeds and plan with the slowest rank's. Collective.
 
     If the micro-batches of any rank do not fit with the measured speeds, all ranks keep the assumed speeds. Random
     states, gradients and the model do not change.

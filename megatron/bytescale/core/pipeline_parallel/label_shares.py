@@ -1,8 +1,9 @@
-"""The labels of a step in proportion to what auxiliary losses are means of.
+"""The ratio of a step's labels to the items over which auxiliary losses are means.
 
-Megatron divides the gradients of a step by its labels. An auxiliary loss is a mean over other things: tokens (experts),
-or the tokens that the first draft head guesses. Its sum is multiplied by labels / things, counted over the whole step
-before the first backward pass, so its coefficient does not depend on loss masks, micro-batches, slices or ranks.
+Megatron divides the gradients of a step by its labels. An auxiliary loss is a mean over other items: all tokens
+(experts), or the tokens that the first draft head predicts. So its sum is multiplied by labels / items, counted over
+the whole step before the first backward pass. Then its coefficient does not depend on loss masks, micro-batches, slices
+or ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def weighs_by_labels(runtime: Runtime, config: TransformerConfig) -> bool:
-    """Return whether the model has an auxiliary loss in addition to its own, so that the labels must be counted."""
+    """Return whether the model has an auxiliary loss in addition to its own loss, so that labels must be counted."""
     drafts = runtime.run.find(DraftConfig)
     return config.num_moe_experts is not None or (drafts is not None and drafts.train_trunk)
 
 
 def label_shares(runtime: Runtime) -> LabelShares:
-    """Count the labels of the running step on all ranks. Collective on all processes: one sum of two numbers.
+    """Count the labels of the current step on all ranks. Collective on all processes: one all-reduce of two numbers.
 
-    The first rank of each tensor-parallel group of the first pipeline stage counts; middle stages may have no tokens.
+    On the first pipeline stage the first rank of each tensor-parallel group counts. Middle stages may have no tokens.
     """
     step = runtime.step.batch
-    assert step is not None, "no planned step runs"
+    assert step is not None, "no planned step is running"
     counts = torch.zeros(2, dtype=torch.float64)
     if (
         parallel_state.is_pipeline_first_stage(ignore_virtual=True)

@@ -234,13 +234,13 @@ def report(settings: DraftConfig, sums: torch.Tensor) -> Report:
 def report_both(
     settings: DraftConfig, shares: LabelShares, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor
 ) -> Report:
-    """Return what ``report`` does for heads and model together.
+    """Return the joint report of heads and model.
 
     Args:
         settings: settings of the heads.
-        shares: labels of the running step in proportion to guesses.
-        of_model: the report of the model alone, whose labels are counted.
-        output: [2 heads + 3] sums of the heads, then the losses [s] of the model.
+        shares: ratios of the current step's labels to predictions.
+        of_model: report of the model alone; its labels are counted.
+        output: [2 heads + 3] sums of the heads, followed by the model's losses [s].
     """
     num_sums = 2 * settings.num_heads + 3
     loss, _, figures = report(settings, output[:num_sums])

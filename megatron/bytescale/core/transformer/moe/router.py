@@ -8,9 +8,9 @@ over all T tokens of the step::
     z_loss     1/T sum over tokens of  logsumexp(logits)^2              independent of the plan
 
 Megatron divides all gradients of a step by its labels, which may be few (answers alone) or missing (documents of one
-token). So sums over tokens are multiplied by labels / T of the step (``StepState.label_shares``), and a coefficient
-means the same for every loss mask.
-
+Megatron divides all gradients of a step by its number of labels. A step may have few labels (only answers) or none
+(documents of one token). So sums over tokens are multiplied by the step's labels / T (``StepState.label_shares``), and
+a coefficient has the same effect with every loss mask.
 Both losses, and the loads that update the expert bias, ignore padding. Megatron computes the same with
 ``--calculate-per-token-loss``, except for padding. There a micro-batch of padding divides by zero (here it adds
 nothing), padding on some of the tensor-parallel ranks changes the weight of tokens (here it does not), and the mask of
