@@ -17,15 +17,16 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 @dataclass(frozen=True)
 class ActivationConfig:
-    """The activation policy of one process.
+    """Activation policy of one process.
 
     Attributes:
-        decision: what was decided for all stages.
+        decision: decision for all stages.
         stage: pipeline stage of this process.
-        slicing: slices of the running step, where the planner chooses them; None: the given ones, or not chosen yet.
-        assumed: a log line about unmeasured speeds that plans assume, with how to measure them; empty: none.
-        measures: the speeds to measure when the model is built, "link" and "layers"; plans then use these speeds
-            instead of the assumed ones.
+        slicing: slices of the running step if the planner chooses them for each step, else None; None also before the
+            first step.
+        assumed: log line about unmeasured speeds that plans assume, with advice on measuring them; empty if none are.
+        measures: speeds to measure when the model is built, "link" and "layers". Plans then use the measured speeds
+            instead of assumed speeds.
     """
 
     decision: Decision
@@ -35,13 +36,13 @@ class ActivationConfig:
     measures: tuple[str, ...] = ()
 
     def in_slices(self, slicing: Slicing) -> ActivationConfig:
-        """Return the policy in a step of these slices; the policy itself where slices are given."""
+        """Return the policy for a step with these slices, or the policy itself if slices are equal in all steps."""
         chosen = self.choice is not None and slicing in self.choice.slicings
         return replace(self, slicing=slicing) if chosen else self
 
     @cached_property
     def of_stage(self) -> StagePolicy:
-        """The policy on this stage, in the slices of the step; before a step, in the finest slices that fit."""
+        """Policy of this stage, in the slices of the step or, before the first step, in the finest slices that fit."""
         if self.decision.offload is not None:
             return offloading_policy(self.decision.setup)
         slicing = self.slicing
@@ -51,18 +52,18 @@ class ActivationConfig:
 
     @property
     def choice(self) -> PolicySlices | None:
-        """What chooses the slices of each step; None: they are given."""
+        """Function that chooses the slices of each step; None if slices are equal in all steps."""
         slices = self.decision.slices
         return slices if isinstance(slices, PolicySlices) else None
 
     @property
     def policy(self) -> Policy:
-        """The policy, or given shares."""
+        """Name of the policy, or given shares."""
         return self.decision.setup.policy
 
     @property
     def machine(self) -> Machine:
-        """Memory and link for activations of this process."""
+        """Memory and link bandwidth for activations of this process."""
         return self.of_stage.machine
 
     @property
@@ -72,7 +73,7 @@ class ActivationConfig:
 
     @property
     def layers(self) -> LayerSettings:
-        """How this stage runs its layers."""
+        """Layer settings of this stage."""
         return self.of_stage.layers
 
     @property
@@ -82,7 +83,7 @@ class ActivationConfig:
 
     @property
     def largest(self) -> LayerLoad:
-        """The largest micro-batch, or the largest slice of one."""
+        """Load of the largest micro-batch, or of its largest slice."""
         return self.of_stage.largest
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
@@ -94,12 +95,12 @@ class ActivationConfig:
         return self.of_stage.plan(load, share)
 
     def with_speeds(self, cost: ModelCost, link_bytes_per_second: float) -> ActivationConfig:
-        """Return this policy with measured speeds. Raises ValueError if a sequence or micro-batch does not fit."""
+        """Return a copy with measured speeds. Raises ValueError if a sequence or micro-batch then does not fit."""
         measured = choose_activations(self.decision, cost, link_bytes_per_second)
         return replace(self, decision=measured, assumed="", measures=())
 
     def described(self) -> str:
-        """Return a line about the plan of the largest micro-batch, and one about the speeds that it assumes."""
+        """Return a line about the plan of the largest micro-batch, and a line about the speeds that it assumes."""
         return "\n".join(filter(None, (self._plan_described(), self.assumed)))
 
     def _plan_described(self) -> str:

@@ -10,12 +10,12 @@ from bytescale_ext.states.cache import CacheSettings
 
 @dataclass(frozen=True)
 class HostTables:
-    """Tables in host memory, shared out over ranks, with a cache on each rank for each table.
+    """Tables in host memory. Their rows are distributed over ranks, and each rank has a cache for each table.
 
     Attributes:
-        cache: of a rank.
+        cache: cache settings of a rank.
         rate: learning rate of row-wise Adagrad.
-        fresh_steps: the first steps of a training, in which the bounds of the cache are 0.
+        fresh_steps: number of first steps during which the read and write bounds of the cache are 0.
     """
 
     cache: CacheSettings
@@ -23,17 +23,18 @@ class HostTables:
     fresh_steps: int = 0
 
     def cache_in(self, step_index: int) -> CacheSettings:
-        """Return the cache's settings in a step.
+        """Return the cache settings in a step.
 
-        Rows and what reads them change most in the first steps. Where workers learn these apart, the loss stays higher.
+        Rows and the weights that use them change most in the first steps. If workers do not synchronize them then, the
+        loss stays higher.
         """
         return self.cache if step_index >= self.fresh_steps else replace(self.cache, read_bound=0, write_bound=0)
 
     def num_bytes(self, num_rows: int, dim: int, num_ranks: int) -> int:
-        """Return the host memory of one table and its cache on each of the ranks that share the table.
+        """Return the bytes of host memory of one table and its cache, on each of the ranks that share the table.
 
-        A row is its float32 numbers, a sum of squares and a version of 64 bits. A line of the cache holds the numbers
-        twice, two sums of squares and five counters; 32 bits for each row say where its line is.
+        A row has float32 numbers, a sum of squares and a 64-bit version. A cache line contains the numbers twice, two
+        sums of squares and five counters. In addition, 32 bits per row of the table give the location of its line.
         """
         own_rows = -(-num_rows // num_ranks)
         return own_rows * (4 * dim + 12) + self.cache.num_lines * (8 * dim + 48) + 4 * num_rows
@@ -41,12 +42,12 @@ class HostTables:
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """The embedding of the vocabulary in host memory.
+    """Vocabulary embedding in host memory.
 
     Attributes:
-        host: how it is kept.
-        num_rows: token ids, padded as Megatron does.
-        dim: the hidden size.
+        host: settings of the table.
+        num_rows: size of the vocabulary, with Megatron's padding.
+        dim: hidden size.
     """
 
     host: HostTables
@@ -55,9 +56,9 @@ class EmbeddingConfig:
 
 
 def check_host_room(what: str, needed: float, free: float, advice: str) -> None:
-    """Raise ValueError where ``what`` takes more bytes of host memory of a process than are free, with the advice."""
+    """Raise ValueError, with the advice, if ``what`` needs more host memory than a process has. Sizes are in bytes."""
     if needed > free:
         raise ValueError(
-            f"{what} take {in_gigabytes(needed)} GB of each process's host memory, and there are {free / 1e9:.4g} GB: "
+            f"{what} take {in_gigabytes(needed)} GB of each process's host memory, but there are {free / 1e9:.4g} GB: "
             f"{advice}"
         )

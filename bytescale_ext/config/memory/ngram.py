@@ -12,14 +12,14 @@ from bytescale_ext.data.samples.grams import GramRule
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Tables of embeddings of n-grams, one for each of some layers.
+    """Tables of n-gram embeddings. Each selected layer has one table.
 
     Attributes:
-        layers: numbers of these layers in the whole model, from 1.
-        rule: which rows belong to a token; the same in all tables.
-        dim: numbers of a row.
-        seed: of the values before training.
-        host: the tables are in host memory; None: they are parameters.
+        layers: numbers of the selected layers in the whole model, counted from 1.
+        rule: rule that maps tokens to rows, equal for all tables.
+        dim: length of a row.
+        seed: seed of the initial values.
+        host: settings of tables in host memory; None if tables are parameters of the model.
     """
 
     layers: tuple[int, ...]
@@ -29,19 +29,24 @@ class NgramConfig:
     host: HostTables | None = None
 
     def num_parameters(self, hidden: int) -> int:
-        """Return the parameters of one layer's memory in a model of this hidden size, without a table on the host."""
+        """Return the number of parameters of one layer's n-gram memory, without a table in host memory."""
         table = 0 if self.host else self.rule.num_rows * self.dim
         return table + 2 * hidden * self.rule.num_columns * self.dim
 
     def stage_parameters(self, hidden: int, stage_layers: Sequence[int]) -> list[int]:
-        """Return the parameters of the memories of each pipeline stage, on every rank of it.
+        """Return the number of n-gram parameters of each pipeline stage, on every rank of the stage.
 
-        ``stage_layers``: transformer layers of each stage, which follow each other.
+        ``stage_layers``: number of transformer layers of each stage.
         """
         return [count * self.num_parameters(hidden) for count in memories_of_stages(self.layers, stage_layers)]
 
 
 def memories_of_stages(layers: Sequence[int], stage_layers: Sequence[int]) -> list[int]:
-    """Return how many of these layers of the model, numbered from 1, each pipeline stage has."""
+    """Return the number of selected layers on each pipeline stage.
+
+    Args:
+        layers: numbers of the selected layers in the whole model, counted from 1.
+        stage_layers: number of transformer layers of each stage.
+    """
     ends = accumulate(stage_layers)
     return [sum(end - count < layer <= end for layer in layers) for end, count in zip(ends, stage_layers, strict=True)]

@@ -1,4 +1,4 @@
-"""The independent validator of activation plans. It shares no code with the policies and the forecast."""
+"""Independent validator of activation plans. It shares no code with the policies and the forecast."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SLACK: Final = 1 + 1e-9
 
 
 def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machine, fits: bool = False) -> None:
-    """Raise PlanError unless the plan keeps every law on this load and machine.
+    """Raise PlanError unless the plan satisfies every rule on this load and machine.
 
-    1. The shares of each tensor lie between 0 and 1 and sum to 1.
-    2. The layer input, the tensors of attention and all others of kind "input" are never recomputed.
+    1. The shares of each tensor are between 0 and 1 and sum to 1.
+    2. The layer input, the tensors of attention and all other tensors of kind "input" are never recomputed.
     3. The last ``load.resident_layers`` layers stay whole, unless nothing is swapped or recomputed; a rank has no more
        resident layers than layers.
     4. A policy keeps its form: "none" keeps everything; "memo" swaps every input and keeps nothing else; "priced"
@@ -25,13 +25,13 @@ def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machin
     6. Swapped layers fit in host memory (checked for "memo", and with ``fits``).
     7. Activations fit in device memory (checked with ``fits``).
 
-    The message holds the law and the printed plan, with ``>>`` before the bad row.
+    The message contains the violated rule and the printed plan, with ``>>`` before the invalid rows.
 
     Args:
         plan: plan of the micro-batch.
-        load: the micro-batch that the plan is for.
-        machine: the memory and link that the plan was made for.
-        fits: the policy promises that the plan fits both budgets.
+        load: load of the micro-batch.
+        machine: memory and link of the plan.
+        fits: whether the policy promises that the plan fits both budgets.
     """
     _check_shares(plan, load)
     _check_resident(plan, load)
@@ -50,7 +50,7 @@ def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machin
 
 
 def _fail(plan: ActivationPlan, load: LayerLoad, law: str, marked: Collection[int] = ()) -> NoReturn:
-    """Raise PlanError with a row for each tensor; a law about no single tensor marks the heading."""
+    """Raise PlanError with a row for each tensor. ``marked``: rows to mark; without any, the heading is marked."""
     lines = [law if marked else f">> {law}", f"   {'tensor':26} {'kind':8} {'swapped':>8} {'kept':>8} {'rebuilt':>8}"]
     for index, tensor in enumerate(load.tensors):
         shares = " ".join(f"{share:8.4f}" for share in plan.shares(tensor))
@@ -63,7 +63,7 @@ def _fail(plan: ActivationPlan, load: LayerLoad, law: str, marked: Collection[in
 
 
 def _times(load: LayerLoad) -> float:
-    """Return how often this micro-batch, or slice, would give the tokens in flight."""
+    """Return the tokens in flight over the tokens of this micro-batch or slice."""
     return max((held.tokens / load.num_tokens for held in load.slices), default=load.in_flight)
 
 
@@ -93,7 +93,7 @@ def _check_resident(plan: ActivationPlan, load: LayerLoad) -> None:
 
 
 def _check_policy(plan: ActivationPlan, load: LayerLoad) -> None:
-    """Check law 4, which differs for each policy."""
+    """Check rule 4, which differs for each policy."""
     is_kept = plan.policy in ("memo", "priced", "offload") and plan.is_off
     forms = {
         "none": (plan.is_off, "none keeps everything"),
@@ -124,12 +124,13 @@ def _check_hidden(plan: ActivationPlan, load: LayerLoad, machine: Machine, swapp
 
 
 def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moment: HeldSlices, moves: bool) -> float:
-    """Return the most bytes on the device, by walking through the loss and the backward pass layer by layer.
+    """Return the peak bytes on the device, by walking through the loss and the backward pass layer by layer.
 
-    A planned layer holds ``kept`` bytes, a resident one all its tensors. A layer is whole while it runs backward, and
-    so is the next one to run if its tensors are being read back. After the first layer of a micro-batch that is the
-    last layer of another one, which stays whole while a further micro-batch runs forward. In slices every layer also
-    holds keys and their gradient sums, which are no tensors of the plan.
+    A planned layer stores ``kept`` bytes, and a resident layer stores all its tensors. A layer is whole during its
+    backward pass. The next layer to run backward is whole too if its tensors are being read back. After the first layer
+    of a micro-batch, the next layer is the last layer of another micro-batch, which stays whole while a further
+    micro-batch runs forward. With slices, every layer also stores keys and their gradient sums, which are not tensors
+    of the plan.
     """
     planned, share = _planned_layers(plan, load), moment.running / load.num_tokens
     kept *= share
@@ -144,7 +145,7 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moment: Hel
     )
     if moment.gathered:
         gradients = max(gradients, moment.gathered + 3 * moment.running * load.tensors[0].bytes_per_token)
-    rebuilt = 0.0  # where only part of the rows is rebuilt, they are separate tensors first
+    rebuilt = 0.0  # rebuilt rows are separate tensors first, if only some rows are rebuilt
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
         others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind not in ("input", "key", "view"))
         rebuilt = plan.recompute * moment.running * others

@@ -1,4 +1,4 @@
-"""The predicted time, device memory and host memory of an activation plan."""
+"""Predicted time, device memory and host memory of an activation plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 
 @dataclass(frozen=True, slots=True)
 class ActivationForecast:
-    """The prediction for one plan.
+    """Prediction for one plan.
 
     Attributes:
         transfer_seconds: seconds of one layer, one way.
@@ -45,7 +45,7 @@ def forecast(
     its backward pass (MEMO section 4.1, Fig. 10). Each step takes the longer of the two times: computing and copying.
     With several micro-batches in flight, the last layer of the next micro-batch is read while the first layer of this
     micro-batch runs backward. With a single micro-batch and no resident layers, the last layer's reading overlaps with
-    nothing. For memory see ``DeviceNeed``; ``need`` spares computing it again.
+    nothing. For memory see ``DeviceNeed``; ``need`` avoids computing it again.
     """
     transferred = kept = recompute_seconds = 0.0
     for tensor in load.tensors:
@@ -75,17 +75,18 @@ def forecast(
 def stage_cost(
     cost: ModelCost, load: LayerLoad, plan: ActivationPlan, machine: Machine, has_head: bool, chunks: int = 1
 ) -> StageCost:
-    """Return the seconds of a stage under a plan: the model's, rebuilt tensors, and copies that overlap with nothing.
+    """Return the cost of a stage under a plan, with recomputation and with copies that do not overlap.
 
-    Rebuilding and copying take the same time for each token as in this load.
+    Recomputing and copying take the same time for each token as in this load.
 
     Args:
         cost: costs of the model.
         load: load of all layers of the stage.
-        plan, machine: the plan and its budgets.
-        has_head: the stage, or its chunk, has the output layer.
-        chunks: virtual stages of the stage; the result is the cost of one virtual stage, with an even share of layers
-            and copies.
+        plan: activation plan.
+        machine: memory and link of the plan.
+        has_head: whether the stage, or its chunk, has the output layer.
+        chunks: number of virtual stages of the stage. The result is the cost of one virtual stage, with an even share
+            of layers and copies.
     """
     predicted = forecast(plan, load, machine)
     planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
@@ -137,7 +138,7 @@ class DeviceNeed:
             if planned:
                 read = share * max(whole - 1, 0) * ahead
                 in_backward = share * min(whole, 1) * running + read + max(working, share * copies)
-                if load.expert_bytes:  # first the experts run; then theirs are gone, and the layer is read back
+                if load.expert_bytes:  # experts run first; then their tensors are freed and the layer is read back
                     in_backward = max(read + in_experts, in_backward - moment.running * load.expert_bytes)
                 peaks.append((always + in_backward, max(0.0, times * planned - share * whole)))
         return cls(tuple(peaks))
@@ -147,7 +148,7 @@ class DeviceNeed:
         return max(fixed + layers * kept for fixed, layers in self.peaks)
 
     def most_kept(self, device_bytes: float) -> float:
-        """Return how many bytes of each planned layer may be kept; negative where even 0 does not fit."""
+        """Return the bytes of each planned layer that may be kept; negative if even 0 bytes do not fit."""
         return min(
             (device_bytes - fixed) / layers if layers else math.copysign(math.inf, device_bytes - fixed)
             for fixed, layers in self.peaks

@@ -1,4 +1,4 @@
-"""The input of an activation policy: one micro-batch in the layers of a rank, and the memory and link it may use."""
+"""Input of an activation policy: one micro-batch in the layers of a rank, and the memory and link that it may use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost,
 from bytescale_ext.plan.cost.model_shape import ModelShape, expansion_flops, layer_flops_per_token
 
 RESIDENT_LAYERS: Final = 2
-"""The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
+"""Number of last layers that are never swapped, because their backward pass starts immediately (MEMO section 4.1,
+ByteScale Eq. 3)."""
 
 COLLECTIVES_OF_A_LAYER: Final = 4
 """Collectives of the hidden states in one pass of a layer: gathers and scattering reductions. An all-reduce is two."""
@@ -43,7 +44,7 @@ LOGIT_BYTES: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The memory and bandwidth of one process.
+    """Memory and bandwidth of one process.
 
     Attributes:
         device_bytes: device memory for activations, in addition to model states.
@@ -62,7 +63,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """How a rank runs its layers.
+    """Settings of the layers of a rank.
 
     Attributes:
         num_layers: layers of the rank; None: all layers of the model.
@@ -93,7 +94,7 @@ class LayerSettings:
 
     @property
     def key_host_bytes(self) -> float:
-        """The most host memory that swapped keys take in these layers."""
+        """Peak host memory of swapped keys in these layers, in bytes."""
         return (self.num_layers or 0) * max((moment.in_host for moment in self.slices), default=0.0)
 
 
@@ -282,7 +283,7 @@ def full_load(
         cost: costs of the model.
         num_tokens: tokens of the micro-batch on one rank.
         length: tokens of the longest sequence.
-        settings: how the rank runs its layers.
+        settings: layer settings of the rank.
         slices: tokens of each slice, or numbers in the same proportion.
     """
     width = -(-length // num_tokens)

@@ -1,4 +1,4 @@
-"""ByteScale's selective offloading (section 5.2, Eq. 3): tokens of a rank that keeps a part of them in host memory.
+"""ByteScale's selective offloading (section 5.2, Eq. 3): tokens that fit on a rank with activations in host memory.
 
 ``OffloadLimits`` belongs to the HDP planner, which gives a sequence fewer ranks when offloading makes room for it.
 ``policies.plan_offload`` chooses the share of a micro-batch whose ranks are already fixed.
@@ -18,12 +18,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class OffloadLimits:
-    """The bounds on the share r of a micro-batch's activations that goes to host memory (ByteScale Eq. 3).
+    """Bounds on the share r of a micro-batch's activations that moves to host memory (ByteScale Eq. 3).
 
-    Two of the l layers stay on the device: the layer that computes and the layer that is being copied. The others keep
-    the share ``1 - r``. So n tokens take the device memory of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper prints
-    ``1 >= r >= min(1, ...)``; it must mean 0 <= r <= 1, and that no more of a layer moves than the link copies while
-    one layer computes. We add a bound by host memory, which the paper leaves out.
+    Two of the l layers stay on the device: the layer that computes and the layer that is being copied. The other layers
+    keep the share ``1 - r``. So n tokens take the device memory of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper
+    prints ``1 >= r >= min(1, ...)``. We read it as 0 <= r <= 1, where a layer moves at most as many bytes as the link
+    copies while one layer computes. We add a bound by host memory, which the paper does not have.
 
     Attributes:
         num_layers: l, the layers of a rank.
@@ -42,22 +42,27 @@ class OffloadLimits:
             raise ValueError(f"offload limits need layers, bytes and bytes per second above 0: {self}")
 
     def hidden_shares(self, lengths: Floats, forward: CostModel) -> Floats:
-        """Return the largest share of each sequence whose copy hides behind computing, T(s) >= r Act(s) / B: [n].
+        """Return the largest share of each sequence whose copy overlaps with computation, T(s) >= r Act(s) / B: [n].
 
-        The width of the ring divides both sides of Eq. 3, so the share depends on the length alone.
+        The width of the ring divides both sides of Eq. 3, so the share depends only on the length.
 
         Args:
-            lengths: tokens: [n].
-            forward: of the rank's ``num_layers`` layers.
+            lengths: tokens of each sequence, [n].
+            forward: forward cost of the rank's ``num_layers`` layers.
         """
         layer_seconds = (forward.a * forward.squares(lengths) + forward.b * lengths) / self.num_layers
         return np.minimum(1.0, layer_seconds * self.bytes_per_second / (self.layer_bytes_per_token * lengths))
 
     def max_tokens(self, lengths: Floats, tokens_per_rank: int, forward: CostModel) -> Floats:
-        """Return the most tokens of each sequence [n] that a rank holds with offloading: [n], >= ``tokens_per_rank``.
+        """Return the most tokens of each sequence that fit on a rank with offloading: [n], >= ``tokens_per_rank``.
 
-        Eq. 3's D(s) is the length divided by this. The host must hold the activations of ``n - C`` tokens in all
-        layers, so its memory allows ``C + host_bytes / (l Act(1))``.
+        D(s) in Eq. 3 is the length divided by this number. Host memory must store the activations of ``n - C`` tokens
+        in all layers, so it allows ``C + host_bytes / (l Act(1))`` tokens.
+
+        Args:
+            lengths: tokens of each sequence, [n].
+            tokens_per_rank: C.
+            forward: forward cost of the rank's ``num_layers`` layers.
         """
         if self.num_layers <= 2:
             return np.full(len(lengths), float(tokens_per_rank))
@@ -66,7 +71,7 @@ class OffloadLimits:
         return np.minimum(tokens_per_rank / kept, tokens_per_rank + on_host)
 
     def min_shares(self, num_tokens: Floats, tokens_per_rank: int) -> Floats:
-        """Return the smallest shares with which micro-batches of ``num_tokens`` [n] fit: [n], 0 where all is kept."""
+        """Return the smallest shares with which micro-batches of ``num_tokens``, [n], fit: [n], 0 if all fits."""
         if self.num_layers <= 2:
             return np.zeros(len(num_tokens))
         kept = tokens_per_rank / np.maximum(num_tokens, 1.0)

@@ -1,7 +1,8 @@
-"""The fused operators of a layer, and the bytes that the other operators save in addition for the backward pass.
+"""Fused operators of a layer, and the additional bytes that unfused operators save for the backward pass.
 
-``plan/activation/tensors.py`` lists what a layer saves where norms, rotary embeddings and the activation function are
-single (fused) kernels, which save only their input. Made of several operators of torch they save results in between.
+``plan/activation/tensors.py`` lists the tensors that a layer saves if norms, rotary embeddings and the activation
+function are single (fused) kernels, which save only their input. If they consist of several torch operators, they also
+save intermediate results.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from dataclasses import dataclass
 from typing import Final
 
 FLOAT_BYTES: Final = 4
-"""Norms of several operators compute in float32 and save one float32 for each token."""
+"""Bytes per token of the statistics of an unfused norm, which computes in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOperators:
-    """Builds of a layer's operators; the default is fused kernels that save nothing more.
+    """Implementation of a layer's operators. The default is fused kernels that save nothing in addition.
 
     Attributes:
-        joined_norms: a norm and the matrix product after it are one module (TransformerEngine).
-        split_norms: norms are several operators, as torch's RMSNorm is on CPU.
-        split_activation: the activation function of the MLP is several operators.
-        angles: numbers of a token's rotary angles; 0 without rotary embeddings.
-        split_angles: rotary embeddings are several operators, which save cosines and sines for queries and for keys.
-        qk_norms: queries and keys are normed.
-        mask_bytes: bytes of one number in the mask of hidden dropout; 0 without dropout.
+        joined_norms: whether a norm and the matrix product after it are one module (TransformerEngine).
+        split_norms: whether a norm consists of several operators, as torch's RMSNorm does on CPU.
+        split_activation: whether the activation function of the MLP consists of several operators.
+        angles: number of rotary angles per token; 0 without rotary embeddings.
+        split_angles: whether rotary embeddings consist of several operators, which save cosines and sines for queries
+            and for keys.
+        qk_norms: whether queries and keys are normalized.
+        mask_bytes: bytes of one element of the hidden dropout mask; 0 without dropout.
     """
 
     joined_norms: bool = False
@@ -37,14 +39,14 @@ class LayerOperators:
 
     @property
     def angle_bytes(self) -> float:
-        """Bytes of a token's rotary angles, in float32; all layers of a stage take the same."""
+        """Bytes of a token's rotary angles, in float32. All layers of a stage use the same angles."""
         return float(FLOAT_BYTES * self.angles)
 
     def norm_bytes(self, numbers: float, element_bytes: int) -> float:
-        """Return the bytes that a norm of ``numbers`` for each token saves in addition to its input, for each token.
+        """Return the bytes per token that a norm over ``numbers`` elements saves in addition to its input.
 
-        One kernel saves statistics of a few bytes, which do not count. Several operators save the normed input in
-        float32, the input converted to that, which then is not saved as it came, and the statistics.
+        A fused kernel saves only a few bytes of statistics, which are ignored. Unfused operators save the normalized
+        input in float32, the input in float32 instead of its original type, and the statistics.
         """
         if not self.split_norms:
             return 0.0

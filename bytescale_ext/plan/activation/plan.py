@@ -1,11 +1,11 @@
-"""The decision about a layer's saved tensors: kept on the device, swapped to host memory, or recomputed.
+"""Plan of a layer's saved tensors: kept on the device, swapped to host memory, or recomputed.
 
 The shares of an ``ActivationPlan`` divide the tokens of a micro-batch, in their order::
 
     token   0            a             b            s
             |  swapped   |    kept     | recomputed |      a = swap s, b = (1 - recompute) s
 
-``policies.py`` makes plans, ``forecast.py`` predicts their time and memory, ``check.py`` proves them.
+``policies.py`` makes plans, ``forecast.py`` predicts their time and memory, and ``check.py`` validates them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bytescale_ext.plan.activation.tensors import LayerTensor
 
 @dataclass(frozen=True, slots=True)
 class ActivationPlan:
-    """The shares of one micro-batch, equal for every layer; see the module for the order of the tokens.
+    """Shares of one micro-batch, equal for every layer. The module shows the order of the tokens.
 
     Attributes:
-        policy: the policy that made it, one of ``policies.POLICIES``, or "shares" for given shares.
-        swap: share of the tokens whose tensors are swapped; not for kind "input".
-        recompute: share of the tokens whose tensors are recomputed; not for kind "input".
+        policy: policy that made the plan, one of ``policies.POLICIES``, or "shares" for given shares.
+        swap: share of the tokens whose tensors are swapped, except tensors of kind "input".
+        recompute: share of the tokens whose tensors are recomputed, except tensors of kind "input".
         input_swap: swapped share of the tensors of kind "input"; the rest is kept.
-        rebuild_cheap: tensors of kind "cheap" are rebuilt for all tokens, and neither kept nor swapped.
-        resident_layers: the last layers, whose tensors are all kept.
+        rebuild_cheap: whether tensors of kind "cheap" are recomputed for all tokens, instead of kept or swapped.
+        resident_layers: number of last layers whose tensors are all kept.
     """
 
     policy: str

@@ -1,10 +1,10 @@
-"""The activation policies: pure functions from a load and a machine to an ``ActivationPlan``.
+"""Activation policies: pure functions from a load and a machine to an ``ActivationPlan``.
 
 - ``plan_memo``: MEMO's program. It swaps all inputs and a fraction alpha of all other tensors, and recomputes the rest.
-- ``plan_priced``: each tensor has a price, the seconds to rebuild one byte. Outputs of norms and of the activation
-  function are nearly free, so they are rebuilt; outputs of matrix products are swapped, or kept where memory is free.
+- ``plan_priced``: each tensor has a price, the seconds to recompute one byte. Outputs of norms and of the activation
+  function are nearly free, so they are recomputed. Outputs of matrix products are swapped, or kept if memory is free.
 - ``plan_offload``: ByteScale's selective offloading (Eq. 3). It swaps one share of every tensor and recomputes nothing.
-- ``plan_auto``: the policy with the least predicted time that fits, or none.
+- ``plan_auto``: the fitting policy with the shortest predicted time, which may be "none".
 """
 
 from __future__ import annotations
@@ -78,16 +78,17 @@ def plan_priced(load: LayerLoad, machine: Machine) -> ActivationPlan:
     """Return the shares with the least predicted time.
 
     For a fixed number of resident layers, time is a convex and piecewise linear function of three shares under linear
-    bounds. Its minimum lies where bounds meet, so all such points are tried. Ties go to the plan that moves less.
+    bounds. Its minimum is at an intersection of bounds, so all intersections are tried. Among equally fast plans, the
+    plan that moves fewer bytes is chosen.
 
     Raises:
-        ValueError: no shares fit; names the least host memory with which some do.
+        ValueError: no shares fit. The message names the smallest host memory with which some shares fit.
     """
     return _chosen(priced_or_none, load, machine)
 
 
 def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
-    """Return the plan of ``plan_priced``, or None where no shares fit."""
+    """Return the plan of ``plan_priced``, or None if no shares fit."""
     keeps_all = ActivationPlan("priced")
     if forecast(keeps_all, load, machine).fits(machine):  # others rebuild at least outputs of norms
         return keeps_all
@@ -141,7 +142,7 @@ def _share(value: float) -> float:
 
 
 def _fastest(plans: list[tuple[ActivationForecast, ActivationPlan]], machine: Machine) -> ActivationPlan | None:
-    """Return the fitting plan with the least predicted time; ties go to the least host memory, then to the first."""
+    """Return the fitting plan with the least predicted time, then the least host memory, or None."""
     fitting = [(prediction, plan) for prediction, plan in plans if prediction.fits(machine)]
     if not fitting:
         return None
@@ -151,7 +152,7 @@ def _fastest(plans: list[tuple[ActivationForecast, ActivationPlan]], machine: Ma
 def _chosen(
     choose: Callable[[LayerLoad, Machine], ActivationPlan | None], load: LayerLoad, machine: Machine
 ) -> ActivationPlan:
-    """Return the plan that ``choose`` finds. Raises ValueError, naming a sufficient budget, for none."""
+    """Return the plan that ``choose`` finds. Raises ValueError, which names a sufficient budget, if it finds none."""
     plan = choose(load, machine)
     if plan is not None:
         return plan
@@ -176,7 +177,7 @@ def _chosen(
 def least_budget(works: Callable[[float], bool], most: float) -> float | None:
     """Return the smallest budget in ``(0, most]`` that works, or slightly more; None if ``most`` does not work.
 
-    ``works`` must be true for every budget above one that works.
+    ``works`` must be monotonic: if a budget works, every larger budget works too.
     """
     if not works(most):
         return None
@@ -193,18 +194,18 @@ def in_gigabytes(num_bytes: float) -> str:
 
 
 def plan_auto(load: LayerLoad, machine: Machine) -> ActivationPlan:
-    """Return the plan of the policy with the least predicted time that fits; ties go to the simplest.
+    """Return the plan of the fitting policy with the least predicted time, then of the simplest policy.
 
     Raises:
-        ValueError: none fits; names the least host memory with which one does.
+        ValueError: no policy fits. The message names the smallest host memory with which some policy fits.
     """
     return _chosen(_auto, load, machine)
 
 
 def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
-    """Return the plan of ``plan_auto``, or None where no policy fits."""
+    """Return the plan of ``plan_auto``, or None if no policy fits."""
     plans = [ActivationPlan("none"), plan_offload(load, machine)]
-    with contextlib.suppress(ValueError):  # it does not fit; others may
+    with contextlib.suppress(ValueError):  # this policy does not fit; other policies may
         plans.append(plan_memo(load, machine))
     priced = priced_or_none(load, machine)
     plans += [] if priced is None else [priced]
@@ -212,9 +213,9 @@ def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
 
 
 def given_plan(policy: str, swap: float | None, recompute: float | None, resident_layers: int) -> ActivationPlan:
-    """Return the plan of a policy with given shares; at least one is given; the other defaults to the rest.
+    """Return the plan of a policy with given shares. At least one share is given; the other defaults to the rest.
 
-    The policy "none" applies the shares alone, to all tensors of all layers.
+    The policy "none" applies only the shares, to all tensors of all layers.
     """
     if policy == "none":
         return ActivationPlan("shares", swap or 0.0, recompute or 0.0, swap or 0.0)
@@ -227,7 +228,7 @@ def given_plan(policy: str, swap: float | None, recompute: float | None, residen
 
 
 def make_plan(policy: str, load: LayerLoad, machine: Machine) -> ActivationPlan:
-    """Return the checked plan of a policy by name. Raises ValueError for an unknown name, or where nothing fits."""
+    """Return the checked plan of a policy by name. Raises ValueError for an unknown name, or if no plan fits."""
     if policy == "none":
         return ActivationPlan("none")
     makers = {"memo": plan_memo, "priced": plan_priced, "offload": plan_offload, "auto": plan_auto}

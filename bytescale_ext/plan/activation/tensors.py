@@ -1,4 +1,4 @@
-"""The tensors that a layer saves for its backward pass, with their sizes and what it takes to rebuild them.
+"""Tensors that a layer saves for its backward pass, with their sizes and the cost of recomputing them.
 
 These are MEMO's skeletal activations (Zhao et al. 2025, section 3.2, Fig. 4). The layer input and the output of
 attention are never recomputed: from them all other tensors can be rebuilt token by token, without attention
@@ -29,10 +29,10 @@ class LayerTensor:
 
     Attributes:
         name: printed name, for example "attention output".
-        kind: "input" is never recomputed; "matrix" is the output of matrix products; "cheap" is rebuilt from another
-            tensor by one pass over memory; "key" is the part of a matrix product that slices hold on their own; "view"
-            is a part that exists only because another part is a view of the same memory: policies keep the saved parts
-            of such products, or the whole product if they rebuild from it.
+        kind: one of five kinds. "input" is never recomputed. "matrix" is the output of matrix products. "cheap" is
+            recomputed from another tensor by one pass over memory. "key" is the part of a matrix product that slices
+            store separately. "view" is a part that exists only because another part is a view of the same memory.
+            Policies keep the saved parts of such products, or the whole product if they recompute from it.
         bytes_per_token: bytes for each token on one rank.
         flops_per_token: FLOPs of the matrix products that rebuild it, on one rank.
         moved_bytes_per_token: device memory read and written to rebuild it.
@@ -62,10 +62,10 @@ VIRTUAL_MESSAGES: Final = 4
 
 
 def gathered_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int, sequence_parallel: bool) -> float:
-    """Return the bytes of a token in the buffer in which tensor-parallel ranks gather hidden states.
+    """Return the bytes per token of the buffer for hidden states that tensor-parallel ranks gather.
 
-    The buffer stays and holds the largest pass (Megatron's global memory buffer). It is empty without sequence
-    parallelism.
+    The buffer has the size of the largest pass and is never freed (Megatron's global memory buffer). It is empty
+    without sequence parallelism.
     """
     return float(shape.hidden * element_bytes * (sequence_parallel and tensor_parallel > 1))
 
@@ -83,13 +83,13 @@ def layer_tensors(
     operators: LayerOperators = FUSED,
     sliced: bool = False,
 ) -> tuple[LayerTensor, ...]:
-    """Return the tensors of one layer on one rank, in the order in which the layer makes them.
+    """Return the tensors of one layer on one rank, in the order of the forward pass.
 
-    Fused kernels save only their input; others save what ``split_tensors`` lists. Where a norm and the matrix product
-    after it are one module, the norm's output cannot be rebuilt without that product, so its kind is "input". In a
-    model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device
-    (``expert_bytes``); the norm before the experts is always a separate module. In slices (``sliced``) keys and values
-    are a tensor of their own: attention holds a copy for later slices (``HeldSlices``).
+    Fused kernels save only their input; other kernels also save the tensors of ``split_tensors``. If a norm and the
+    matrix product after it are one module, the norm's output cannot be recomputed without that product, so its kind is
+    "input". In a model with experts the tensors of the MLP are left out, because experts keep their own tensors on the
+    device (``expert_bytes``); the norm before the experts is always a separate module. With slices (``sliced``) keys
+    and values are a separate tensor, because attention stores a copy for later slices (``HeldSlices``).
     """
     into_qkv = "input" if operators.joined_norms else "cheap"
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
@@ -144,14 +144,15 @@ def split_tensors(
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[LayerTensor, ...]:
-    """Return the tensors that operators of a layer save between each other if they are not one fused kernel.
+    """Return the intermediate tensors that the unfused operators of a layer save.
 
-    All of it lies between matrix products and attention, so it is rebuilt with the other "cheap" tensors.
+    All these operators are between matrix products and attention, so their tensors are recomputed like other "cheap"
+    tensors.
     """
     norms_of = shape.hidden / (tensor_parallel if sequence_parallel else 1)
     query, keys = shape.num_heads * shape.head_dim / tensor_parallel, key_value_numbers(shape, tensor_parallel)
     of_heads = 0.0
-    if operators.qk_norms:  # keys before their norm are a view of all that the product made; queries too, or a copy
+    if operators.qk_norms:  # keys before their norm view the whole product; queries may too
         copied = query if shape.num_kv_heads < shape.num_heads else 0.0
         of_heads = (query + keys + copied) * element_bytes + operators.norm_bytes(query + keys / 2, element_bytes)
     inner = 0 if shape.num_expert_layers else shape.ffn_hidden / tensor_parallel

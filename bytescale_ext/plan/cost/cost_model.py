@@ -1,4 +1,4 @@
-"""The predicted time of sequences, micro-batches and pipeline stages (ByteScale Eq. 3 and section 7)."""
+"""Predicted time of sequences, micro-batches and pipeline stages (ByteScale Eq. 3 and section 7)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ class CostModel:
     def attention_cost(
         self, lengths: float | Floats, widths: float | Floats, hops: float | Floats | None = None
     ) -> float | Floats:
-        """Return the cost of attention on each rank of a ring, the slower of computing and receiving: a number, or [n].
+        """Return the cost of attention on each rank of a ring, computing or receiving: a number, or [n].
+
+        The slower of both counts, because they overlap.
 
         ``lengths``, ``widths``: tokens and ranks of a sequence, or [n]; ``hops``: time of the exchange, or [n]; None:
         ``self.hops(widths)``.

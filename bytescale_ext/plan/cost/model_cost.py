@@ -1,4 +1,4 @@
-"""The cost of one model: in seconds from a cost file, or in FLOPs from the model's sizes."""
+"""Cost of one model: in seconds from a cost file, or in FLOPs from the model's sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelCost:
         source: origin of the constants: a measurement, or a paper with figure and equation.
         forward, backward: cost of one layer on one rank. ``g`` is the overhead of a layer for each micro-batch.
         head_forward, head_backward: seconds per token of embedding, output layer and loss together.
-        layer_bytes: bytes of activations per token that one layer keeps until its backward pass.
+        layer_bytes: bytes of activations per token that a layer keeps until its backward pass.
         recompute_bytes: ``layer_bytes`` with full recompute: the input of the layer.
         collective: seconds per byte that a rank receives in collectives of its node or, with tensor parallelism, of its
             tensor-parallel group, which ``forward`` and ``backward`` then include; 0: not measured separately.

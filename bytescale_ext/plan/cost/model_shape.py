@@ -245,7 +245,7 @@ def ring_bytes_per_token(
     """Return the bytes that a rank receives in one layer for each token of another rank: forward, backward.
 
     Keys and values travel in both passes; in the backward pass the sums of their gradients travel too, in a wider type
-    (``bytescale_ext.attention.ring``). Latents travel in their place where that is cheaper.
+    (``bytescale_ext.attention.ring``). If latents are cheaper to send, they travel instead.
     """
     numbers = int(key_value_numbers(shape, min(tensor_parallel, shape.num_kv_heads)))
     return numbers * element_bytes, numbers * (element_bytes + sum_bytes)

@@ -1,6 +1,6 @@
 """Rings over several nodes: the number of their inner rings, and the time of their exchange.
 
-Times are in hops. One hop is the time in which a rank receives a share of keys from a rank of its own node.
+Times are in hops. One hop is the time that a rank takes to receive a share of keys from a rank of its own node.
 ``attention/layouts/route.py`` draws the two forms of a ring.
 """
 

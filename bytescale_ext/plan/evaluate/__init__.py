@@ -1,1 +1,1 @@
-"""Judge plans: replays, lower bounds, true optima, other schedulers to compare with, and slices chosen by time."""
+"""Evaluation of plans: replays, lower bounds, optima, other schedulers for comparison, and slices chosen by time."""

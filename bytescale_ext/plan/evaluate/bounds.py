@@ -1,4 +1,4 @@
-"""Lower bounds on the time of a step, from the cost model alone: no plan, however it is made, is faster.
+"""Lower bounds on the time of a step under the cost model. No plan is faster.
 
 A sequence of s tokens on a ring of d ranks costs each member ``t(s, d)`` of attention and linear work, forward and
 backward; a micro-batch costs ``g`` once. Rings have at least ``dmin = ceil(s / C)`` members. With stages 0 to p-1,
@@ -6,7 +6,7 @@ stage q begins after the stages before it have run the forward of the pipeline's
 they run the backward of its last micro-batch. Any micro-batch, even if empty, costs at least ``g``, so each bound on
 the work of stage q alone grows by the sum of ``g`` of the stages before it.
 
-Where micro-batches run in k slices, each slice costs ``g`` once and has its own exchange (``CostModel.slice_costs``).
+If micro-batches run in k slices, each slice costs ``g`` once and has its own exchange (``CostModel.slice_costs``).
 In the forward pass a slice passes a stage after the slices before it, in the backward pass after the slices that follow
 it. A stage may run one slice while the next stage runs another.
 """
@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LowerBounds:
-    """Bounds in the unit of the costs; each holds for every plan, so the largest one counts.
+    """Bounds in the unit of the costs. Each bound holds for every plan, so the largest bound counts.
 
     Attributes:
         work: the busiest rank has at least the mean of all work: ``a s^2 + b s`` of each sequence, and ``g`` of each
@@ -38,12 +38,12 @@ class LowerBounds:
             fewer rings to choose from, so no other sequence gives a larger bound.)
         capacity: the rank with most tokens has at least ``sum s / D`` of them, in at least
             ``ceil(sum s / (D C))`` micro-batches.
-        area: the bound ``work`` with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never falls
-            with d (computing costs ``a s^2``, exchange ``c s (d - 1)``; over nodes ``CostModel.floor``), so wider rings
-            cost more in total.
+        area: the bound ``work`` with the exchange that does not overlap on a ring of the smallest width. ``d t(s, d)``
+            never falls with d (computing costs ``a s^2``, exchange ``c s (d - 1)``; over nodes ``CostModel.floor``), so
+            wider rings cost more in total.
         giants: sequences with ``2 floor(s / D) > C`` have rings of more than half of the ranks, so any two of them
-            share a rank; each holds more than C / 2 tokens there, so never in one micro-batch, and they run one
-            after the other.
+            share a rank. Each has more than C / 2 tokens there, so they are never in one micro-batch and run one after
+            the other.
     """
 
     work: float
@@ -68,8 +68,8 @@ def lower_bounds(
     Args:
         lengths: tokens of each sequence, at least one sequence.
         cluster: D ranks of C tokens; with pipelines, D is the number of pipelines.
-        stages: cost of each pipeline stage; one without pipelines.
-        slicing: slices of each micro-batch, cut as ``replay_stages`` cuts them; 1 slice bounds 1F1B.
+        stages: cost of each pipeline stage; a single stage without pipelines.
+        slicing: slices of each micro-batch, divided as in ``replay_stages``; 1 slice bounds 1F1B.
 
     Raises:
         ValueError: there is no sequence, or one does not fit on all ranks.
@@ -113,7 +113,7 @@ def _launch(stage: StageCost) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Sliced:
-    """The cost of the slices of sequences. ``first``: the stage on which all slices cost the same."""
+    """Cost of the slices of sequences. ``first``: stage on which all slices cost the same."""
 
     first: StageCost
     slicing: Slicing

@@ -1,10 +1,10 @@
-"""The true optimum of small steps, to measure how far planners are from it. Too slow for training.
+"""Optimum of small steps, to measure how far planners are from it. Too slow for training.
 
-The model of both searches: rings are runs of contiguous ranks of at least ``ceil(s / C)`` members, a ring's members
-start and stop together, and a rank runs one thing at a time. Each sequence is a micro-batch of its own and ``g`` is
-left out: without it, a micro-batch of one ring shard and local sequences is no faster than its parts one after the
-other. (Micro-batches of several rings that overlap in part are outside the model.) With ``g`` the optimum can only
-be larger; compare plans by costs without it.
+Both searches use the same model. Rings are contiguous ranks with at least ``ceil(s / C)`` members. The members of a
+ring start and stop together, and a rank runs one sequence at a time. Each sequence is a separate micro-batch, and ``g``
+is left out: without ``g``, a micro-batch of one ring shard and local sequences is no faster than its parts one after
+the other. (Micro-batches of several partially overlapping rings are outside the model.) With ``g`` the optimum can only
+be larger, so plans must be compared by costs without ``g``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 _RESOLUTION = 1_000_000  # time units of the CP-SAT model in the makespan of its first solution
 _MOST_KNOWN = 100  # states kept for comparison; more would prune more, but take longer
-_NUM_STARTS = 500  # simple schedules from which the searches begin
+_NUM_STARTS = 500  # simple schedules that start the searches
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The shortest makespan, as far as it is known.
+    """Shortest makespan, as far as it is known.
 
     Attributes:
         makespan: time of the best schedule found.
-        bound: no schedule is shorter; equal to ``makespan`` (within the solver's resolution) if that is optimal.
-        is_proved: the search finished.
+        bound: lower bound of all makespans; equal to ``makespan`` (within the solver's resolution) if it is optimal.
+        is_proved: whether the search finished.
     """
 
     makespan: float
@@ -99,7 +99,7 @@ def brute_force(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> fl
 
 
 def solve(lengths: Sequence[int], cluster: Cluster, cost: CostModel, limit_seconds: float = 30.0) -> Optimum:
-    """Return the shortest makespan by OR-tools' CP-SAT: some dozens of sequences on 8 to 16 ranks. One thread.
+    """Return the shortest makespan of a few dozen sequences on 8 to 16 ranks, by OR-tools' CP-SAT in one thread.
 
     Times are rounded down to a millionth of a simple schedule's makespan, so ``bound`` holds for real times; the
     makespan found is rounded up.

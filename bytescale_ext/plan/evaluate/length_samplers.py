@@ -1,6 +1,6 @@
-"""Synthetic lengths of documents from published distributions, to compare planners on.
+"""Synthetic document lengths from published distributions, for the comparison of planners.
 
-Most are tables: a bucket is drawn by its share of the documents, then a length log-uniformly inside it.
+Most distributions are tables: a bucket is drawn by its share of the documents, then a length log-uniformly inside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Floats]
 
-_BATCH: Final = 4096  # documents drawn at a time; another number would draw other lengths from the same seed
+_BATCH: Final = 4096  # documents drawn together; with another number the same seed draws other lengths
 _MOST_EMPTY_BATCHES: Final = 1000
 
 _OCTAVES: Final = tuple(float(1 << power) for power in range(11, 22))  # 2K, 4K, ... 2M
@@ -32,7 +32,7 @@ _WIKIPEDIA: Final = (
 
 
 def _from_table(lows: Floats, highs: Floats, weights: tuple[float, ...]) -> Draw:
-    """Return a draw from buckets (low, high] by their weights, log-uniformly inside: [buckets] each."""
+    """Return a function that draws lengths from buckets (low, high] by their weights. Arguments: [buckets] each."""
     shares = np.array(weights) / sum(weights)
 
     def draw(random: np.random.Generator, count: int) -> Floats:
@@ -99,7 +99,7 @@ def sample_lengths(name: str, context: int, num_tokens: int, seed: int) -> Ints:
 
     Args:
         name: a key of ``SAMPLERS``.
-        context: the most tokens of a document.
+        context: largest number of tokens of a document.
         num_tokens: tokens of the step, at least ``context``.
         seed: at least 0.
 

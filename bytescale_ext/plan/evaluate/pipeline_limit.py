@@ -1,10 +1,10 @@
-"""A lower bound on any plan under 1F1B from its longest sequence, by linear programs: slow and tight.
+"""Lower bound on the time of any 1F1B plan from its longest sequence, by linear programs: slow and tight.
 
 In a pipeline of p stages the order of work is fixed (1F1B, ``plan.schedule.actions``), so the time of a pipeline is
 the longest path through its actions, which is convex in the sizes of its slots. For a given total of work and a given
 size of one slot, the least time is a linear program over the sizes of all other slots, which may be split arbitrarily
-finely. The total and the size are those that no plan can avoid: the longest sequence is on some ring of d pipelines,
-with ``t(s, d)`` on each, and the pipelines outside it cannot work longer than the step.
+finely. No plan can avoid this total and this size: the longest sequence is on some ring of d pipelines, with
+``t(s, d)`` on each, and the pipelines outside the ring cannot work longer than the step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.sizes import Cluster
 
 BACKWARD_PER_FORWARD = (2.0, 2.5)
-"""The backward over the forward time of a slot lies between that of linear work and that of attention."""
+"""Smallest and largest ratio of backward to forward time of a slot: for linear work only, and for attention only."""
 _GRID = tuple(float(total) for total in np.geomspace(1.0, 64.0, 90))
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """No plan of a step is faster than ``seconds``, a bound that assumes the longest sequence on ``width`` ranks."""
+    """Lower bound ``seconds`` of a step; the longest sequence is on ``width`` ranks in this bound."""
 
     seconds: float
     width: int
@@ -34,10 +34,16 @@ class Limit:
 
 @cache
 def least_time(num_stages: int, total: float, backward_share: float, num_slots: int = 12) -> float:
-    """Return the least 1F1B time of a pipeline with ``total`` seconds of work per stage, one slot of which takes 1.
+    """Return the least 1F1B time of a pipeline with one (tall) slot of 1 second.
 
-    It is the least over all places of that slot among ``num_slots``; slots may be empty. More slots change it by less
-    than one per cent (12 and 30 were compared). ``backward_share``: backward part of the tall slot's second.
+    It is the minimum over all positions of the tall slot. More slots change the result by less than one per cent (12
+    and 30 were compared).
+
+    Args:
+        num_stages: number of pipeline stages.
+        total: seconds of work on each stage.
+        backward_share: backward part of the tall slot's second.
+        num_slots: number of slots, which may be empty.
     """
     return min(_solve(num_stages, total, backward_share, num_slots, place) for place in range(num_slots))
 
@@ -76,7 +82,10 @@ def _solve(num_stages: int, total: float, backward_share: float, num_slots: int,
 
 
 def _cause(kind: str, stage: int, num_stages: int) -> tuple[str, int] | None:
-    """Return the action on another stage (or the forward on the last one) that must end before; None for the first."""
+    """Return the action that must end before an action, or None for forward passes on the first stage.
+
+    It is on a neighbouring stage, except for backward passes on the last stage, which follow their forward pass.
+    """
     if kind == "F":
         return ("F", stage - 1) if stage else None
     return ("B", stage + 1) if stage + 1 < num_stages else ("F", stage)
@@ -85,11 +94,11 @@ def _cause(kind: str, stage: int, num_stages: int) -> tuple[str, int] | None:
 def pipeline_limit(lengths: Sequence[int], cluster: Cluster, cost: StageCost, num_stages: int) -> Limit:
     """Return a lower bound on the step of any aligned plan, all stages as cheap as ``cost``; launches are free.
 
-    For each width d of the longest sequence: the pipelines of its ring have at least the work that is left when all
-    others work for the whole step. The least T with ``least_time(work, t(s, d)) <= T`` is found by bisection;
-    ``least_time`` is taken at the next smaller total of a grid, so the bound holds.
+    For each width d of the longest sequence, the pipelines of its ring have at least the work that remains if all other
+    pipelines work for the whole step. The smallest T with ``least_time(work, t(s, d)) <= T`` is found by bisection.
+    ``least_time`` is evaluated at the next smaller total of a grid, so the bound holds.
 
-    Raises ImportError where OR-tools is not installed.
+    Raises ImportError if OR-tools is not installed.
     """
     num_ranks, tokens_per_rank = cluster.num_ranks, cluster.tokens_per_rank
     sizes = np.asarray(lengths, dtype=np.float64)
@@ -112,7 +121,7 @@ def pipeline_limit(lengths: Sequence[int], cluster: Cluster, cost: StageCost, nu
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """The longest sequence on ``width`` of the pipelines: ``tall`` seconds on each, ``backward`` of them backward."""
+    """Longest sequence on ``width`` pipelines. It takes ``tall`` seconds on each, including ``backward`` seconds."""
 
     num_stages: int
     work: float
@@ -122,7 +131,7 @@ class _Ring:
     backward: float
 
     def seconds(self, step: float) -> float:
-        """Return the least time of the ring's pipelines when the others work for all of ``step``."""
+        """Return the least time of the ring's pipelines if all other pipelines work for the whole ``step``."""
         total = max((self.work - (self.num_ranks - self.width) * step) / self.width, self.tall) / self.tall
         below = max(point for point in _GRID if point <= total or point == _GRID[0])
         return self.tall * least_time(self.num_stages, below, round(self.backward / self.tall, 3))

@@ -1,7 +1,7 @@
-"""Choose the slices of each step under an activation policy, among those whose plans fit the memory of every stage.
+"""Choice of the slices of each step under an activation policy, among slices that fit the memory of every stage.
 
-What a policy keeps on the device, and how long it copies and rebuilds, depends on the slices: their tokens, how many
-are in flight, and the keys that they hold. So each option comes with the cost of a stage that runs it under the policy.
+The slices determine what a policy keeps on the device, and the time of its copies and recomputations: through their
+tokens, the number of slices in flight, and the keys that they store. So each option has its own stage cost.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Slicing
 
 KEPT_SHARES = (0.0, 0.25, 0.5, 1.0)
-"""Of the longest document: up to which length keys are kept, where the planner chooses slices under a policy."""
+"""Length limits of documents that keep their keys, as fractions of the longest document, that are tried."""
 
 
 def policy_slicings(options: Iterable[Slicing], longest: int) -> list[Slicing]:
-    """Return the slicings to choose from under a policy; only slices keep keys.
+    """Return the slicings to choose from under a policy. Only options with several slices keep keys.
 
-    Keys are kept of no document, of those up to a quarter or a half of ``longest`` tokens, or of all.
+    Keys are kept for no document, for documents up to a quarter or a half of ``longest`` tokens, or for all documents.
     """
     return [
         replace(option, kept_tokens=int(longest * share))
@@ -34,11 +34,11 @@ def policy_slicings(options: Iterable[Slicing], longest: int) -> list[Slicing]:
 
 @dataclass(frozen=True)
 class PolicyOption:
-    """Slices in which the policy fits.
+    """Slices that fit under the policy.
 
     Attributes:
-        slicing: slices, with the longest document that keeps its keys.
-        stage: cost of the slowest stage, with what the policy rebuilds and with copies that nothing hides.
+        slicing: slices, with the length limit of documents that keep their keys.
+        stage: cost of the slowest stage, with recomputation and with copies that do not overlap.
     """
 
     slicing: Slicing
@@ -50,17 +50,17 @@ class PolicyOption:
         return replace(problem, slicing=self.slicing, stages=(stage,) * len(problem.stages))
 
     def kept_of(self, problem: Problem) -> PolicyOption:
-        """Return slices with the same placement of the step: no keys longer than its longest sequence are kept."""
+        """Return the slices with length limits of at most the longest sequence, which gives the same placement."""
         kept = min(self.slicing.kept_tokens, int(problem.lengths.max(initial=0)))
         return replace(self, slicing=replace(self.slicing, kept_tokens=kept))
 
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """Chooses the slices of a step; calling it is pure.
+    """Chooses the slices of a step, as a pure function.
 
     Attributes:
-        fitting: the options, at least one; the last option has the most slices.
+        fitting: options that fit, at least one; the last option has the most slices.
     """
 
     fitting: tuple[PolicyOption, ...]
@@ -71,14 +71,14 @@ class PolicyChoice:
         return tuple(option.slicing for option in self.fitting)
 
     def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
-        """Return the slices of a step and its placement: the fastest option, after the best are placed separately.
+        """Return the slices of a step and its placement: the fastest option, after separate placement of the best few.
 
         Args:
-            problem: the step, whatever its slicing.
-            place: the planner.
+            problem: step; its slicing is ignored.
+            place: planner.
 
         Raises:
-            OutOfTime: from ``place``.
+            OutOfTime: raised by ``place``.
         """
         last = self.fitting[-1]
         placed = place(last.kept_of(problem).of(problem), thorough=False)
@@ -87,7 +87,7 @@ class PolicyChoice:
         found, tried = self._timed(problem, placed), {last.kept_of(problem)}
         for _, option in sorted(found, key=_seconds)[:TRIES]:
             alike = option.kept_of(problem)
-            if alike not in tried:  # else it would be placed as before
+            if alike not in tried:  # otherwise its placement would be the same
                 tried.add(alike)
                 found.append((Timed.of(option.of(problem), place(alike.of(problem), thorough=False)), option))
         _, option = min(found, key=_seconds)
@@ -97,7 +97,7 @@ class PolicyChoice:
         return best.slicing, best.placed
 
     def _timed(self, problem: Problem, placed: PlacedRanks) -> list[tuple[Timed, PolicyOption]]:
-        """Time a placement in each option; those that keep the keys of the same rings take equally long."""
+        """Time a placement in each option. Options that keep the keys of the same rings have equal times."""
         rings = placed.lengths[placed.widths > 1]
         known: dict[PolicyOption, Timed] = {}
         found = []

@@ -1,10 +1,10 @@
-"""A replay of a step plan under a cost model: when each micro-batch runs on each stage.
+"""Replay of a step plan under a cost model: start and end of each micro-batch on each stage.
 
 Micro-batches that share a ring, directly or through others, are a coupled group. The ring's exchange couples them layer
 by layer, so a group starts when all its members are ready and takes the time of its slowest member. With pipelines this
 holds on every stage, for forward and backward separately. A stage runs its actions strictly in the order of
-``plan.schedule.actions``: while it waits for a ring it does nothing else. With slices, all of this holds for each
-slice. The engine is ``plan.schedule.simulate.WorkGraph``.
+``plan.schedule.actions``, and it is idle while it waits for a ring. With slices, all of this holds for each slice.
+``plan.schedule.simulate.WorkGraph`` computes the times.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """When each micro-batch runs without pipelines, in the unit of the cost model (seconds below).
+    """Times of each micro-batch without pipelines, in the unit of the cost model (seconds below).
 
     Attributes:
-        starts: starts[rank][micro_batch].
-        stops: stops[rank][micro_batch]; equal for all members of a coupled group.
+        starts: start of each micro-batch, starts[rank][micro_batch].
+        stops: end of each micro-batch, stops[rank][micro_batch]; equal for all members of a coupled group.
         rank_seconds: busy time of each rank by its own costs, without waiting.
-        finish_seconds: when each rank ends its last micro-batch (0 if it has none).
+        finish_seconds: end of the last micro-batch of each rank, or 0 if it has none.
     """
 
     starts: tuple[tuple[float, ...], ...]
@@ -50,22 +50,23 @@ class Replay:
 
     @property
     def imbalance(self) -> float:
-        """Makespan over mean busy time: 1 when no rank ever waits or there is no work."""
+        """Makespan over mean busy time: 1 if no rank ever waits, or if there is no work."""
         busy = sum(self.rank_seconds)
         return self.makespan * len(self.rank_seconds) / busy if busy else 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class StageReplay:
-    """When each slice runs on each stage, in seconds. There are V = p x chunks virtual stages v = chunk x p + s.
+    """Times of each slice on each stage, in seconds. There are V = p x chunks virtual stages v = chunk x p + s.
 
     Attributes:
-        num_stages: p.
-        counts: micro-batches of each rank (pipeline): [num_ranks]; micro-batches are numbered rank by rank, and slices
-            micro-batch by micro-batch; without slices each micro-batch is one.
-        starts, stops: [slices, 2, V]; second axis FORWARD, BACKWARD.
-        own_seconds: cost of the slice itself, at most stop - start: [slices, 2, V].
-        exposed_seconds: its part that is ring exchange beyond what attention hides: [slices, 2, V].
+        num_stages: p, the number of pipeline stages.
+        counts: number of micro-batches of each rank (pipeline), [num_ranks]. Micro-batches are numbered rank by rank,
+            and slices micro-batch by micro-batch. Without slices each micro-batch is one slice.
+        starts: start of each slice, [slices, 2, V]; the second axis is FORWARD, BACKWARD.
+        stops: end of each slice, [slices, 2, V].
+        own_seconds: cost of each slice itself, at most stop - start, [slices, 2, V].
+        exposed_seconds: part of ``own_seconds`` that is ring exchange without overlap, [slices, 2, V].
     """
 
     num_stages: int
@@ -90,17 +91,17 @@ class StageReplay:
 
     @property
     def exposed_share(self) -> float:
-        """Share of all device time spent waiting for the part of ring exchanges that attention does not hide."""
+        """Share of all device time spent waiting for ring exchange that does not overlap with attention."""
         return float(self.exposed_seconds.sum()) / self._all_seconds if self._all_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """The figures that plans are compared by.
+    """Figures for the comparison of plans.
 
     Attributes:
-        micro_batches_per_rank: count for each rank.
-        tokens_per_rank: tokens of each rank, padding left out.
+        micro_batches_per_rank: number of micro-batches of each rank.
+        tokens_per_rank: tokens of each rank, without padding.
         padding_share: padding tokens over all tokens of the padded micro-batches.
         fill_share: tokens over ``C x micro-batches``.
         makespan: time in the unit of the cost model.
@@ -157,8 +158,8 @@ def replay_stages(
 
     Args:
         plan: ranks are pipelines.
-        stages: cost of each virtual stage: V = p x num_chunks of them, chunk by chunk.
-        slicing: slices have equal cost (forward and backward) on the first stage.
+        stages: cost of each of the V = p x num_chunks virtual stages, chunk by chunk.
+        slicing: slices, which have equal cost (forward and backward) on the first stage.
         num_chunks: model chunks of each stage.
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
         p2p_seconds: time of a message between virtual stages on different devices.
@@ -215,10 +216,11 @@ def summarize(plan: StepPlan, cost: CostModel, tokens_multiple: int = 1) -> Plan
 
 @dataclass(frozen=True, eq=False)
 class _Slices:
-    """The work of each slice of each micro-batch, micro-batch by micro-batch: k slices for each.
+    """Work of each slice, micro-batch by micro-batch, with k slices per micro-batch.
 
     Attributes:
-        own, exposed: seconds in each direction on each virtual stage, see ``StageReplay``: [slices, 2, V].
+        own: seconds in each direction on each virtual stage (``StageReplay.own_seconds``), [slices, 2, V].
+        exposed: part of ``own`` without overlap (``StageReplay.exposed_seconds``), [slices, 2, V].
     """
 
     own: Floats
@@ -257,7 +259,7 @@ def _lanes(
 
     Args:
         groups: group of each slice, micro-batch by micro-batch: [slices].
-        orders: number of micro-batches of a pipeline -> ``stage_orders``.
+        orders: function from the number of micro-batches of a pipeline to its ``stage_orders``.
     """
     num_slices = len(groups) // max(table.num_rows, 1)
     edges: list[tuple[Ints, Ints]] = []
@@ -273,7 +275,7 @@ def _lanes(
 
 
 def _data_edges(num_groups: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:
-    """Return (befores, afters, delays): forwards down the virtual stages, then backwards up."""
+    """Return (befores, afters, delays) of the edges: forward down the virtual stages, then backward up."""
     path = np.append(np.arange(num_virtual), num_virtual + np.arange(num_virtual)[::-1])
     nodes = np.arange(num_groups)[:, None] * (2 * num_virtual) + path
     delays = np.full((num_groups, 2 * num_virtual - 1), p2p_seconds)

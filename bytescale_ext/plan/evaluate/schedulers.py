@@ -1,4 +1,4 @@
-"""Compare schedulers on one step: each makes a plan, which is checked and replayed.
+"""Comparison of schedulers on one step. Each scheduler makes a plan, which is checked and replayed.
 
 Every scheduler gets the same sequences, ranks, C and costs. Each scheduler is charged only for overheads that its own
 runtime has: padding micro-batches and launches count only where they really run.
@@ -34,13 +34,13 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What all schedulers share.
+    """Input that all schedulers share.
 
     Attributes:
-        context: the most tokens of a sequence; it decides the width of the static mesh.
-        stages: cost of each pipeline stage, the slowest one last; one without pipelines.
+        context: largest number of tokens of a sequence, which decides the width of the static mesh.
+        stages: cost of each pipeline stage, the slowest last; a single stage without pipelines.
         memory: device memory of each pipeline stage.
-        planner: a planner with these ranks and slices; with pipelines, each rank is a pipeline. The schedulers
+        planner: planner with the ranks and slices; with pipelines, each rank is a pipeline. The schedulers
             ``UNSLICED`` run 1F1B instead.
     """
 
@@ -51,12 +51,12 @@ class Scenario:
 
     @property
     def cluster(self) -> Cluster:
-        """The ranks."""
+        """Ranks and their capacity."""
         return self.planner.cluster
 
     @property
     def slicing(self) -> Slicing:
-        """Slices of a micro-batch; if the planner chooses them for each step, one."""
+        """Slices of a micro-batch, or one slice if the planner chooses the slices of each step."""
         return self.planner.slicing if self.planner.choice is None else ONE_SLICE
 
 
@@ -67,13 +67,14 @@ class Outcome:
     Attributes:
         makespan: seconds from the first start to the last stop.
         idle_share: share of all device time without computing or receiving.
-        exposed_communication: share of all device time spent waiting for ring exchange that attention does not hide.
-        forwards_per_rank: micro-batches of the rank that has most.
-        peak_tokens: the most tokens whose activations one device holds at once.
-        kept_keys: the most tokens of other devices whose keys one device keeps from slice to slice.
-        device_bytes: the most memory of one device: model states, activations, kept keys, sums of key gradients.
-        host_bytes: the most host memory of one device, for swapped keys.
-        distinct_peers: ranks with which a rank exchanges keys and values; of the rank that has most.
+        exposed_communication: share of all device time spent waiting for ring exchange that does not overlap with
+            attention.
+        forwards_per_rank: largest number of micro-batches of a rank.
+        peak_tokens: largest number of tokens with activations on one device at a time.
+        kept_keys: largest number of tokens of other devices whose keys one device keeps from slice to slice.
+        device_bytes: peak memory of one device: model states, activations, kept keys, sums of key gradients.
+        host_bytes: peak host memory of one device, for swapped keys.
+        distinct_peers: largest number of ranks with which a rank exchanges keys and values.
         planning_seconds: processor time of the planner.
     """
 
@@ -93,11 +94,11 @@ Scheduler = Callable[[Sequence[int], Scenario], Outcome]
 
 
 def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
-    """Run data x context parallelism of one width: the smallest power of two that holds the context at C.
+    """Run data x context parallelism of one width: the smallest power of two ranks on which the context fits.
 
-    Documents are packed in the order in which they come; a pack ends when the next document does not fit. Packs are
-    dealt to the groups in turn. All ranks of a group do the same work, so one of them represents all. With pipelines
-    every group runs equally many micro-batches, as Megatron does; without, groups do not wait for each other.
+    Documents are packed in their order. A pack ends when the next document does not fit. Packs are dealt to the groups
+    round-robin. All ranks of a group do the same work, so one rank represents the group. With pipelines every group
+    runs the same number of micro-batches, as in Megatron. Without pipelines groups do not wait for each other.
     """
     num_ranks, tokens_per_rank = scenario.cluster.num_ranks, scenario.cluster.tokens_per_rank
     width = 1 << (-(-scenario.context // tokens_per_rank) - 1).bit_length()
@@ -158,7 +159,7 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
 
 
 def _outcome(table: ShardTable, scenario: Scenario, slicing: Slicing) -> Outcome:
-    """Return the figures of a plan in these slices, without its peers and its planning."""
+    """Return the figures of a plan in these slices, without its peers and its planning time."""
     result, memory = replay_stages(table, scenario.stages, slicing), scenario.memory
     most = peak_memory(table, slicing, scenario.stages[-1].both, memory)
     return Outcome(
@@ -227,7 +228,7 @@ def run_groups(
 def _one_each(placed: Ints, tokens: Ints, scenario: Scenario) -> ShardTable:
     """Return micro-batches of one shard each.
 
-    ``placed``: (rank, sequence) of each in the running order of its rank, [n, 2]; ``tokens``: of each sequence.
+    ``placed``: (rank, sequence) of each shard in the order of its rank, [n, 2]; ``tokens``: tokens of each sequence.
     """
     ranks, seqs = placed.T
     rows = np.empty_like(ranks)

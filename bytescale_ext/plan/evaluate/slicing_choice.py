@@ -1,9 +1,9 @@
-"""Choose the slices of each step within a budget of device memory: their number, their order and the kept keys.
+"""Choice of the slices of each step within a budget of device memory: their number, their order and the kept keys.
 
-More slices fill and drain a pipeline sooner and hold fewer activations; the eager order waits less and holds more; kept
-keys travel once and take memory, on the device or in host memory, and so do kept sums of their gradients. Which pays
-depends on the lengths of the step. So a step is placed, every option is timed on that placement with the longest keys
-that fit, and the step is placed again for the fastest ones.
+More slices fill and drain a pipeline sooner and store fewer activations. The eager order waits less and stores more.
+Kept keys travel only once but need memory, on the device or in host memory, and so do kept sums of their gradients. The
+best choice depends on the lengths of the step. So a step is placed, every option is timed on that placement with the
+longest keys that fit, and the step is placed again for the fastest options.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIONS: Final = (
 """Numbers of slices and orders that are tried, without kept keys."""
 
 OPTIONS_WITH_HOST_MEMORY: Final = (*OPTIONS[:3], Slicing(3), Slicing(3).in_eager_order(), *OPTIONS[3:])
-"""Those that are tried where keys may be swapped: of three slices a link can hide more than of four."""
+"""Options that are tried if keys may be swapped. With three slices more copies overlap than with four."""
 
 TRIES: Final = 3
 """Number of the fastest options that are placed separately."""
@@ -42,13 +42,13 @@ TRIES: Final = 3
 
 @dataclass(frozen=True)
 class SlicingChoice:
-    """Chooses the slices of a step; calling it is pure.
+    """Chooses the slices of a step, as a pure function.
 
     Attributes:
         memory: memory of the pipeline's stages.
-        device_bytes: budget of each device, for all that ``memory`` counts.
+        device_bytes: budget of each device for everything that ``memory`` counts.
         options: slicings to choose from.
-        host_bytes: host memory of each device for keys; 0: none are swapped.
+        host_bytes: host memory of each device for keys; 0 means that no keys are swapped.
     """
 
     memory: StageMemory
@@ -58,18 +58,18 @@ class SlicingChoice:
 
     @classmethod
     def within(cls, memory: StageMemory, device_bytes: float, host_bytes: float) -> SlicingChoice:
-        """Return the choice among all options in which keys may be swapped, or among options without host memory."""
+        """Return the choice among the options with swapped keys, or without them if ``host_bytes`` is 0."""
         return cls(memory, device_bytes, OPTIONS_WITH_HOST_MEMORY if host_bytes else OPTIONS, host_bytes)
 
     def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
         """Return the slices of a step and its placement.
 
         Args:
-            problem: the step, whatever its slicing.
-            place: the planner.
+            problem: step; its slicing is ignored.
+            place: planner.
 
         Raises:
-            OutOfTime: raised by ``place``. The slices found until then would differ from rank to rank.
+            OutOfTime: raised by ``place``. A choice from unfinished work would differ from rank to rank.
         """
         longest = int(problem.lengths.max(initial=0))
         first = replace(self.options[-1], kept_tokens=longest)
@@ -82,14 +82,16 @@ class SlicingChoice:
             found += self._timed_options(problem, placed)
         for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:TRIES]:
             found += self._placed(problem, slicing, place, thorough=False)
-        if ONE_SLICE in self.options and min(found).slicing.longest_kept < longest:  # keys that travel again cost more
+        if (
+            ONE_SLICE in self.options and min(found).slicing.longest_kept < longest
+        ):  # repeated transfers of keys cost more
             found += self._placed(problem, ONE_SLICE, place, thorough=False)
         found += self._placed(problem, min(found).slicing, place, thorough=True)
         best = min(found)
         return best.slicing, best.placed
 
     def _placed(self, problem: Problem, slicing: Slicing, place: Place, thorough: bool) -> list[Timed]:
-        """Place a step in these slices, with the longest kept keys that fit. Returns nothing if they do not fit."""
+        """Place a step in these slices, with the longest kept keys that fit. Returns None if the slices do not fit."""
         placed = place(replace(problem, slicing=slicing), thorough)
         fitted = self._fitted(problem, _table(problem, placed), slicing)
         return [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
@@ -97,7 +99,7 @@ class SlicingChoice:
     def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
         """Time a placement in the fastest options that fit, with their longest kept keys.
 
-        An option is fastest with all keys of rings kept, so options that even then are slower are not fitted. If no
+        An option is fastest if all keys of rings are kept. Options that are too slow even then are skipped. If no
         option fits, the placement is timed in the option with the least memory.
         """
         table, longest = _table(problem, placed), _longest_ring(placed)
@@ -116,8 +118,8 @@ class SlicingChoice:
     def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
         """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
 
-        All sequences up to a length keep their keys, with host memory also longer sequences. Returns nothing if the
-        option does not fit at all.
+        All sequences up to a length keep their keys; with host memory, longer sequences keep them too. Returns None if
+        the option does not fit at all.
         """
         in_rings = table.lengths[table.widths > 1] if option.num_slices > 1 else table.lengths[:0]
         lengths = [0, *np.unique(in_rings).tolist()]
@@ -136,7 +138,7 @@ class SlicingChoice:
         return found
 
     def _swapped(self, problem: Problem, table: ShardTable, option: Slicing, lengths: Sequence[int]) -> list[Slicing]:
-        """Return an option that swaps the keys of the longest sequences for which there is host memory, if it fits.
+        """Return an option that swaps as many keys of the longest sequences as fit in host memory, or None.
 
         Keys of shorter sequences stay on the device as far as they fit, then sums of their gradients. ``lengths``:
         lengths of sequences in rings, ascending.
@@ -160,12 +162,12 @@ class SlicingChoice:
         return self._bytes(problem, table, slicing) <= self.device_bytes
 
     def _bytes(self, problem: Problem, table: ShardTable, slicing: Slicing) -> float:
-        """Return the most bytes of a device."""
+        """Return the peak bytes of the fullest device."""
         return self._held(problem, table, slicing).device_bytes(self.memory)
 
     def _held(self, problem: Problem, table: ShardTable, slicing: Slicing) -> PeakMemory:
-        # Of stages with equal layers, the first holds most slices, and the last has the logits. With swapped keys, any
-        # stage may be the fullest.
+        # Among stages with equal layers, the first stores the most slices and the last has the logits. With swapped
+        # keys, any stage may be the fullest.
         is_equal = len(set(self.memory.num_layers)) == 1 and not slicing.swapped_tokens
         stages = (0, len(problem.stages) - 1) if is_equal else None
         return peak_memory(table, slicing, problem.cost, self.memory, stages=stages)
@@ -174,7 +176,7 @@ class SlicingChoice:
         """Raise ValueError if not even the option with the least memory fits, for micro-batches of ``num_tokens``."""
         table = full_micro_batches(4 * len(self.memory.num_layers), num_tokens)
         least = math.inf
-        for option in reversed(self.options):  # the most slices hold least, so one of these is often enough
+        for option in reversed(self.options):  # more slices need less memory, so one of these options is often enough
             least = min(least, peak_memory(table, option, problem_cost, self.memory).device_bytes(self.memory))
             if least <= self.device_bytes:
                 return
@@ -195,9 +197,9 @@ def full_micro_batches(count: int, num_tokens: int) -> ShardTable:
 def _longest(
     lengths: Sequence[int], slicing_of: Callable[[int], Slicing], fits: Callable[[Slicing], bool]
 ) -> Slicing | None:
-    """Return the slicing of the greatest length that fits, if one does; greater ones take more."""
+    """Return the slicing of the largest length that fits, or None. Larger lengths take more memory."""
     found, low, high = None, 0, len(lengths) - 1
-    number = high  # often all fit
+    number = high  # often all lengths fit
     while low <= high:
         tried = slicing_of(lengths[number])
         if fits(tried):
@@ -209,7 +211,7 @@ def _longest(
 
 
 def _with_longest_sums(kept: Slicing, lengths: Sequence[int], fits: Callable[[Slicing], bool]) -> Slicing:
-    """Return a slicing that keeps no sums with the sums of the longest sequences that fit."""
+    """Return ``kept``, which keeps no sums, with kept sums of sequences up to the largest length that fits."""
     shorter = [length for length in lengths if length < kept.longest_kept]
     return _longest(shorter, lambda most: replace(kept, summed_tokens=most), fits) or kept
 
@@ -226,7 +228,7 @@ def _longest_ring(placed: PlacedRanks) -> int:
 
 @dataclass(frozen=True, order=True)
 class Timed:
-    """A placement in slices, and when its last pipeline ends. The earliest is the least."""
+    """A placement in slices, ordered by the end of its last pipeline."""
 
     seconds: float
     slicing: Slicing = field(compare=False)

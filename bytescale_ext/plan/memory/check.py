@@ -1,4 +1,4 @@
-"""The independent validator of memory plans. It shares no code with the placement."""
+"""Independent validator of memory plans. It shares no code with the placement."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_ROWS: Final = 40
 
 
 def check_memory_plan(plan: MemoryPlan) -> None:
-    """Raise PlanError unless the plan keeps every law.
+    """Raise PlanError unless the plan satisfies every rule.
 
     1. Each request has one address, not negative, and a positive size and life.
-    2. Each address is a multiple of the largest number that divides all sizes, so blocks of whole granules lie on
+    2. Each address is a multiple of the largest number that divides all sizes, so blocks of whole granules start at
        granules.
     3. Requests that exist together share no memory.
     4. The bound is the most bytes that exist at one time.
@@ -42,7 +42,7 @@ def check_memory_plan(plan: MemoryPlan) -> None:
 
 
 def _check_disjoint(plan: MemoryPlan) -> int:
-    """Return the most bytes that exist at one time, after comparing each request with all that exist when it starts."""
+    """Return the liveness bound, after comparing each request with all requests that exist when it starts."""
     most = total = 0
     alive: list[int] = []
     for index in sorted(range(len(plan.requests)), key=lambda i: plan.requests[i].start):
@@ -63,9 +63,9 @@ def _check_disjoint(plan: MemoryPlan) -> int:
 
 
 def check_two_level_plan(plan: TwoLevelPlan) -> None:
-    """Raise PlanError unless both levels keep the laws of ``check_memory_plan``, and each pass fits in its block.
+    """Raise PlanError unless both levels satisfy ``check_memory_plan``, and each pass fits in its block.
 
-    A block of the model has the size of its level's peak, and exists as long as the level's requests take.
+    A block of the model has the size of its level's peak, and exists as long as the level's requests.
     """
     for level in plan.levels.values():
         check_memory_plan(level)
@@ -86,11 +86,12 @@ def check_two_level_plan(plan: TwoLevelPlan) -> None:
 
 
 def check_covers(plan: TwoLevelPlan, requests: Sequence[Request]) -> None:
-    """Replay a recorded step at the addresses of its plan; raise PlanError unless they serve it.
+    """Replay a recorded step at the addresses of its plan. Raise PlanError unless it satisfies every rule.
 
-    1. Each request of the step has one address, in a pass or in the model, at the time and with the size recorded.
-    2. Requests that exist together share no memory, whatever pass they belong to.
-    3. The replay's peak is the planned one.
+    1. Each request of the step has one address, in a pass or in the model, at the recorded time and with the recorded
+       size.
+    2. Requests that exist together share no memory, even if they belong to different passes.
+    3. The peak of the replay equals the planned peak.
     """
     recorded = {request.start: request for request in requests}
     if len(recorded) != len(requests):
@@ -118,7 +119,7 @@ def check_covers(plan: TwoLevelPlan, requests: Sequence[Request]) -> None:
 
 
 def _fail(plan: MemoryPlan, law: str, marked: Collection[int] = ()) -> NoReturn:
-    """Raise PlanError with a row for each request, the bad ones always; a law without a row marks the heading."""
+    """Raise PlanError with rows of requests, including all ``marked`` rows. Without any, the heading is marked."""
     shown = sorted({*marked, *range(min(_MAX_ROWS, len(plan.requests)))})
     lines = [
         law if marked else f">> {law}",

@@ -1,4 +1,4 @@
-"""Better placements of memory, or a proof that there is none, by the CP-SAT solver of OR-tools."""
+"""Better memory placements, or a proof that none exists, by the CP-SAT solver of OR-tools."""
 
 from __future__ import annotations
 

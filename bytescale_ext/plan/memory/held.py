@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 MANY_GROUPS = 3
-"""A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
+"""Number of groups of micro-batches after which more groups do not raise the peak memory of a pipeline."""
 
 _ENTRIES = attrgetter(*(entry.name for entry in fields(HeldSlices)))
 
@@ -100,7 +100,7 @@ class DeviceParts:
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """Sum of all bytes."""
         return self.activations + self.keys + self.sums + self.states + self.working
 
 
@@ -169,7 +169,7 @@ def peak_memory(
     Args:
         table: the plan; ranks are pipelines.
         slicing: slices of a micro-batch.
-        cost: cost model in which slices are equal.
+        cost: cost model that gives all slices equal costs.
         memory: memory of the pipeline's stages.
         num_chunks: virtual stages of each stage.
         stages: the stages that are evaluated; other stages stay at 0. None: all stages.
@@ -218,9 +218,9 @@ def _of_passes(memory: StageMemory, stage: int, tokens: Floats, attended: Floats
     Args:
         memory: memory of the stages.
         stage: number of the stage.
-        tokens: tokens of each action's slice: [r, actions].
-        attended: tokens up to the end of that slice: [r, actions].
-        ways: kinds of the actions: [actions].
+        tokens: tokens of each action's slice, [r, actions].
+        attended: tokens up to the end of that slice, [r, actions].
+        ways: kinds of the actions, [actions].
     """
     forward, backward = memory.working(stage, tokens, attended)
     own = np.where(ways == FORWARD, forward, np.where(ways == BACKWARD, backward, 0.0))
@@ -295,11 +295,11 @@ def held_slices(
         lengths: tokens of each slice on this rank.
         kept_tokens: tokens of other ranks with keys that each micro-batch keeps; slices add them in proportion to
             their tokens.
-        layer: bytes of a token's key and value, and of the sums of their gradients; ``head`` on the last stage alone.
-        is_swapped: the keys of all layers except two are in host memory.
+        layer: bytes of a token's key and value, and of the sums of their gradients; ``head`` only on the last stage.
+        is_swapped: whether the keys of all layers except two are in host memory.
     """
     others = 1.0 + kept_tokens / sum(lengths)
-    copies = 4 if kept_tokens else 2  # keys and gradients of a kernel call; in rings a sum here, and one that travels
+    copies = 4 if kept_tokens else 2  # keys and gradients of a kernel call; in rings a local and a travelling sum
     sums = [others * layer.key_sums * length for length in lengths]
     tokens = of_sums = 0.0
     found = set()
@@ -321,9 +321,9 @@ def held_slices(
 
 
 def most_held(found: Iterable[HeldSlices]) -> tuple[HeldSlices, ...]:
-    """Return the moments beside which no other runs the same slice and holds at least as much of everything.
+    """Return the moments that decide the memory of a device.
 
-    They alone decide what a device needs.
+    A moment is left out if another moment runs the same slice and stores at least as much of everything.
     """
     kept: dict[float, list[HeldSlices]] = {}
     for one in sorted(found, key=_ENTRIES, reverse=True):
@@ -336,9 +336,9 @@ def most_held(found: Iterable[HeldSlices]) -> tuple[HeldSlices, ...]:
 def _orders(
     table: ShardTable, slicing: Slicing, num_stages: int, num_chunks: int, stages: Sequence[int] | None
 ) -> Iterator[tuple[Ints, int, Ints, Ints]]:
-    """Yield for ranks with equal counts: ranks [r], stage, slices that it runs [r, actions], the ways [actions].
+    """Yield (ranks [r], stage, its slices [r, actions], kinds of its actions [actions]) for ranks with equal counts.
 
-    ``stages``: the stages of interest; None: all.
+    ``stages``: stages to yield; None yields all.
     """
     orders = partial(work_orders, num_stages, slicing=slicing, num_chunks=num_chunks)
     for count in np.unique(table.counts[table.counts > 0]).tolist():

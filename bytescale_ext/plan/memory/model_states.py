@@ -1,4 +1,4 @@
-"""The bytes of a process's model states: parameters, gradients and optimizer states."""
+"""Bytes of a process's model states: parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Final
 from bytescale_ext.plan.cost.model_shape import ModelShape, later_layer_weights
 
 GRADIENT_BYTES: Final = 4
-"""Megatron accumulates gradients in float32 for every parameter type."""
+"""Bytes of a gradient. Megatron accumulates gradients in float32 for every parameter type."""
 
 MOMENT_BYTES: Final = 8
-"""Adam's two moments, float32."""
+"""Bytes of Adam's two moments of a parameter, in float32."""
 
 MAIN_PARAMETER_BYTES: Final = 4
-"""The float32 copy of a parameter of fewer bits."""
+"""Bytes of the float32 copy of a 16-bit parameter."""
 
 
 def num_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Count the parameters of one tensor-parallel rank, as ``stage_parameters`` of a single stage does."""
+    """Return ``stage_parameters`` of a single stage with the whole model."""
     return stage_parameters(shape, tensor_parallel, True, True)
 
 
 def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: bool, has_head: bool) -> float:
-    """Count the parameters of the layers of ``shape`` on one tensor-parallel rank, with the ends that it has.
+    """Return the number of parameters of a stage on one tensor-parallel rank, without ``expert_parameters``.
 
-    They are matrices, norms, routers, shared experts, embedding and output layer; ``expert_parameters`` are not.
+    Matrices, norms, routers, shared experts, embedding and output layer count.
     """
     products = shape.num_layers * shape.projection_weights
     dense = (shape.num_layers - shape.num_expert_layers) * shape.ffn_hidden
@@ -34,7 +34,7 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
     norms = (2 * shape.num_layers + has_head) * shape.hidden
     norms += 0 if shape.latent is None else shape.num_layers * shape.latent.norm_weights
     routers = shape.num_expert_layers * shape.num_experts * shape.hidden
-    if has_head and shape.later_layers:  # which embed later tokens too
+    if has_head and shape.later_layers:  # these layers also embed later tokens
         shared = replace(shape, expert_ffn_hidden=shape.shared_ffn_hidden, num_experts=0)
         products += shape.later_layers * later_layer_weights(shared)
         routers += shape.later_layers * shape.later_experts * shape.num_experts * shape.hidden
@@ -44,9 +44,10 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
 
 
 def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
-    """Count the parameters of the experts of a process, of which ``expert_parallel`` HDP ranks share out each layer's.
+    """Return the number of expert parameters of a process.
 
-    Tensor-parallel ranks share each of them, as Megatron does unless ``--expert-tensor-parallel-size`` says otherwise.
+    ``expert_parallel`` HDP ranks share the experts of each layer. Tensor-parallel ranks share each expert, as in
+    Megatron without ``--expert-tensor-parallel-size``.
     """
     num_layers = shape.num_expert_layers + shape.later_layers * shape.later_experts
     if not num_layers:
@@ -57,14 +58,14 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
 
 
 def _matrices(shape: ModelShape) -> int:
-    """Return the parameters of an MLP for each of its inner rows."""
+    """Return the number of parameters of an MLP per inner row."""
     return (3 if shape.gated else 2) * shape.hidden
 
 
 def state_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, optimizer_ranks: int = 1) -> float:
     """Return the bytes of parameters, gradients and Adam's states of one process, without ``expert_parameters``.
 
-    A 16-bit parameter takes 18 bytes, a 32-bit one 16. ``optimizer_ranks`` ranks share the optimizer's part
+    A 16-bit parameter takes 18 bytes, and a 32-bit parameter 16 bytes. ``optimizer_ranks`` ranks share Adam's states
     (``--use-distributed-optimizer``; the same terms as in ZeRO, Rajbhandari et al. 2020, section 3.1).
     """
     return num_parameters(shape, tensor_parallel) * parameter_bytes(element_bytes, optimizer_ranks)
@@ -76,5 +77,5 @@ def parameter_bytes(element_bytes: int, optimizer_ranks: int) -> float:
 
 
 def optimizer_bytes(element_bytes: int) -> int:
-    """Return the bytes of Adam's states of one parameter: two moments and, of a 16-bit parameter, a float32 copy."""
+    """Return the bytes of Adam's states of one parameter: two moments and, for 16-bit parameters, a float32 copy."""
     return MOMENT_BYTES + (MAIN_PARAMETER_BYTES if element_bytes < MAIN_PARAMETER_BYTES else 0)

@@ -1,7 +1,7 @@
-"""Plans of two levels for a recorded step: passes of layers that repeat are planned once (MEMO section 4.2, Fig. 7).
+"""Two-level plans for a recorded step: repeated passes of layers are planned once (MEMO section 4.2, Fig. 7).
 
-A step of a pipeline holds several micro-batches, or slices of them, at a time. A pass of a layer differs between
-slices and between layers that keep more or less, so each pattern of requests that occurs more than once is a level.
+Several micro-batches, or slices of them, are in flight in a pipeline. The passes of a layer differ between slices, and
+between layers that keep different shares. So each pattern of requests that occurs more than once is a level.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Pass:
 
     Attributes:
         kind: "forward" or "backward".
-        layer: number of the layer in the model, from 0 on.
-        start, stop: it takes the events ``[start, stop)``. Passes of a trace do not overlap.
+        layer: number of the layer in the model, counted from 0.
+        start: first event of the pass. Passes of a trace do not overlap.
+        stop: event after the pass.
     """
 
     kind: str
@@ -32,11 +33,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class StepPlans:
-    """Both plans of a step.
+    """Two plans of a step.
 
     Attributes:
-        two: passes that repeat are one block each.
-        one: all requests are placed together.
+        two: plan of two levels, with one block per repeated pass.
+        one: plan of one level, which places all requests together.
     """
 
     two: TwoLevelPlan
@@ -44,7 +45,7 @@ class StepPlans:
 
     @property
     def best(self) -> TwoLevelPlan:
-        """The plan with the lower peak; two levels, which are fewer numbers, if both are equal."""
+        """Plan with the lower peak. If both are equal, the plan of two levels, which has fewer numbers."""
         return self.two if self.two.model.peak <= self.one.peak else TwoLevelPlan({}, self.one)
 
 
@@ -53,12 +54,12 @@ def plan_step(
     passes: Sequence[Pass],
     place: Callable[[Sequence[Request]], MemoryPlan] = plan_memory,
 ) -> StepPlans:
-    """Place the requests of a step in two levels, and in one.
+    """Return the plans of a step with two levels and with one level.
 
     Args:
         requests: requests of the step, in order of their allocation.
         passes: passes of the layers, in order.
-        place: makes a plan of requests; called for each level, then for the model in two levels and in one.
+        place: function that plans requests; called for each level, and for the model with two levels and with one.
     """
     starts = [request.start for request in requests]
     inside = {

@@ -16,7 +16,7 @@ from bytescale_ext.plan.memory.check import check_memory_plan
 from bytescale_ext.plan.memory.plan import MemoryPlan, Request
 
 MAX_ORDERED: Final = 12_000
-"""More requests than this are only placed as they come: placing in the best order takes quadratic time."""
+"""Largest number of requests for best fit, which takes quadratic time. More requests are placed in their order."""
 
 
 def plan_memory(requests: Sequence[Request]) -> MemoryPlan:
@@ -25,7 +25,7 @@ def plan_memory(requests: Sequence[Request]) -> MemoryPlan:
     The peak is never above the peak of an allocator that serves the requests as they come (``place_online``).
 
     Raises:
-        ValueError: a request without size or life.
+        ValueError: a request has no size or no life.
     """
     for request in requests:
         if request.num_bytes < 1 or request.stop <= request.start:
@@ -44,7 +44,7 @@ def liveness_bound(requests: Sequence[Request]) -> int:
     """Return the most bytes that exist at one time: no placement has a lower peak."""
     changes = sorted([(r.start, r.num_bytes) for r in requests] + [(r.stop, -r.num_bytes) for r in requests])
     most = now = 0
-    for _, change in changes:  # at equal times releases, which are negative, come first
+    for _, change in changes:  # releases are negative, so they come first at equal times
         now += change
         most = max(most, now)
     return most
@@ -62,8 +62,8 @@ def requests_within(requests: Sequence[Request], start: int, stop: int) -> list[
 def place_best_fit(requests: Sequence[Request]) -> tuple[int, ...]:
     """Return an address for each request: each goes to the smallest gap among the requests that exist with it.
 
-    Requests are placed in several orders (by size, by size times life, by life; ties by position), and the lowest peak
-    wins.
+    Requests are placed in several orders (by size, by size times life, by life; then by position), and the placement
+    with the lowest peak is returned.
     """
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (-requests[i].num_bytes, requests[i].start - requests[i].stop, i),
@@ -75,7 +75,7 @@ def place_best_fit(requests: Sequence[Request]) -> tuple[int, ...]:
 
 
 def _place_in_order(requests: Sequence[Request], order: Sequence[int]) -> tuple[int, ...]:
-    """Place the requests of an order one by one: each in the smallest gap, the lowest of equal ones, or on top."""
+    """Place requests one by one in an order: each in the smallest gap, then the lowest gap, or on top of all."""
     count = len(requests)
     starts, stops, begins, ends = (np.zeros(count, dtype=np.int64) for _ in range(4))
     addresses = [0] * count
@@ -94,14 +94,14 @@ def _place_in_order(requests: Sequence[Request], order: Sequence[int]) -> tuple[
 
 
 def place_online(requests: Sequence[Request]) -> tuple[int, ...]:
-    """Return the addresses from an allocator that serves requests as they come, without later requests.
+    """Return the addresses of an allocator that serves each request without knowledge of later requests.
 
-    It is torch's caching allocator with one segment that can grow: the smallest free part that fits, split; freed
-    neighbours are joined.
+    It works like torch's caching allocator with one segment that can grow: it splits the smallest free part that fits,
+    and joins neighbouring free parts.
     """
     moments = [(r.stop, 0, i) for i, r in enumerate(requests)] + [(r.start, 1, i) for i, r in enumerate(requests)]
     addresses = [0] * len(requests)
-    free: list[tuple[int, int]] = []  # (begin, end), ascending; the last one may grow
+    free: list[tuple[int, int]] = []  # (begin, end), ascending; the last part may grow
     top = 0
     for _, begins, index in sorted(moments):
         size = requests[index].num_bytes
@@ -124,7 +124,7 @@ def place_online(requests: Sequence[Request]) -> tuple[int, ...]:
 
 
 def _join(free: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Add a part to the free ones, joined with the neighbours that it touches."""
+    """Add a part to the free parts, and join it with the neighbours that it touches."""
     number = bisect.bisect_left(free, (begin, end))
     if number < len(free) and free[number][0] == end:
         end = free.pop(number)[1]

@@ -1,11 +1,11 @@
-"""The values of memory planning: requests for device memory, and an address for each (MEMO, Zhao et al. 2025, 4.2).
+"""Values of memory planning: requests for device memory and their addresses (MEMO, Zhao et al. 2025, section 4.2).
 
 A request is a block of memory between its allocation and its release. A placement gives each request an address such
 that blocks that exist together do not overlap; its peak is the memory to reserve.
 
 A plan has two levels, as in MEMO Fig. 7: the requests of one layer's pass are placed once for all layers, and in the
-trace of the model each pass of a layer is one block of that size. ``placement.py`` and ``exact.py`` make plans,
-``check.py`` proves them.
+trace of the model each pass of a layer is one block of that size. ``placement.py`` and ``exact.py`` make plans, and
+``check.py`` validates them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypedDict
 
 
 class MemoryPlanJson(TypedDict):
-    """The JSON format of a plan; a row of ``requests`` is name, bytes, start, stop and address."""
+    """JSON format of a plan. A row of ``requests`` is name, bytes, start, stop and address."""
 
     bound: int
     is_optimal: bool
@@ -24,7 +24,7 @@ class MemoryPlanJson(TypedDict):
 
 
 class TwoLevelPlanJson(TypedDict):
-    """The JSON format of a plan of two levels."""
+    """JSON format of a plan of two levels."""
 
     levels: dict[str, MemoryPlanJson]
     model: MemoryPlanJson
@@ -36,8 +36,9 @@ class Request:
 
     Attributes:
         name: printed name.
-        num_bytes: its size, positive.
-        start, stop: it exists in ``[start, stop)``, in events of the trace.
+        num_bytes: size in bytes, positive.
+        start: event of the trace that allocates the block.
+        stop: event of the trace that releases the block.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Request:
     stop: int
 
     def overlaps(self, other: Request) -> bool:
-        """Return whether both exist at one time."""
+        """Return whether both blocks exist at the same time."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -57,8 +58,8 @@ class MemoryPlan:
     Attributes:
         requests: requests in order of their allocation.
         addresses: address of each request.
-        bound: the liveness bound, the most bytes that exist at one time: no placement has a lower peak.
-        is_optimal: no placement has a lower peak; proven by the bound or a solver.
+        bound: liveness bound, the peak of the bytes that exist together; no placement has a lower peak.
+        is_optimal: whether the bound or a solver proves that no placement has a lower peak.
     """
 
     requests: tuple[Request, ...]
@@ -73,7 +74,7 @@ class MemoryPlan:
         return max(ends, default=0)
 
     def to_json(self) -> MemoryPlanJson:
-        """Return plain sequences and dicts: the format of a plan file."""
+        """Return plain lists and dicts in the format of a plan file."""
         rows = [
             (request.name, request.num_bytes, request.start, request.stop, address)
             for request, address in zip(self.requests, self.addresses, strict=True)
@@ -82,7 +83,7 @@ class MemoryPlan:
 
     @classmethod
     def from_json(cls, value: MemoryPlanJson) -> MemoryPlan:
-        """Invert ``to_json``; the plan is not checked. Raises KeyError or TypeError for another format."""
+        """Return the plan that ``to_json`` wrote, unchecked. Raises KeyError or TypeError for other values."""
         requests = tuple(Request(str(name), int(size), int(start), int(stop))
                          for name, size, start, stop, _ in value["requests"])  # fmt: skip
         addresses = tuple(int(row[4]) for row in value["requests"])
@@ -91,11 +92,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class TwoLevelPlan:
-    """A plan for each pass of a layer, and a plan for the model in which each pass is one block (MEMO Fig. 7).
+    """Plans of the passes of a layer, and a plan of the model with one block per pass (MEMO Fig. 7).
 
     Attributes:
-        levels: plans of one layer, by the name of the pass ("forward", "backward").
-        model: the plan of the whole trace; the block of a pass is named by ``block_name``.
+        levels: plan of each pass of a layer, by the name of the pass ("forward", "backward").
+        model: plan of the whole trace; ``block_name`` gives the name of the block of a pass.
     """
 
     levels: dict[str, MemoryPlan]
@@ -107,11 +108,11 @@ class TwoLevelPlan:
         return f"layer {layer} {level}"
 
     def to_json(self) -> TwoLevelPlanJson:
-        """Return plain sequences and dicts."""
+        """Return plain lists and dicts."""
         return {"levels": {name: plan.to_json() for name, plan in self.levels.items()}, "model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, value: TwoLevelPlanJson) -> TwoLevelPlan:
-        """Invert ``to_json``; the plans are not checked."""
+        """Return the plan that ``to_json`` wrote, unchecked."""
         levels = {name: MemoryPlan.from_json(level) for name, level in value["levels"].items()}
         return cls(levels, MemoryPlan.from_json(value["model"]))

@@ -1,4 +1,4 @@
-"""A file of memory plans: one for each stage and tensor-parallel rank of a pipeline, equal ones once."""
+"""File of memory plans of each stage and tensor-parallel rank of a pipeline. Equal plans are stored once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bytescale_ext.plan.memory.step_file import StepMemory, StepMemoryJson, Step
 
 
 class PlanFileJson(TypedDict):
-    """The JSON format of the plans of a pipeline."""
+    """JSON format of the plans of a pipeline."""
 
     roles: list[list[int]]
     plans: list[StepMemoryJson]
@@ -19,11 +19,11 @@ class PlanFileJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RecordTo:
-    """A step that is to be recorded.
+    """Recording of a step.
 
     Attributes:
-        path: the file of the plans.
-        record: the settings of this rank's step.
+        path: output file of the plans.
+        record: settings of this rank's step.
     """
 
     path: Path
@@ -32,11 +32,11 @@ class RecordTo:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """The plans of all ranks of a pipeline; pipelines of other HDP ranks have the same.
+    """Plans of all ranks of a pipeline. All pipelines have the same plans.
 
     Attributes:
         roles: index in ``plans`` for each tensor-parallel rank of each stage: ``roles[stage][tensor rank]``.
-        plans: without repetition.
+        plans: different plans.
     """
 
     roles: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class PlanFile:
 
     @classmethod
     def of(cls, ranks: Mapping[tuple[int, int], StepMemory]) -> PlanFile:
-        """Return the file of the plans of each (stage, tensor rank)."""
+        """Return the file for the plans of all ranks, by (stage, tensor rank)."""
         plans: list[StepMemory] = []
         roles: dict[int, list[int]] = {}
         for stage, tensor_rank in sorted(ranks):
@@ -55,22 +55,22 @@ class PlanFile:
         return cls(tuple(map(tuple, roles.values())), tuple(plans))
 
     def plan_of(self, stage: int, tensor_rank: int) -> StepMemory:
-        """Return the plan of a rank; in a file for fewer ranks, the plan of its last rank.
+        """Return the plan of a rank. If the file has fewer ranks, this is the plan of its last rank.
 
-        A run on more ranks differs in its layout too, which ``StepMemory.check_serves`` names.
+        ``StepMemory.check_serves`` then reports the different layout.
         """
         ranks = self.roles[min(stage, len(self.roles) - 1)]
         return self.plans[ranks[min(tensor_rank, len(ranks) - 1)]]
 
     def to_json(self) -> PlanFileJson:
-        """Return plain sequences and dicts."""
+        """Return plain lists and dicts."""
         return {"roles": [list(ranks) for ranks in self.roles], "plans": [plan.to_json() for plan in self.plans]}
 
     @classmethod
     def from_json(cls, value: object) -> PlanFile:
-        """Read the plans of a pipeline, or the plan of one process, and check them.
+        """Return the checked plans of a pipeline, or the checked plan of one process.
 
-        Raises ValueError for another format, a broken plan, or roles that do not fit the recorded layout.
+        Raises ValueError for another format, an invalid plan, or roles that do not fit the recorded layout.
         """
         if not (isinstance(value, Mapping) and "roles" in value and "plans" in value):
             return cls(((0,),), (StepMemory.from_json(cast(StepMemoryJson, value)),))

@@ -87,16 +87,16 @@ class PassBytes:
     again: float = 0.0
 
     def of_loss(self, tokens: Floats) -> Floats:
-        """Return the bytes of the loss in forward or backward passes of these tokens: [...] both."""
+        """Return the bytes of the loss in forward or backward passes of these tokens. Arrays keep their shape."""
         return np.asarray(np.minimum(tokens, self.loss_tokens) * self.logits)
 
     def of_backward(self, tokens: Floats, attended: Floats, has_loss: bool) -> Floats:
-        """Return the bytes of backward passes of a stage without the buffer: [...] all.
+        """Return the bytes of backward passes of a stage without the buffer. All arrays have the same shape.
 
         Args:
             tokens: tokens of each pass.
             attended: tokens up to the end of each pass, to which it attends.
-            has_loss: it is the last stage.
+            has_loss: whether it is the last stage.
         """
         in_attention = tokens * 3 * self.hidden + attended * self.of_keys
         layer = np.maximum(tokens * self.in_mlp, in_attention) + tokens * self.again
@@ -143,7 +143,7 @@ class StageMemory:
     ) -> StageMemory:
         """Return the memory of a model whose stages have these layers, with the optimizer shared by all HDP ranks.
 
-        Of the ``settings`` only elements, sequence parallelism, operators and the tokens of a loss count.
+        Only these ``settings`` count: bytes of an element, sequence parallelism, operators and tokens of a loss.
         """
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
         element_bytes, loss_tokens = settings.element_bytes, settings.loss_tokens
@@ -186,7 +186,7 @@ class StageMemory:
 
         Args:
             input_bytes: bytes of a token that each layer keeps.
-            sliced: micro-batches may run in slices; then layers keep keys and values too, to which later slices attend.
+            sliced: whether micro-batches may run in slices. Layers then also keep keys and values for later slices.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         keys = self.layer.keys if sliced else 0.0
@@ -211,7 +211,7 @@ class StageMemory:
         return 0.0 if self.passes is None else self.passes.buffer
 
     def working(self, stage: int, tokens: Floats, attended: Floats) -> tuple[Floats, Floats]:
-        """Return the bytes that forward and backward passes of a stage take: [...] all.
+        """Return the bytes that forward and backward passes of a stage take. All arrays have the same shape.
 
         Args:
             stage: number of the stage.
@@ -230,11 +230,11 @@ class StageMemory:
         return replace(self, state_bytes=(0.0,) * len(self.num_layers))
 
     def token_bytes(self, stage: int) -> float:
-        """Return the bytes that a token holds in a layer of a stage, in the mean of its layers."""
+        """Return the mean bytes of a token in a layer of a stage."""
         return self.layer.activations + self.layer.angles / max(1, self.num_layers[stage])
 
     def most_bytes(self, layer_bytes: Sequence[float]) -> float:
-        """Return the bytes of the fullest stage; ``layer_bytes``: the peak in a layer of each stage."""
+        """Return the bytes of the fullest stage; ``layer_bytes``: peak bytes in a layer of each stage."""
         stages = zip(self.state_bytes, self.working_bytes, self.num_layers, layer_bytes, strict=True)
         return max(states + working + layers * each for states, working, layers, each in stages)
 
@@ -246,10 +246,10 @@ def head_bytes(
     chunked_loss: bool,
     operators: LayerOperators = FUSED,
 ) -> float:
-    """Return the bytes of a token behind the last layer until its backward pass: two hidden states, and its logits.
+    """Return the bytes of a token after the last layer until its backward pass: two hidden states, and its logits.
 
-    The hidden states are the outputs of the last layer and of the final norm. A norm of several ``operators`` saves as
-    much as it does in a layer. Logits are float32; a loss in chunks keeps none.
+    The hidden states are the outputs of the last layer and of the final norm. An unfused final norm saves as much as an
+    unfused norm in a layer. Logits are float32; a chunked loss keeps none.
     """
     logits = 0.0 if chunked_loss else SAVED_LOGIT_BYTES * shape.vocab / tensor_parallel * (1 + shape.later_layers)
     return 2.0 * shape.hidden * element_bytes + operators.norm_bytes(shape.hidden, element_bytes) + logits

@@ -1,4 +1,4 @@
-"""The memory plan of one rank as a file holds it: the recorded step, and the address of each of its tensors."""
+"""Memory plan of one rank in a file: the recorded step, and the address of each of its tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bytescale_ext.plan.memory.plan import TwoLevelPlan, TwoLevelPlanJson
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 SHARE_TOLERANCE = 0.01
-"""Shares that differ by at most this are equal, because shares are rounded to rows."""
+"""Largest difference of shares that count as equal, because shares are rounded to rows."""
 
 
 class StepMemoryJson(TwoLevelPlanJson):
-    """The JSON format of a plan file; ``record`` holds the fields of ``StepRecord``."""
+    """JSON format of a plan file. ``record`` has the fields of ``StepRecord``."""
 
     record: dict[str, object]
     buffer_bytes: int
@@ -29,12 +29,13 @@ class ModelTraits:
 
     Attributes:
         normalization: kind of all norms, "RMSNorm" or "LayerNorm".
-        linear_biases, qkv_biases: all matrix products have biases, or only the product of queries, keys and values.
-        qk_norms: queries and keys are normed.
+        linear_biases: whether all matrix products have biases.
+        qkv_biases: whether the product of queries, keys and values has a bias.
+        qk_norms: whether queries and keys are normalized.
         positions: "rope", "learned_absolute" or "none".
-        learned_positions: rows of the table of learned positions; 0 without.
-        tied_embeddings: the output layer has the weight of the embedding.
-        fused_activation: bias and activation function are one kernel.
+        learned_positions: number of rows of the table of learned positions; 0 without a table.
+        tied_embeddings: whether the output layer has the weight of the embedding.
+        fused_activation: whether bias and activation function are one kernel.
         transformer_impl: implementation of the layers, "local" or "transformer_engine".
     """
 
@@ -51,18 +52,18 @@ class ModelTraits:
 
 @dataclass(frozen=True, slots=True)
 class StepParallelism:
-    """How the ranks of a pipeline share a step; the defaults are one process that runs micro-batches one by one.
+    """Distribution of a step over the ranks of a pipeline. The default is one process without a pipeline.
 
     Attributes:
-        tensor_parallel: ranks that share each layer.
-        sequence_parallel: they share the norms too.
-        stage_layers: layers of each pipeline stage; () for one stage.
-        virtual_stages: model chunks of each stage.
-        group_size: micro-batches, or slices, that pass a virtual stage together; 0 for one chunk.
-        overlapped_messages: virtual stages receive ahead.
-        micro_batches: micro-batches of a step in each pipeline, which holds several at a time; 1 for one stage.
-        slices: tokens of each slice of a micro-batch; () where it runs whole.
-        slicing: the order in which stages run them.
+        tensor_parallel: number of ranks that share each layer.
+        sequence_parallel: whether these ranks also share the norms.
+        stage_layers: number of layers of each pipeline stage; () for one stage.
+        virtual_stages: number of model chunks of each stage.
+        group_size: number of micro-batches, or slices, that pass a virtual stage together; 0 for one chunk.
+        overlapped_messages: whether virtual stages receive ahead.
+        micro_batches: number of micro-batches of a step in each pipeline; 1 for one stage.
+        slices: tokens of each slice of a micro-batch; () without slices.
+        slicing: order of the slices on a stage.
     """
 
     tensor_parallel: int = 1
@@ -77,12 +78,12 @@ class StepParallelism:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return max(1, len(self.stage_layers))
 
     @classmethod
     def from_json(cls, value: object) -> StepParallelism:
-        """Invert ``asdict`` after JSON, which has lists for tuples. Raises KeyError or TypeError otherwise."""
+        """Return the layout of the JSON form of ``asdict``. Raises KeyError or TypeError for other values."""
         known = entries_of(value)
         tuples: dict[str, object] = {}
         for name in ("stage_layers", "slices"):
@@ -95,17 +96,17 @@ class StepParallelism:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The settings of a recorded step: one micro-batch on one process, or the step of one rank of a pipeline.
+    """Settings of a recorded step: one micro-batch on one process, or the step of one rank of a pipeline.
 
     Attributes:
-        shape: sizes of the model, with the vocabulary that was built.
+        shape: sizes of the model, with the padded vocabulary.
         num_tokens: tokens of the micro-batch, or of the largest slice.
         dtype: type of the parameters, for example "bfloat16".
-        loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``), or None.
-        activations: the shares kept, swapped and recomputed.
+        loss_tokens: number of tokens with logits at the same time (``--chunked-cross-entropy``), or None.
+        activations: plan of kept, swapped and recomputed shares.
         traits: traits of the model.
-        device: "cuda" or "cpu": kernels keep different tensors.
-        layout: the ranks that share the step, and its order of work.
+        device: "cuda" or "cpu", because kernels keep different tensors.
+        layout: ranks that share the step, and its order of work.
     """
 
     shape: ModelShape
@@ -118,7 +119,7 @@ class StepRecord:
     layout: StepParallelism = StepParallelism()
 
     def differences(self, other: StepRecord) -> list[str]:
-        """Return the reasons why a plan of this record cannot be used for ``other``; fewer tokens are allowed."""
+        """Return the reasons why a plan of this record cannot serve ``other``, which may have fewer tokens."""
         mine, theirs = self._compared(), other._compared()
         found = [f"{name} is {mine[name]} there and {theirs[name]} here" for name in mine if mine[name] != theirs[name]]
         if other.num_tokens > self.num_tokens:
@@ -131,7 +132,7 @@ class StepRecord:
         return found
 
     def _compared(self) -> dict[str, object]:
-        """Return the values that must be equal, by the names that messages use."""
+        """Return the values that must be equal, by their names in messages."""
         step = {"dtype": self.dtype, "device": self.device, "--chunked-cross-entropy": self.loss_tokens}
         layout = asdict(self.layout)
         return {**asdict(self.shape), **asdict(self.traits), **step, **layout.pop("slicing"), **layout}
@@ -139,12 +140,12 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The plan of one rank, or of all ranks that record the same: the whole file of ``bytescale memory-plan``.
+    """Plan of one rank, or of all ranks with equal records. ``bytescale memory-plan`` writes it to a file.
 
     Attributes:
-        record: the step that was recorded.
-        buffer_bytes: the most device memory into which the swapped tensors of one layer are read back.
-        plan: the addresses.
+        record: recorded step.
+        buffer_bytes: largest device memory into which the swapped tensors of one layer are read back.
+        plan: addresses of the tensors.
     """
 
     record: StepRecord
@@ -152,12 +153,12 @@ class StepMemory:
     plan: TwoLevelPlan
 
     def to_json(self) -> StepMemoryJson:
-        """Return plain sequences and dicts."""
+        """Return plain lists and dicts."""
         return {"record": asdict(self.record), "buffer_bytes": self.buffer_bytes, **self.plan.to_json()}
 
     @classmethod
     def from_json(cls, value: StepMemoryJson) -> StepMemory:
-        """Invert ``to_json`` and check the plan. Raises ValueError for another format or a broken plan."""
+        """Return the checked plan that ``to_json`` wrote. Raises ValueError for another format or an invalid plan."""
         try:
             known = entries_of(value["record"])
             shape = from_entries(ModelShape, known["shape"])
@@ -175,7 +176,7 @@ class StepMemory:
             raise ValueError(f"a broken memory plan: {error}") from None
 
     def check_serves(self, step: StepRecord, where: object) -> None:
-        """Raise ValueError, naming all differences, unless the plan serves this step."""
+        """Raise ValueError, which names all differences, unless the plan serves this step."""
         found = self.record.differences(step)
         if found:
             raise ValueError(

@@ -24,7 +24,7 @@ def checked_schedule(num_stages: int, num_micro_batches: int, slicing: Slicing, 
 
 
 def check_slice_schedule(schedule: SliceSchedule) -> None:
-    """Raise PlanError, with the printed table and the bad row marked, unless the schedule keeps every law.
+    """Raise PlanError unless the schedule satisfies every rule. The message marks the row of the violation.
 
     1. Each stage runs every (micro-batch, slice, chunk) forward once, and backward once after it.
     2. In a micro-batch and chunk, forwards run by ascending slice and backwards by descending slice: a slice needs the
@@ -54,7 +54,7 @@ def check_slice_schedule(schedule: SliceSchedule) -> None:
 
 
 def _broken(schedule: SliceSchedule, stage: int, law: str) -> PlanError:
-    """Return the error of a stage that breaks a law, with the printed schedule."""
+    """Return the error of a stage that violates a rule, with the printed schedule."""
     rows = str(schedule).splitlines()
     rows[stage + 1] += "   <-- here"
     return PlanError("\n".join((f"stage {stage}: {law}", *rows)))

@@ -37,7 +37,7 @@ def check_slices(lengths: Sequence[int], num_tokens: int, num_slices: int, multi
 def check_document_slices(
     slices: Mapping[int, Sequence[DocumentSlices]], lengths: Sequence[int], slicing: Slicing, rows_multiple: int = 1
 ) -> None:
-    """Raise PlanError, with the rank and its micro-batch, unless the slices keep every law.
+    """Raise PlanError, which names the rank and micro-batch, unless the slices satisfy every rule.
 
     1. There are ``slicing.num_slices`` slices. Their ends ascend to the end of each sequence and of the local line.
     2. A ring's inner ends are multiples of twice its ranks, and of ``rows_multiple`` rows on each rank. So all ranks

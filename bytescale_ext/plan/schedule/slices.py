@@ -33,7 +33,7 @@ PARTITIONS: Final = ("time", "flops", "even")
 """Quantities that can be equal in all slices: costs of ``layer_cost``, or tokens ("even")."""
 
 TILE: Final = 128
-"""Multiple at which long slices end: the rows that one block of a matrix product computes on a GPU."""
+"""Multiple of tokens at which long slices end: the rows that a block of a matrix product computes on a GPU."""
 
 Partition = str | tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""The independent validator of page tables and moves. It shares no code with the functions that make them."""
+"""Independent validator of page tables and moves. It shares no code with the functions that make them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bytescale_ext.plan.states.tiers import NUM_SLOTS
 
 
 def check_pages(table: PageTable) -> None:
-    """Raise PlanError unless the table keeps every law.
+    """Raise PlanError unless the table satisfies every rule.
 
-    1. Each element of each tensor is in exactly one page, in order, and a plane holds a tensor without a gap.
+    1. Each element of each tensor is in exactly one page, in order, and a plane contains each tensor without gaps.
     2. The parts of a page are packed from its start and do not exceed it.
-    3. A page holds elements of one group, all with a float32 copy or all without one.
+    3. A page contains elements of one group, and either all of them have a float32 copy or none has.
     4. Pages with copies come first.
-    5. A page holds parts of at most two tensors, where those shorter than a page count as one.
+    5. A page contains parts of at most two tensors. All tensors shorter than a page count as one.
 
-    The message holds the law and the printed table, with ``>>`` before the bad page.
+    The message contains the violated rule and the printed table, with ``>>`` before the invalid page.
     """
     length = table.page_bytes // 4
-    ends: dict[int, tuple[int, int]] = {}  # of each tensor: elements seen so far, position after them in the plane
+    ends: dict[int, tuple[int, int]] = {}  # elements of each tensor so far, and the position after them in the plane
     for number, page in enumerate(table.pages):
         if number and page.has_copy and not table.pages[number - 1].has_copy:
             _fail(table, number, "a page with copies comes after one without")
@@ -45,7 +45,7 @@ def check_pages(table: PageTable) -> None:
 
 
 def _check_page(table: PageTable, number: int, page: Page) -> None:
-    """Raise PlanError unless the tensors of a page fit together."""
+    """Raise PlanError unless the tensors of a page satisfy rules 3 and 5."""
     held = [table.tensors[part.tensor] for part in page.parts]
     if not held or min(part.num_elements for part in page.parts) < 1:
         _fail(table, number, "a page or a part is empty")
@@ -57,7 +57,7 @@ def _check_page(table: PageTable, number: int, page: Page) -> None:
 
 
 def _fail(table: PageTable, number: int | None, law: str) -> NoReturn:
-    """Raise PlanError with the printed table; a law about no single page marks the heading."""
+    """Raise PlanError with the printed table. ``number``: page to mark; None marks the heading."""
     lines = table.described().splitlines()
     marked = 0 if number is None else number + 2
     printed = "\n".join(f"{'>>' if row == marked else '  '} {line}" for row, line in enumerate(lines))
@@ -65,13 +65,14 @@ def _fail(table: PageTable, number: int | None, law: str) -> NoReturn:
 
 
 def check_moves(table: PageTable, moves: Sequence[Move], on_disk: Collection[int] = ()) -> None:
-    """Raise PlanError unless the moves update every page once, with what they need.
+    """Raise PlanError unless the moves update every page once and satisfy every rule.
 
     1. Each page is fetched, updated and returned once, in this order, with one buffer.
-    2. A buffer is fetched into only after what it held has been returned.
-    3. Each page on the disk is read once before it is updated, and written once afterwards, with one slot; no other is.
-    4. A slot is read into only after what it held has been written.
-    5. No page outside the table is moved, and no buffer or slot that does not exist is used.
+    2. A buffer receives a page only after its previous page has been returned.
+    3. Each page on the disk is read once before its update and written once afterwards, with one slot. Other pages are
+       neither read nor written.
+    4. A slot receives a page only after its previous page has been written.
+    5. All pages, buffers and slots exist.
     """
     _check_places(table, moves, (Kind.FETCH, Kind.UPDATE, Kind.RETURN), NUM_BUFFERS, "buffer")
     slot_of = {move.page: move.buffer for move in moves if move.kind is Kind.READ}
@@ -93,12 +94,12 @@ def check_moves(table: PageTable, moves: Sequence[Move], on_disk: Collection[int
 def _check_places(
     table: PageTable, moves: Sequence[Move | None], kinds: tuple[Kind, Kind, Kind], num_places: int, name: str
 ) -> None:
-    """Raise PlanError unless each place holds one page at a time: filled, updated and emptied by moves of these kinds.
+    """Raise PlanError unless each place has one page at a time: filled, updated and emptied by moves of these kinds.
 
-    Moves of other kinds, and None, are passed over.
+    Moves of other kinds are ignored.
     """
     first, update, last = kinds
-    inside: dict[int, tuple[int, Kind]] = {}  # of each place: page, and the last move of it
+    inside: dict[int, tuple[int, Kind]] = {}  # page of each place, and its last move
     needed = {update: first, last: update}
     for row, move in enumerate(moves):
         if move is None or move.kind not in kinds:
@@ -117,7 +118,7 @@ def _check_places(
 
 
 def _fail_moves(moves: Sequence[Move | None], bad: int | None, law: str) -> NoReturn:
-    """Raise PlanError with the printed moves and ``>>`` before the bad one."""
+    """Raise PlanError with the printed moves and ``>>`` before the invalid move."""
     printed = "\n".join(
         f"{'>>' if row == bad else '  '} {move.kind:6} page {move.page} buffer {move.buffer}"
         for row, move in enumerate(moves)

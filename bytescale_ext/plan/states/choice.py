@@ -1,8 +1,9 @@
-"""Choose the place of model states together with kept, swapped and recomputed activations (``--state-policy auto``).
+"""Choice of the place of model states, together with the activation plan (``--state-policy auto``).
 
-Both share a budget of device memory and a budget of host memory. For each option, activations get the memory that
-states leave, their policy plans them, and the step is predicted. The fastest option that fits is chosen, among equal
-options the first. So states stay resident if states and all activations fit: nothing is faster.
+States and activations share a budget of device memory and a budget of host memory. For each option, the activation
+policy plans with the memory that states leave, and the time of the step is predicted. The fastest option that fits is
+chosen, or the first of equally fast options. So states stay resident if states and all activations fit: nothing is
+faster.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption, end_s
 from bytescale_ext.plan.states.timeline import Speeds
 
 Policy = Callable[[LayerLoad, Machine], ActivationPlan]
-"""Plans the activations of a load; raises ValueError where it cannot."""
+"""Function that plans the activations of a load, and raises ValueError if no plan fits."""
 
 DISK_SHARES: Final = (0.0, 0.5, 1.0)
 WINDOWS: Final = (2, 1)
@@ -32,9 +33,9 @@ class StageProblem:
     """A pipeline stage.
 
     Attributes:
-        case: its model states, in any option.
-        load: its largest micro-batch or slice.
-        policy: policy that plans its activations.
+        case: model states of the stage; the place of the states is ignored.
+        load: load of its largest micro-batch or slice.
+        policy: function that plans its activations.
         end_seconds: seconds of embedding, output layer and loss in one such micro-batch.
         key_bytes: host memory of keys that slices swap.
     """
@@ -48,16 +49,16 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StateProblem:
-    """Everything that the choice depends on, equal on all ranks.
+    """Input of the choice, equal on all ranks.
 
     Attributes:
         stages: stages of the pipeline.
-        machine: the budgets of a process for states and activations together, and its link.
+        machine: budgets of a process for states and activations together, and its link.
         speeds: speeds of Adam on the host and of a disk.
-        update_bytes_per_second: device memory that Adam on resident states reads and writes.
-        disk_bytes: disk space of a process; 0: no disk.
-        num_microbatches: the most micro-batches, or slices of them, of a rank in a step.
-        num_ranks: ranks that sum their gradients.
+        update_bytes_per_second: bytes of device memory that Adam reads and writes per second for resident states.
+        disk_bytes: disk space of a process; 0 means no disk.
+        num_microbatches: largest number of micro-batches, or slices of them, of a rank in a step.
+        num_ranks: number of ranks that sum their gradients.
         options: options that the run allows.
     """
 
@@ -111,12 +112,12 @@ class OptionForecast:
 
 @dataclass(frozen=True, slots=True)
 class StateChoice:
-    """What was chosen, and why.
+    """Result of the choice, with its reasons.
 
     Attributes:
-        chosen: the option with its figures.
-        others: the best of each other stage that fits, the fastest first.
-        resident_bytes: the least device memory for resident states if they do not fit; else 0.
+        chosen: chosen option with its figures.
+        others: best fitting option of each other ``--state-stage``, fastest first.
+        resident_bytes: smallest device memory for resident states if they do not fit, else 0.
     """
 
     chosen: OptionForecast
@@ -134,7 +135,7 @@ class StateChoice:
 
 
 def all_options(stages: Sequence[int], has_disk: bool) -> tuple[StateOption, ...]:
-    """Return the options of these ``--state-stage``s, resident first."""
+    """Return the options of these values of ``--state-stage``, resident states first."""
     shares = DISK_SHARES if has_disk else DISK_SHARES[:1]
     return (StateOption(), *(
         StateOption(stage, window, share)
@@ -143,7 +144,7 @@ def all_options(stages: Sequence[int], has_disk: bool) -> tuple[StateOption, ...
 
 
 def choose_states(problem: StateProblem) -> StateChoice:
-    """Return the choice. Raises ValueError, naming the least device or host memory that would do, for none."""
+    """Return the choice. Raises ValueError, which names sufficient device or host memory, if no option fits."""
     fitting = sorted(_fitting(problem), key=lambda one: one.seconds)
     if not fitting:
         raise ValueError(_remedy(problem))
@@ -222,7 +223,7 @@ def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> Activat
 
 
 def _remedy(problem: StateProblem) -> str:
-    """Return the message for states and activations that fit in no way, with the budgets that would be enough."""
+    """Return the message if no option fits, with budgets that would be enough."""
     machine = problem.machine
     budgets = f"{machine.device_bytes / 1e9:.4g} GB of device memory and {machine.host_bytes / 1e9:.4g} of host memory"
     remedies = [

@@ -1,4 +1,4 @@
-"""Memory of device and host, and copied bytes of a step, with paged model states; known before a model is built."""
+"""Forecast of device memory, host memory and copied bytes with paged model states, before a model is built."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from bytescale_ext.plan.states.tiers import FileLayout, least_host_bytes
 
 @dataclass(frozen=True)
 class StateCase:
-    """A pipeline stage whose model states are forecast; experts and biases are not counted.
+    """Pipeline stage with its placement of model states, without experts and biases.
 
     Attributes:
-        shape: the model, with the layers of this stage.
-        tensor_parallel: ranks that share each layer.
-        has_embedding, has_head: the ends of the model that this stage has.
+        shape: sizes of the model, with the layers of this stage.
+        tensor_parallel: number of ranks that share each layer.
+        has_embedding: whether the stage has the embedding.
+        has_head: whether the stage has the output layer.
         element_bytes: bytes of a parameter on the device.
-        optimizer_ranks: ranks that share Adam's states (``--use-distributed-optimizer``).
+        optimizer_ranks: number of ranks that share Adam's states (``--use-distributed-optimizer``).
         page_bytes: bytes of a page.
         stage: states that leave the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
         window_layers: layers with parameters on the device at a time, in stage 3.
@@ -57,12 +58,12 @@ class StateCase:
 
     @property
     def num_parameters(self) -> float:
-        """Parameters of one process."""
+        """Number of parameters of one process."""
         return stage_parameters(self.shape, self.tensor_parallel, self.has_embedding, self.has_head)
 
     @property
     def tensors(self) -> tuple[StateTensor, StateTensor]:
-        """What one process updates: its matrices, and its norms, which have no weight decay."""
+        """Tensors that a process updates: its matrices, and its norms, which have no weight decay."""
         norms = (2 * self.shape.num_layers + self.has_head) * self.shape.hidden
         has_copy = self.element_bytes < MAIN_PARAMETER_BYTES
         matrices, norms = (-int(-size // self.optimizer_ranks) for size in (self.num_parameters - norms, norms))
@@ -70,29 +71,29 @@ class StateCase:
 
     @cached_property
     def table(self) -> PageTable:
-        """The page table of one process."""
+        """Page table of one process."""
         return lay_out(self.tensors, self.page_bytes)
 
     @property
     def resident_bytes(self) -> float:
-        """Device memory of parameters, gradients and Adam's states where all stay there."""
+        """Device memory of parameters, gradients and Adam's states if all are resident."""
         return self.num_parameters * parameter_bytes(self.element_bytes, self.optimizer_ranks)
 
     @property
     def paged_bytes(self) -> float:
-        """Device memory of what is there in a step: parameters and, in stage 1, gradients; in stage 3 a window."""
+        """Device memory of paged states: parameters (in stage 3 only a window) and, in stage 1, gradients."""
         if self.stage == 3:
             return self._window_parameters * self.element_bytes
         return self.num_parameters * (self.element_bytes + (GRADIENT_BYTES if self.stage == 1 else 0))
 
     @property
     def _window_parameters(self) -> float:
-        """Parameters of the window, and those that belong to no layer."""
+        """Number of parameters in the window and outside the layers."""
         return self.with_layers(min(self.window_layers, self.shape.num_layers)).num_parameters
 
     @property
     def _num_pages(self) -> int:
-        """Pages of a plane, counted without a page table."""
+        """Number of pages of a plane, without building a page table."""
         return sum(-(-tensor.num_elements * FLOAT_BYTES // self.page_bytes) for tensor in self.tensors)
 
     @property
@@ -123,15 +124,15 @@ class StateCase:
         return FileLayout(pages, pages * self.tensors[0].has_copy, self.page_bytes).num_bytes
 
     def traffic(self, on_disk: Collection[int] = ()) -> StateTraffic:
-        """Return the bytes that one process copies in a step; ``on_disk``: its pages on a disk."""
+        """Return the bytes that a process copies in a step. ``on_disk``: its pages on a disk."""
         return traffic(self.table, self.element_bytes, on_disk)
 
     def link_bytes(self, micro_batches: int) -> StateTraffic:
-        """Return the bytes between device and host in a step of ``num_microbatches``, without recomputation.
+        """Return the bytes copied between device and host in a step, without recomputation.
 
-        From stage 2 on gradients leave the device in the type of their parameters, once for each micro-batch, and the
-        update finds them in host memory. In stage 3 parameters of layers come before each forward and backward pass,
-        and stay nowhere else. The sums that ranks communicate pass the device once more.
+        From stage 2 on, gradients are copied to host memory in the type of their parameters, once for each micro-batch.
+        In stage 3, the parameters of a layer are copied to the device before each forward and backward pass. Gradient
+        sums that ranks communicate also pass through the device, but are not counted.
         """
         if self.stage == 1:
             return self.traffic()
@@ -144,9 +145,9 @@ class StateCase:
 
     @property
     def build_bytes(self) -> float:
-        """Device memory that Megatron takes to build the model: parameters and, in stage 1, gradients.
+        """Device memory that Megatron needs to build the model: parameters and, in stage 1, gradients.
 
-        Ranks that share the optimizer then hold parameters twice, because DDP copies them to a buffer.
+        Ranks that share the optimizer store parameters twice during the build, because DDP copies them to a buffer.
         """
         buffers = GRADIENT_BYTES + (self.element_bytes if self.optimizer_ranks > 1 else 0)
         return self.num_parameters * (self.element_bytes + (buffers if self.stage == 1 else 0))
@@ -157,7 +158,7 @@ class StateCase:
 
 
 class Tier(IntEnum):
-    """The slowest memory that holds states."""
+    """Slowest kind of memory that stores states."""
 
     DEVICE = 0
     HOST = 1
@@ -166,14 +167,14 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one process has for model states, in bytes."""
+    """Memory of one process for model states, in bytes."""
 
     device_bytes: float
     host_bytes: float
     disk_bytes: float = 0.0
 
     def holds(self, case: StateCase, tier: Tier) -> bool:
-        """Return whether a case's states fit in this tier and those above it."""
+        """Return whether the states fit in this tier and the faster tiers together."""
         if tier is Tier.DEVICE:
             return case.resident_bytes <= self.device_bytes
         if max(case.paged_bytes, case.build_bytes) > self.device_bytes:
@@ -184,7 +185,7 @@ class Room:
 
 
 def most_layers(case: StateCase, room: Room, tier: Tier) -> int:
-    """Return the most layers of the case's width whose states fit; 0 where not even one layer does."""
+    """Return the largest number of layers of this width whose states fit; 0 if a single layer does not fit."""
     low, high = 0, 1
     while room.holds(case.with_layers(high), tier):
         low, high = high, 2 * high

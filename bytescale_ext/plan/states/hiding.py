@@ -1,8 +1,8 @@
-"""What of the bytes that paged states copy hides behind computing, at the lengths of a corpus.
+"""Overlap of the copies of paged states with computation, at the document lengths of a corpus.
 
-Parameters of a layer travel to the device while the last layer computes, and its gradients to the host while the next
-one runs backward. Long documents compute long enough to hide both. In stage 1, and for the update of each stage, copies
-of a page hide behind Adam on the page before it.
+The parameters of a layer are copied to the device while the previous layer computes. Its gradients are copied to the
+host while the next layer runs backward. With long documents both copies overlap completely. In stage 1, and during the
+update in all stages, the copies of a page overlap with Adam's update of the previous page.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """A share of a corpus's micro-batches, all alike.
+    """A share of a corpus's micro-batches, all with equal times.
 
     Attributes:
         share: share of all micro-batches, 0 to 1.
-        forward_seconds, backward_seconds: seconds of one layer.
+        forward_seconds: seconds of the forward pass of one layer.
+        backward_seconds: seconds of the backward pass of one layer.
     """
 
     share: float
@@ -35,10 +36,10 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """What hides of the bytes that a process copies in a step.
+    """Bytes that a process copies in a step, and their overlap.
 
     Attributes:
-        num_bytes: all of them, both ways, between device and host.
+        num_bytes: bytes copied between device and host, in both directions.
         computing_bytes: bytes that overlap with passes of the model.
         adam_bytes: bytes that overlap with Adam.
     """
@@ -49,14 +50,15 @@ class Hiding:
 
     @property
     def waited_bytes(self) -> float:
-        """What hides behind nothing."""
+        """Bytes that do not overlap with any work."""
         return max(0.0, self.num_bytes - self.computing_bytes - self.adam_bytes)
 
 
 def computing_of(cost: ModelCost, lengths: Sequence[int], tokens_per_rank: int) -> tuple[Computing, ...]:
     """Return the micro-batches of documents of these lengths, with up to ``tokens_per_rank`` tokens on a rank.
 
-    Longer documents are on as many ranks as they need, and shorter ones share micro-batches of their mean.
+    Longer documents are on as many ranks as they need. Shorter documents share micro-batches of documents of their mean
+    length.
     """
     tokens = np.array([length for length in lengths if length > 0], dtype=np.float64)
     is_long = tokens >= tokens_per_rank

@@ -1,4 +1,4 @@
-"""Host memory of gradients and results of updates that overlap with training, in addition to the pages."""
+"""Host memory, in addition to pages, for the gradients and results of updates that overlap with training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HALF: Final = 2
 
 
 def late_bytes(num_pages: int, num_copies: int, page_bytes: int, update_steps: int) -> int:
-    """Return the bytes of the buffers of one optimizer; none without ``update_steps``.
+    """Return the bytes of the buffers of one optimizer; 0 without ``update_steps``.
 
     Gradients are summed in a buffer of all pages. If an update overlaps with several steps, there are two such buffers:
     one grows while the update reads the other. Results wait in a further buffer until a step takes them.

@@ -1,4 +1,4 @@
-"""The moves of one step: gradients to the host, Adam on a page, results to the device.
+"""Moves of one step: gradients to the host, Adam's update of a page, results to the device.
 
 fetch  0 1   2   3
 update   0 1   2   3
@@ -61,7 +61,7 @@ class StateTraffic:
     Attributes:
         fetched: bytes from the device to the host.
         returned: bytes from the host to the device.
-        on_disk: read from the disk, and as many written to it.
+        on_disk: bytes read from the disk; equally many are written to it.
     """
 
     fetched: int
@@ -70,9 +70,9 @@ class StateTraffic:
 
 
 def step_moves(table: PageTable, on_disk: Collection[int] = ()) -> tuple[Move, ...]:
-    """Return the moves of a step in the order in which they are started; those before the first fetch are reads ahead.
+    """Return the moves of a step in the order of their start. Moves before the first fetch are reads ahead.
 
-    ``on_disk``: the pages that are read and written.
+    ``on_disk``: pages on a disk, which are read and written.
     """
     in_order = sorted(on_disk)
     slots = {page: number % NUM_SLOTS for number, page in enumerate(in_order)}
@@ -91,12 +91,15 @@ def step_moves(table: PageTable, on_disk: Collection[int] = ()) -> tuple[Move, .
 
 
 def disk_bytes(table: PageTable, number: int) -> int:
-    """Return the bytes of a page of all its planes, which are read and written whole."""
+    """Return the bytes of a page in all its planes. Pages on a disk are read and written whole."""
     return (NUM_MOMENTS + table.pages[number].has_copy) * table.page_bytes
 
 
 def moved_bytes(page: Page, kind: Kind, element_bytes: int) -> int:
-    """Return the bytes that a fetch or return copies; parameters with a copy have ``element_bytes`` on the device."""
+    """Return the bytes that a fetch or return copies.
+
+    ``element_bytes``: bytes of a parameter with a float32 copy on the device.
+    """
     if kind is Kind.FETCH:
         return page.num_elements * FLOAT_BYTES * (1 if page.has_copy else 2)
     return page.num_elements * (element_bytes if page.has_copy else FLOAT_BYTES)

@@ -1,8 +1,8 @@
-"""The page table: which pages hold which parts of Adam's states (Angel-PTM, Nie et al. 2023, pages of fixed size).
+"""Page table: locations of Adam's states in pages of fixed size (Angel-PTM, Nie et al. 2023).
 
-A page holds ``page_bytes`` of one *plane* in float32. Planes are numbered alike: page 7 of the first moments, of the
-second moments and of the float32 parameters belong to the same elements. So a page number names all states of an
-element, and one call of Adam updates them.
+A page has ``page_bytes`` of one *plane* in float32. All planes have the same page numbers: page 7 of the first moments,
+of the second moments and of the float32 parameters belong to the same elements. So a page number names all states of
+an element, and one call of Adam updates them.
 
     group 0             group 1 (no weight decay)
     |A A A A|A A B B|B B B .|p q r . |          tensors A, B; p, q and r are shorter than a page
@@ -18,20 +18,20 @@ from functools import cached_property
 from typing import Final
 
 FLOAT_BYTES: Final = 4
-"""States are float32."""
+"""Bytes of an element of a state, in float32."""
 
 NUM_MOMENTS: Final = 2
-"""Adam's running means of the gradient and of its square."""
+"""Number of Adam's moments: the running means of the gradient and of its square."""
 
 MEBIBYTE: Final = 1 << 20
 LEAST_PAGE_BYTES: Final = 4096
-"""Smaller pages would take longer to manage than to update."""
+"""Smallest size of a page. Smaller pages would take longer to manage than to update."""
 
 NUM_BUFFERS: Final = 2
-"""Pages under way at a time: while one is updated, the gradients of the next one are fetched."""
+"""Number of pages in flight: while a page is updated, the gradients of the next page are fetched."""
 
 NUM_GRADIENT_SLOTS: Final = 32
-"""Pages for parts of gradients that leave the device during the backward pass, in stage 2."""
+"""Number of pages for parts of gradients that are copied to the host during the backward pass, from stage 2 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class StateTensor:
         name: name in messages.
         num_elements: elements of the parameter, or of the part that this rank updates.
         group: parameter group of the optimizer; its elements share learning rate and weight decay.
-        has_copy: its float32 value is a copy in pages, because the model's parameter has fewer bits. Otherwise it is
-            the model's parameter itself, which stays on the device.
+        has_copy: whether pages contain a float32 copy of the parameter, because the model's parameter has fewer bits.
+            Otherwise Adam updates the model's parameter itself, which stays on the device.
     """
 
     name: str
@@ -85,16 +85,16 @@ class Page:
 
     @property
     def num_elements(self) -> int:
-        """Elements in use; the rest of the page is empty."""
+        """Number of elements in use; the rest of the page is empty."""
         return sum(part.num_elements for part in self.parts)
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where each tensor's states lie.
+    """Location of each tensor's states.
 
     Attributes:
-        tensors: all that the optimizer updates on this rank, in its order.
+        tensors: tensors that the optimizer updates on this rank, in its order.
         page_bytes: bytes of a page.
         pages: pages; pages with a float32 copy come first, so that each plane is one run of pages.
     """
@@ -105,22 +105,22 @@ class PageTable:
 
     @property
     def page_elements(self) -> int:
-        """Elements of a page."""
+        """Number of elements of a page."""
         return self.page_bytes // FLOAT_BYTES
 
     @property
     def num_copies(self) -> int:
-        """Pages of the plane of float32 parameters."""
+        """Number of pages of the plane of float32 parameters."""
         return sum(page.has_copy for page in self.pages)
 
     @property
     def num_host_pages(self) -> int:
-        """Pages of all planes."""
+        """Number of pages of all planes."""
         return NUM_MOMENTS * len(self.pages) + self.num_copies
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the planes, and of the buffers for gradients and values of the pages under way."""
+        """Host memory of the planes, and of the buffers for gradients and values of the pages in flight, in bytes."""
         return (self.num_host_pages + 2 * NUM_BUFFERS * bool(self.pages)) * self.page_bytes
 
     @cached_property
@@ -133,7 +133,7 @@ class PageTable:
         return tuple(found[number] for number in range(len(self.tensors)))
 
     def described(self) -> str:
-        """Return the table as text: a row for each page."""
+        """Return the table as text with one row per page."""
         lines = [f"{len(self.pages)} pages of {self.page_bytes:,} bytes, {self.host_bytes:,} bytes of host memory",
                  f"{'page':>6} {'group':>5} {'planes':>6} {'elements':>9}  tensors"]  # fmt: skip
         for number, page in enumerate(self.pages):
@@ -147,7 +147,10 @@ class PageTable:
 
 
 def page_bytes_of(mebibytes: float, flag: str) -> int:
-    """Return the bytes of a page of this size in MiB, in whole elements. Raises ValueError with the flag's name."""
+    """Return the bytes of a page of this size in MiB, rounded to whole elements.
+
+    Raises ValueError, which names the flag, if the size is below ``LEAST_PAGE_BYTES``.
+    """
     if not LEAST_PAGE_BYTES <= mebibytes * MEBIBYTE < math.inf:
         raise ValueError(f"{flag} {mebibytes:g} must be at least {LEAST_PAGE_BYTES / MEBIBYTE:g}")
     return int(mebibytes * MEBIBYTE) // FLOAT_BYTES * FLOAT_BYTES
@@ -156,8 +159,8 @@ def page_bytes_of(mebibytes: float, flag: str) -> int:
 def lay_out(tensors: Sequence[StateTensor], page_bytes: int) -> PageTable:
     """Return the page table of these tensors.
 
-    Tensors of one group lie end to end and each group begins a page. Those shorter than a page come first in their
-    group, so that any other page holds parts of two tensors at most.
+    Tensors of one group are stored end to end, and each group begins at a new page. Tensors shorter than a page come
+    first in their group, so that every other page contains parts of at most two tensors.
 
     Raises ValueError for a page that is not a positive multiple of an element.
     """
@@ -174,9 +177,9 @@ def lay_out(tensors: Sequence[StateTensor], page_bytes: int) -> PageTable:
 
 
 def _cut(sizes: Sequence[tuple[int, int]], length: int) -> list[tuple[PagePart, ...]]:
-    """Return the parts of each page of tensors (number, elements) that lie end to end."""
+    """Return the parts in each page for tensors, given as (number, elements), that are stored end to end."""
     pages: list[list[PagePart]] = []
-    used = length  # elements of the last page
+    used = length  # elements in the last page
     for tensor, num_elements in sizes:
         done = 0
         while done < num_elements:

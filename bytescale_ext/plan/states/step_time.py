@@ -1,6 +1,6 @@
-"""The time of a training step whose model states are resident or paged: micro-batches under an activation plan, update.
+"""Time of a training step with resident or paged model states: micro-batches under an activation plan, and the update.
 
-Paged states lengthen a layer's passes only where their copies take longer than computing:
+Paged states lengthen a layer's passes only if their copies take longer than computing:
 
     forward     max(computing, parameters to the device)                                    stage 3
     backward    max(computing, parameters, gradients to the host, their sums in host memory)    stages 2 and 3
@@ -22,7 +22,7 @@ from bytescale_ext.plan.states.tiers import spread
 from bytescale_ext.plan.states.timeline import Speeds, optimizer_step_seconds, time_moves
 
 MOST_PAGES: Final = 512
-"""The most pages that a prediction follows; each stands for several pages of a larger table."""
+"""Largest number of pages in a prediction; each represents several pages of a larger table."""
 
 LEAST_LINK_SHARE: Final = 1e-3
 
@@ -50,7 +50,7 @@ class StateOption:
         return self.of(case).paged_bytes if self.stage else case.resident_bytes
 
     def host_bytes(self, case: StateCase) -> float:
-        """Return the host memory of the states of a process, with what is under way to a disk."""
+        """Return the host memory of the states of a process, with the buffers of a disk."""
         if not self.stage:
             return 0.0
         case = self.of(case)
@@ -90,7 +90,10 @@ class LayerTraffic:
         return cls(copied if option.stage == 3 else 0.0, max(copied, summed) if option.stage > 1 else 0.0)
 
     def longer(self, load: LayerLoad, window_layers: int) -> LayerLoad:
-        """Return a load whose passes take as long as computing or the traffic; gradients are copied in any case."""
+        """Return the load with passes that take as long as computation or traffic, whichever is longer.
+
+        Parameters overlap with computation only if the window has several layers; gradients always overlap.
+        """
         if window_layers < 2:
             forward, backward = load.forward_seconds + self.parameters, load.backward_seconds + self.parameters
         else:
@@ -135,7 +138,9 @@ def update_seconds(
     on_disk = spread(number, round(option.disk_share * number))
     seconds = optimizer_step_seconds(time_moves(coarse.table, case.element_bytes, speeds.of_stage(case.stage), on_disk))
     if case.stage > 1:
-        seconds += 3 * count * GRADIENT_BYTES / speeds.adam_bytes_per_second  # read for the norm, read and written
+        seconds += (
+            3 * count * GRADIENT_BYTES / speeds.adam_bytes_per_second
+        )  # gradients are read for the norm, and read and written for the scaling
         seconds += 2 * count * GRADIENT_BYTES / speeds.link_bytes_per_second * (num_ranks > 1)
     if case.stage == 3:
         seconds += case.with_layers(0).num_parameters * case.element_bytes / speeds.link_bytes_per_second

@@ -5,8 +5,8 @@ Pages in host memory and on the disk take turns in the order of the update, so t
     page       0 1 2 3 4 5 6 7
     on disk      x   x   x   x        half of them
 
-The file holds two *versions* of every plane. A step reads one version and writes the other; a record at the start of
-the file then names the new one. So the newest recorded version is always whole.
+The file contains two *versions* of every plane. A step reads one version and writes the other. A record at the start of
+the file then names the new version. So the newest recorded version is always complete.
 
     |record 0|record 1|first moments|second moments|copies|first moments|second moments|copies|
                        version 0                           version 1
@@ -21,21 +21,21 @@ from typing import Final
 from bytescale_ext.plan.states.pages import NUM_BUFFERS, NUM_MOMENTS, PageTable
 
 NUM_SLOTS: Final = 4
-"""Pages of the disk in host memory at a time: read ahead, updated, or written."""
+"""Number of pages of the disk in host memory at a time: read ahead, in update, or being written."""
 
 NUM_VERSIONS: Final = 2
 BLOCK_BYTES: Final = 4096
-"""Direct I/O moves multiples of this, to and from multiples of it."""
+"""Granularity of direct I/O in bytes: sizes and addresses are multiples of it."""
 
 CHECKSUM_BYTES: Final = 4
 HEADER_BYTES: Final = 64
-"""Of a record, before the checksums of the pages."""
+"""Bytes of a record before the checksums of the pages."""
 
 
 def pages_on_disk(table: PageTable, host_bytes: float) -> frozenset[int]:
-    """Return the fewest pages, spread evenly over the table, whose move to a disk lets the others fit in host memory.
+    """Return the pages on a disk: as few as possible so that the others fit in host memory, spread over the table.
 
-    All of them where even that is not enough; see ``tiered_host_bytes``.
+    Returns all pages if even that is not enough; see ``tiered_host_bytes``.
     """
     if table.host_bytes <= host_bytes:
         return frozenset()
@@ -48,7 +48,7 @@ def pages_on_disk(table: PageTable, host_bytes: float) -> frozenset[int]:
 
 
 def spread(num_pages: int, num_chosen: int) -> frozenset[int]:
-    """Return page numbers at equal distances."""
+    """Return ``num_chosen`` of ``num_pages`` page numbers, at equal distances."""
     step = num_pages or 1
     return frozenset(
         page for page in range(num_pages) if (page + 1) * num_chosen // step > page * num_chosen // step
@@ -56,7 +56,7 @@ def spread(num_pages: int, num_chosen: int) -> frozenset[int]:
 
 
 def tiered_host_bytes(table: PageTable, on_disk: Collection[int]) -> int:
-    """Return the host memory of the other pages, of the buffers of the link and of the slots of the disk."""
+    """Return the host memory of pages that are not on a disk, of the buffers of the link and of the disk's slots."""
     if not on_disk:
         return table.host_bytes
     planes = sum(NUM_MOMENTS + page.has_copy for number, page in enumerate(table.pages) if number not in on_disk)
@@ -64,7 +64,7 @@ def tiered_host_bytes(table: PageTable, on_disk: Collection[int]) -> int:
 
 
 def least_host_bytes(page_bytes: int, has_copies: bool) -> int:
-    """Return the host memory that is left where all pages are on a disk."""
+    """Return the host memory that is needed even if all pages are on a disk."""
     return (2 * NUM_BUFFERS + NUM_SLOTS * (NUM_MOMENTS + has_copies)) * page_bytes
 
 
@@ -73,8 +73,8 @@ class FileLayout:
     """Places of pages in the file, in bytes.
 
     Attributes:
-        num_pages: pages of the moments' planes.
-        num_copies: pages of the plane of float32 parameters.
+        num_pages: number of pages of a plane of moments.
+        num_copies: number of pages of the plane of float32 parameters.
         page_bytes: bytes of a page, a multiple of ``BLOCK_BYTES``.
     """
 
@@ -89,28 +89,28 @@ class FileLayout:
 
     @property
     def num_planes(self) -> int:
-        """Planes that have pages."""
+        """Number of planes that have pages."""
         return NUM_MOMENTS + (self.num_copies > 0)
 
     @property
     def version_pages(self) -> int:
-        """Pages of all planes."""
+        """Number of pages of all planes."""
         return NUM_MOMENTS * self.num_pages + self.num_copies
 
     @property
     def record_bytes(self) -> int:
-        """Size of a record: a header and the checksum of every page."""
+        """Bytes of a record: a header and the checksum of every page."""
         used = HEADER_BYTES + CHECKSUM_BYTES * self.version_pages
         return -(-used // BLOCK_BYTES) * BLOCK_BYTES
 
     @property
     def version_bytes(self) -> int:
-        """Size of a version."""
+        """Bytes of a version."""
         return self.version_pages * self.page_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
+        """Bytes of the file."""
         return NUM_VERSIONS * (self.record_bytes + self.version_bytes)
 
     def index(self, plane: int, page: int) -> int:
@@ -118,9 +118,9 @@ class FileLayout:
         return plane * self.num_pages + page
 
     def version_offset(self, version: int) -> int:
-        """Return where a version begins."""
+        """Return the byte offset of a version in the file."""
         return NUM_VERSIONS * self.record_bytes + version * self.version_bytes
 
     def offset(self, version: int, plane: int, page: int) -> int:
-        """Return where a page of a plane begins."""
+        """Return the byte offset of a page of a plane in the file."""
         return self.version_offset(version) + self.index(plane, page) * self.page_bytes

@@ -1,4 +1,4 @@
-"""Times of each move of a step at given speeds: copies both ways, a disk and the processor."""
+"""Times of each move of a step at given speeds of the link, a disk and the processor."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from bytescale_ext.plan.states.pages import FLOAT_BYTES, PageTable
 from bytescale_ext.plan.states.tiers import NUM_SLOTS
 
 ADAM_BYTES: Final = 7 * FLOAT_BYTES
-"""Host memory that Adam reads and writes for an element: gradient once, parameter and two moments both ways."""
+"""Bytes that Adam reads and writes per element: it reads the gradient, and reads and writes the parameter and two
+moments."""
 
 ADAM_BYTES_PER_SECOND: Final = 20e9
-"""Speed of Adam on the processor, for each process, if it is not given."""
+"""Default speed of Adam on the processor, for each process."""
 
 READ_BYTES_PER_SECOND: Final = 6e9
 WRITE_BYTES_PER_SECOND: Final = 3e9
-"""Speeds of a local disk for each process, if they are not given."""
+"""Default speeds of a local disk, for each process."""
 
 
 IN_HOST: Final = (Kind.FETCH, Kind.RETURN)
-"""The copies of a device that is host memory."""
+"""Kinds of copies that stay in host memory if the device is the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,11 @@ class Speeds:
     """Speeds of a machine.
 
     Attributes:
-        link_bytes_per_second: between device and host, one way.
-        adam_bytes_per_second: host memory that Adam reads and writes.
-        read_bytes_per_second, write_bytes_per_second: speeds of the disk, which does one of both at a time.
-        in_host: copies that the processor makes in host memory, because gradients, or parameters too, are there.
+        link_bytes_per_second: speed between device and host, in one direction.
+        adam_bytes_per_second: speed at which Adam reads and writes host memory.
+        read_bytes_per_second: speed of reads from the disk, which does not read and write at the same time.
+        write_bytes_per_second: speed of writes to the disk.
+        in_host: kinds of copies that stay in host memory, because gradients, or also parameters, are there.
     """
 
     link_bytes_per_second: float
@@ -44,13 +46,13 @@ class Speeds:
     in_host: tuple[Kind, ...] = ()
 
     def of_stage(self, stage: int) -> Speeds:
-        """Return the speeds of a stage, where gradients (from 2 on) and parameters (3) are in host memory."""
+        """Return the speeds in a ``--state-stage``: gradients (from 2 on) and parameters (in 3) are in host memory."""
         return self if self.in_host == IN_HOST else replace(self, in_host=IN_HOST[: stage - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class TimedMove:
-    """A move with its time in seconds from the start of the optimizer's step; reads ahead of it end at 0."""
+    """A move with its times, in seconds from the start of the optimizer's step. Reads ahead of the step end at 0."""
 
     move: Move
     start: float
@@ -62,7 +64,11 @@ def time_moves(
 ) -> tuple[TimedMove, ...]:
     """Return the moves of a step with their times.
 
-    ``element_bytes``: of parameters with a float32 copy; ``on_disk``: the pages that are read and written.
+    Args:
+        table: page table.
+        element_bytes: bytes of a parameter with a float32 copy on the device.
+        speeds: speeds of the machine.
+        on_disk: pages on a disk, which are read and written.
     """
     clock = _Clock(table, element_bytes, speeds)
     clock.begin_reads(sorted(on_disk)[:NUM_SLOTS])
@@ -70,7 +76,7 @@ def time_moves(
 
 
 class _Clock:
-    """Until when the processor, each direction of the link, the disk and each buffer and slot are busy."""
+    """Times until which the processor, each direction of the link, the disk and each buffer and slot are busy."""
 
     def __init__(self, table: PageTable, element_bytes: int, speeds: Speeds) -> None:
         self._table, self._element_bytes, self._speeds = table, element_bytes, speeds
@@ -79,16 +85,16 @@ class _Clock:
         self._fetched: dict[int, float] = {}  # by buffer
         self._returned: dict[int, float] = {}
         self._disk = 0.0
-        self._ahead = 0.0  # when the next read ahead of the step begins
+        self._ahead = 0.0  # start of the next read ahead of the step
         self._read: dict[int, float] = {}  # by page
         self._written: dict[int, float] = {}  # by slot
 
     def begin_reads(self, pages: Sequence[int]) -> None:
-        """Let the reads ahead of the step, which are of these pages, end when it begins."""
+        """Schedule the reads of these pages ahead of the step, so that they end when the step begins."""
         self._ahead = -sum(disk_bytes(self._table, page) for page in pages) / self._speeds.read_bytes_per_second
 
     def timed(self, move: Move) -> TimedMove:
-        """Return the time of the next move."""
+        """Return the next move with its times."""
         if move.kind in DISK_KINDS:
             return TimedMove(move, *self._on_disk(move))
         return TimedMove(move, *(self._update(move) if move.kind is Kind.UPDATE else self._copy(move)))
@@ -130,5 +136,5 @@ class _Clock:
 
 
 def optimizer_step_seconds(moves: Sequence[TimedMove]) -> float:
-    """Return the end of the last move that the step waits for. The last writes overlap with the next step."""
+    """Return the end of the last move that the step waits for. The final writes overlap with the next step."""
     return max((one.stop for one in moves if one.move.kind not in DISK_KINDS), default=0.0)

@@ -33,6 +33,6 @@ def test_bounds_are_those_of_the_flags_after_the_first_steps() -> None:
 def test_too_little_host_memory() -> None:
     check_host_room("tables", 2e9, 2e9, "use more ranks")
     with pytest.raises(
-        ValueError, match=r"tables take 2\.001 GB of each process's host memory, and there are 2 GB: use more ranks"
+        ValueError, match=r"tables take 2\.001 GB of each process's host memory, but there are 2 GB: use more ranks"
     ):
         check_host_room("tables", 2_000_000_001, 2e9, "use more ranks")

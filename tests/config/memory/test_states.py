@@ -16,14 +16,14 @@ WITH_DISK = StateConfig(1024, 2e9, NvmeConfig(Path("disk"), 5e9, rank=0))
 def test_the_message_names_a_budget_that_is_enough() -> None:
     config = StateConfig(1024, 2e9)
     config.check_fits(2e9)
-    with pytest.raises(ValueError, match=r"take 2\.001 GB .* and there are 2 GB: raise --state-host-gb"):
+    with pytest.raises(ValueError, match=r"take 2\.001 GB .* but there are 2 GB: raise --state-host-gb"):
         config.check_fits(2_000_000_001)
 
 
 def test_the_message_names_the_space_that_is_enough() -> None:
     WITH_DISK.check_fits(2e9, 5e9)
     with pytest.raises(
-        ValueError, match=r"take 5\.001 GB of disk in two versions, and there are 5 GB: raise --state-nvme"
+        ValueError, match=r"take 5\.001 GB of disk in two versions, but there are 5 GB: raise --state-nvme"
     ):
         WITH_DISK.check_fits(2e9, 5_000_000_001)
     with pytest.raises(ValueError, match="raise --state-host-gb to at least that, use more stages"):

@@ -98,6 +98,6 @@ def test_tables_that_do_not_fit_name_what_they_take(monkeypatch: pytest.MonkeyPa
     words = [*HOST, "--ngram-rows", "10000", "--ngram-dim", "8"]
     config_of(*words, "--ngram-cache-rows", "0")
     with pytest.raises(
-        ValueError, match=r"take 0\.00\d+ GB of each process's host memory, and there are 0\.001 GB: lower --ngram-rows"
+        ValueError, match=r"take 0\.00\d+ GB of each process's host memory, but there are 0\.001 GB: lower --ngram-rows"
     ):
         config_of(*words, "--ngram-cache-rows", "1")
