@@ -51,7 +51,7 @@ REFUSED = {
         "--data-path {in}/a --sculpt-windows {in}/a-long.windows.npy",
         "windows of 512 tokens do not fit into --seq-length 256: give --seq-length 512 or more",
     ),
-    "no data": ("--sculpt-windows {in}/a.windows.npy", "give the --data-path that the windows are of"),
+    "no data": ("--sculpt-windows {in}/a.windows.npy", "give the --data-path of the windows"),
     "no data set": ("--data-path {in}/none --sculpt-windows {in}/a.windows.npy", "none.idx: no such file"),
     "no windows": ("--data-path {in}/a --sculpt-windows {in}/none.windows.npy", "none.windows.json: No such file"),
     "another file": ("--data-path {in}/a --sculpt-windows {in}/a.idx", "whose name ends with .windows.npy"),
@@ -83,7 +83,7 @@ def test_what_windows_do_not_run_with(folder: Path) -> None:
     """And files of windows that do not fit."""
     lines = {
         "--mock-data": "give the --data-path",
-        "--fim-data": "windows hold whole documents",
+        "--fim-data": "windows contain whole documents",
         "--reset-attention-mask": "--sculpt-attention document does this",
         "--num-experts 2": "add --hybrid-data-parallel",
         "--hybrid-data-parallel --hdp-tokens-per-rank 256 --hdp-loader ray": "use --hdp-loader local",

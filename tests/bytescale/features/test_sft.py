@@ -39,7 +39,7 @@ REFUSED = {
         "--data-path {in}/other",
         "other.mask.bin: the mask belongs to another data set than |other.idx",
     ),
-    "no data": ("", "no data: give the --data-path that bytescale corpus --sft has written"),
+    "no data": ("", "no data: give the --data-path written by `bytescale corpus --sft`"),
     "windows": (
         "--data-path {in}/a --sculpt-windows {in}/a.windows.npy",
         "--sft does not work with --sculpt-windows: leave it out",
