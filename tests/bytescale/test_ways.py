@@ -23,7 +23,7 @@ from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.setup.setup import AUTO, Policy, Setup
 from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.step.sizes import ONE_SLICE
-from megatron.bytescale.arguments.setup import setup_of_strategy as setup_of_training
+from megatron.bytescale.arguments.setup import setup_of as setup_of_training
 from megatron.bytescale.cli import plan as plan_command
 from megatron.bytescale.cli.activations import add_arguments as add_activations
 from megatron.bytescale.cli.activations import setup_of_options as setup_of_activations
