@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Predict the policies and print them.
 
     Raises:
-        ValueError: sizes out of range, an unknown policy, a bad cost file, or nothing that fits.
+        ValueError: sizes out of range, an unknown policy, a bad cost file, or a policy that does not fit.
     """
     check_sizes(args)
     setup = setup_of_options(args)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     checked_prefix(args.output)
     if args.sft:
         return write_chats(args, entries, settings)
-    # Imported here because Megatron takes seconds to import, which --help and errors should not.
+    # Megatron takes seconds to import, so --help and errors come first.
     from megatron.bytescale.core.datasets import corpus
 
     tokenizer = corpus.build_megatron_tokenizer(settings) if settings else None

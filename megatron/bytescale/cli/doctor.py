@@ -38,7 +38,7 @@ class FeatureReport:
     Attributes:
         name, flag, summary: columns of the table; ``flag`` turns the feature on.
         flags: flags of this feature.
-        patches: the functions of Megatron that its patch rows name.
+        patches: functions of Megatron that its patches replace or copy.
         refusals: replacement of each refused flag.
     """
 
@@ -142,7 +142,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
 
 
 def features_report() -> list[FeatureReport]:
-    """Return each feature of the table."""
+    """Return the report of each feature."""
     from megatron.bytescale.features import FEATURES, patches_of, refusals
     from megatron.bytescale.patches import rows_of
 

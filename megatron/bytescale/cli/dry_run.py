@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must be at least 0")
     given = None if args.lengths is None else read_lengths(args.lengths)
-    # Imported here because Megatron takes seconds to import, which --help and errors should not.
+    # Megatron takes seconds to import, so --help and errors come first.
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(args.flags)  # also if the line is for GPUs and this machine has none

@@ -42,7 +42,7 @@ DEFAULT_FLAGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale memory-plan``."""
-    note = "sizes, norms, biases, positions and tied embeddings; the step is run (default: a small model)"
+    note = "sizes, norms, biases, positions and tied embeddings; the step runs here (default: a small model)"
     add_option(parser, "--model-flags", note=note)
     parser.set_defaults(model_flags=DEFAULT_FLAGS)
     add_option(parser, "--seq-length", default=512)
@@ -183,7 +183,7 @@ def record_step(
 
 
 def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, dict[str, float]]:
-    """Return the figures of the table by the name of the plan."""
+    """Return the figures of each plan by its name."""
     return {
         name: {"num_requests": len(plan.requests), "bound_bytes": plan.bound, "peak_bytes": plan.peak,
                "is_optimal": plan.is_optimal, "seconds": seconds}

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, check and print.
+    """Plan a step, check the plan and print it.
 
     Raises:
         ValueError: bad lengths, sizes, balance or cost file.
@@ -89,7 +89,7 @@ def decision_of(args: argparse.Namespace, cost: ModelCost, lengths: Sequence[int
 
 
 def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
-    """Return the figures of a plan, one on each line."""
+    """Return the figures of a plan, a line each."""
     return "\n".join(
         (
             f"micro-batches per rank  {_spread(summary.micro_batches_per_rank)}",

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=5,
         metavar="N",
-        help="runs of each micro-batch, of which the median is used (%(default)s)",
+        help="runs of each micro-batch, for the median (%(default)s)",
     )
     parser.add_argument(
         "--ring-bytes-per-second",
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, fit, write the cost file and print how well it predicts.
+    """Measure a model, fit and write its cost file, and print the errors of its predictions.
 
     Raises:
         ValueError: a flag that cannot be profiled, noisy times, or an output that cannot be written.
@@ -133,7 +133,7 @@ def quiet() -> Iterator[None]:
 
 def profile_model(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Prediction], int]:
     """Return (costs, predictions of held-out lengths, rank of the process)."""
-    # Imported here because Megatron takes seconds to import, which --help should not.
+    # Megatron takes seconds to import, so --help and errors come first.
     import torch
 
     from megatron.bytescale.training.profile import prepare
@@ -210,7 +210,7 @@ def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tu
 
 
 def collective_seconds(subject: Subject) -> tuple[float, float]:
-    """Return the seconds per byte that a rank receives in a collective, and the latency of a collective. Collective.
+    """Return the seconds per received byte of a collective, and its latency in seconds. Collective.
 
     The ranks are a tensor-parallel group or, without tensor parallelism, a node. Both are 0 for a single rank.
     """

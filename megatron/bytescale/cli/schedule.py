@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="cut of a micro-batch into slices: even, flops, time (default), or the tokens of each slice as L1,...,LK",
     )
-    add_option(parser, "--seq-length", default=131072, note="of which each micro-batch has one")
+    add_option(parser, "--seq-length", default=131072, note="each micro-batch is one sequence")
     parser.add_argument("--model", choices=sorted(SHAPES), default="gpt-7b", help="model (default: gpt-7b)")
     add_option(parser, "--tensor-parallel", note="also the ranks of sequence parallelism")
     add_option(parser, "--cost-file", note="in place of --model and --tensor-parallel")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make, check, simulate and print a schedule.
+    """Make a schedule, check it, simulate it and print it.
 
     Raises:
         ValueError: sizes that do not fit together; the message names the nearest sizes that fit.

@@ -35,7 +35,7 @@ from megatron.bytescale.cli.shared.slicing import add_setup_arguments, cost_of_o
 from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "simulate"
-HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
+HELP = "replay the plans of schedulers with a cost model: time over the lower bound, and other figures"
 EXAMPLE = (
     "bytescale simulate --sampler github --seq-length 2M --ranks 512 --tokens-per-rank 8K --global-tokens 32M --seeds 5"
 )
@@ -108,7 +108,7 @@ def all_schedulers() -> dict[str, Scheduler]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw the steps, run every scheduler on each, print.
+    """Draw steps, run each scheduler on each step, and print the figures.
 
     Raises:
         ValueError: an unknown name, sizes that conflict, a bad file.

@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench/activation/gpu_activations_calibrate.py --output cost.json [--json]
 
 The link is measured in each direction alone, in both directions at the same time, and in each direction while matrices
-are multiplied. Then one process for each GPU copies at the same time (``--processes``), which gives
+are multiplied. Then one process for each GPU copies at the same time (``--ranks``), which gives
 ``--gpus-per-link``. ``--output`` writes a cost file for ``--cost-file``. ``--device cpu --quick`` tests the script.
 """
 
@@ -147,11 +147,11 @@ def main() -> None:
     """Measure, print, and write the cost file."""
     parser = gpu_parser("Measure the link to host memory and a layer's time against length.", has_quick=True)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="of each measurement (%(default)s)")
-    parser.add_argument("--processes", type=int, metavar="N", help="processes that copy together (one for each GPU)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes that copy together (one for each GPU)")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write a cost file")
     args = parse_on_gpu(parser)
     on_cuda = args.device == "cuda"
-    num_processes = args.processes or (torch.cuda.device_count() if on_cuda else 1)
+    num_processes = args.ranks or (torch.cuda.device_count() if on_cuda else 1)
     figures, cost = calibrate(on_cuda, args.quick, args.repeats, num_processes)
     for name, speed in figures["link_gb_per_second"].items():
         print(f"{name:28} {speed:8.2f} GB/s")

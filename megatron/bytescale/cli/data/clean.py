@@ -157,7 +157,7 @@ class Finish:
         save_report(self.output / REPORT, dataclasses.replace(report, fingerprint=self.key()))
 
     def _data_set(self, name: str, shards: Sequence[Path]) -> str:
-        # Imported here because Megatron takes seconds to import.
+        # Megatron takes seconds to import, so errors come first.
         from megatron.bytescale.core.datasets import corpus
 
         entries = [entry for shard in shards for entry in file_entries(shard)]

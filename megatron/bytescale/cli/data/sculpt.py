@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--materialise",
         action="store_true",
-        help="also write PREFIX.windows.bin and PREFIX.windows.idx, in which each window is one document",
+        help="also write the windows as the documents of a data set, PREFIX.windows.bin and PREFIX.windows.idx",
     )
     add_json(parser)
     add_plot(parser, "a map of the clusters and their sizes")
@@ -113,7 +113,7 @@ def data_set_of(args: argparse.Namespace) -> str:
     """Return the prefix of the data set, after writing it if the input is text."""
     if not args.input.endswith(_TEXT):
         return str(args.input)
-    # Imported here because Megatron takes seconds to import, which --help and errors should not.
+    # Megatron takes seconds to import, so --help and errors come first.
     from megatron.bytescale.core.datasets import corpus
 
     settings = tokenizer_settings(args)
@@ -127,7 +127,7 @@ def data_set_of(args: argparse.Namespace) -> str:
 
 
 def materialise(corpus: CorpusTokens, made: SculptedCorpus, prefix: Path) -> None:
-    """Write a data set in which each window is one document."""
+    """Write a data set whose documents are the windows."""
     from megatron.bytescale.core.datasets.corpus import write_tokens
 
     table = made.made.table

@@ -1,1 +1,1 @@
-"""``bytescale experts``: what placements make of recorded loads of experts."""
+"""``bytescale experts``: replays of recorded expert loads with each placement."""

@@ -1,1 +1,1 @@
-"""``bytescale generate``: its options and what it prints."""
+"""``bytescale generate``: options and output."""

@@ -50,4 +50,4 @@ DECIDED: Final = frozenset(CHOICES) | {
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--moe-token-dispatcher-type",
     "--expert-tensor-parallel-size",
 }  # fmt: skip
-"""Training flags that the search decides, or for which it has an option."""
+"""Training flags that the search decides, or that are options of the search."""

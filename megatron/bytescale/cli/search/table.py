@@ -14,7 +14,7 @@ PARTS: Final = {"compute": "computing", "exposed": "exchange", "idle": "waiting"
 """Parts of the time of a step, and their names in the table."""
 
 FULL_SHARE: Final = 0.95
-"""Least share of device memory from which memory limits a strategy."""
+"""Memory limits strategies that fill at least this share of the device."""
 
 FREE_SHARE: Final = 0.03
 """Waits of up to this share of the time do not limit a strategy."""
@@ -34,7 +34,7 @@ class StrategyRow:
         mfu: model FLOP/s as a share of the devices' peak; None if the peak is unknown.
         device_gb, host_gb: memory of a device, and host memory of a process.
         parts: seconds of each of ``PARTS``.
-        binds: the resource that limits the speed.
+        binds: resource that limits the speed.
         loses: extra time over the fastest strategy, for the same number of documents.
     """
 

@@ -15,7 +15,7 @@ from megatron.bytescale.cli.shared.lengths import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import given_flags, model_of, with_needed, words_of
 
 DEVICES: Final = {"h100": "h100_7b"}
-"""Devices with shipped timings of one model, from which the costs of other models follow."""
+"""Devices with shipped timings of one model, which are scaled to other models."""
 
 DOCUMENTS_OF_A_RANK: Final = 8
 """The most documents of a step for each rank, if their number is not given."""
@@ -25,7 +25,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """Return the task of the options for each size of steps, ascending.
 
     The size is given, or sizes are tried: powers of two for each rank, up to the largest, with the same documents.
-    Raises ValueError as ``task_of``.
+    Raises ValueError like ``task_of``.
     """
     if args.global_batch_size is not None:
         return [task_of(args)]

@@ -57,7 +57,7 @@ class Verified:
     """A strategy that was trained.
 
     Attributes:
-        number: rank in the search, from 1.
+        number: place in the search, from 1.
         strategy: short name of the strategy.
         predicted_seconds, seconds: median seconds of a step; None if the training failed.
         predicted_gb, gb: device memory of the fullest rank, in the step with most tokens.
@@ -145,7 +145,7 @@ def verified(
 
 
 def write_documents(prefix: Path, steps: Sequence[Sequence[int]], num_ids: int) -> None:
-    """Write documents of random tokens which a training with ``SEED`` groups into these steps."""
+    """Write documents of random tokens that a training with ``SEED`` groups into these steps."""
     from megatron.bytescale.core.datasets.corpus import write_tokens  # Megatron takes seconds to import
 
     lengths = np.array([length for step in steps for length in step])

@@ -1,1 +1,1 @@
-"""What several subcommands share."""
+"""Options, inputs and tables that several subcommands share."""

@@ -53,9 +53,9 @@ class Migration:
 
     Attributes:
         line: words of the line.
-        changes: changes, in the order in which they were made.
+        changes: changes, in order.
         device_gb: forecast memory of the fullest device, in GB, with full micro-batches that run whole; None if
-            something is left to decide, or the number of processes is unknown.
+            a decision is left to the reader, or the number of processes is unknown.
     """
 
     line: tuple[str, ...]

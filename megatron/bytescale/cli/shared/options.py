@@ -92,7 +92,7 @@ def add_option(
 
 
 def add_lengths(parser: argparse.ArgumentParser, required: bool = False, note: str = "") -> None:
-    """Add ``--lengths`` and ``--sampler``, of which at most one may be given; ``check_sampler`` checks the second."""
+    """Add the exclusive options ``--lengths`` and ``--sampler``; ``check_sampler`` checks the latter."""
     group = parser.add_mutually_exclusive_group(required=required)
     add_option(group, "--lengths", note=note)
     add_option(group, "--sampler")
@@ -105,7 +105,7 @@ def check_sampler(name: str | None) -> None:
 
 
 def add_rates(parser: argparse.ArgumentParser) -> None:
-    """Add ``--tflops``, three rates that stand for measured costs."""
+    """Add ``--tflops``, three rates in place of measured costs."""
     parser.add_argument(
         "--tflops",
         type=float,

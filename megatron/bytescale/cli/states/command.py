@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=list(STAGES),
         default=1,
-        help="states off the device: 1 Adam's states, 2 also gradients, 3 also parameters of layers (default: 1)",
+        help="states off the device: 1 Adam's states, 2 also gradients, 3 also parameters (default: 1)",
     )
     parser.add_argument(
         "--window-layers", type=count, default=2, metavar="N", help="layers on the device at a time in stage 3 (2)"
@@ -82,7 +82,7 @@ class StageStates:
 
     Attributes:
         case: sizes of the states.
-        on_disk: numbers of the pages for which host memory has no room.
+        on_disk: numbers of the pages that do not fit in host memory.
         moves: moves of one step, in order of time.
         num_micro_batches: micro-batches of one step.
     """

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.evaluate.replay import StageReplay
-from bytescale_ext.plan.setup.coupling import coupling
+from bytescale_ext.plan.setup.forecast import coupling
 
 
 def replayed(num_stages: int, *ranks: list[float]) -> StageReplay:
