@@ -1,4 +1,4 @@
-"""Test cases: which ranks hold which sequences, their values, dense attention as the answer, and how to run them."""
+"""Test cases: sequences on ranks, their values, expected results of dense attention, and functions that run them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from bytescale_ext.plan.step.plan import StepPlan
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences and where they are computed.
+    """Sequences, and the ranks that compute them.
 
     Attributes:
         lengths: tokens of each sequence.
-        rounds: for each round of micro-batches, ``(seq, ring)`` of the sequences in it.
-        num_ranks: HDP ranks.
-        heads, kv_heads, dim: of the attention.
-        num_padding: rows after the tokens of each micro-batch.
-        inner_width: members of the inner rings of every ring that is a multiple of it; 0: all rings are plain.
-        window: the most keys before its own that a token sees; None: all.
-        sinks: each head has a sink.
+        rounds: ``(seq, ring)`` of the sequences in each round of micro-batches.
+        num_ranks: number of HDP ranks.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        dim: width of one head.
+        num_padding: number of rows after the tokens of each micro-batch.
+        inner_width: number of members of the inner rings of every ring whose width is a multiple of it; 0 for plain
+            rings.
+        window: number of earlier keys that a token attends to; None for all.
+        sinks: whether each head has a sink.
     """
 
     lengths: tuple[int, ...]
@@ -49,7 +52,7 @@ class Case:
     sinks: bool = False
 
     def inner_rings(self, ring: tuple[int, ...]) -> int:
-        """Return of how many inner rings a ring consists."""
+        """Return the number of inner rings of a ring."""
         return 1 if not self.inner_width or len(ring) % self.inner_width else len(ring) // self.inner_width
 
     @property
@@ -75,12 +78,12 @@ class Case:
         return torch.randn(self.heads, generator=generator, dtype=torch.float64) if self.sinks else None
 
     def backend(self, comm: Comm | None, name: str = "reference", dtype: torch.dtype = torch.float64) -> Backend:
-        """Return how one rank computes and exchanges."""
+        """Return the attention settings and communication of one rank."""
         sink = self.sink()
         return Backend(comm, kernel_named(name), self.scale, None if sink is None else sink.to(dtype))
 
     def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return ``q, k, v, dout`` of one sequence, the same on every rank."""
+        """Return ``q, k, v, dout`` of one sequence, equal on every rank."""
         generator = torch.Generator().manual_seed(1000 + seq)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return tuple(
@@ -89,12 +92,12 @@ class Case:
         )
 
     def rows(self, micro_batch: MicroBatch, of_sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows of a micro-batch taken from tensors of whole sequences, without padding."""
+        """Return the rows of a micro-batch from tensors of whole sequences, without padding."""
         parts = [of_sequences[shard.seq][a:b] for shard in micro_batch.shards for a, b in shard.ranges]
         return torch.cat(parts) if parts else of_sequences[0][:0]
 
     def inputs(self, number: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return ``q, k, v, dout`` of a micro-batch; its padding holds noise."""
+        """Return ``q, k, v, dout`` of a micro-batch, with random values in the padding."""
         micro_batch = self.micro_batch(number, rank)
         columns = zip(*(self.values(seq, dtype) for seq in range(len(self.lengths))), strict=True)
         rows = [self.rows(micro_batch, column) for column in columns]
@@ -109,7 +112,7 @@ class Case:
         return [self.rows(micro_batch, column) for column in columns]
 
     def expected(self, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, ...]]:
-        """``out, dq, dk, dv`` of each sequence by dense attention in float64, from values rounded to ``dtype``."""
+        """Return dense ``out, dq, dk, dv`` of each sequence in float64, from values rounded to ``dtype``."""
         return dense_answers(self, dtype)
 
     def expected_sink(self) -> torch.Tensor:
@@ -125,7 +128,7 @@ class Case:
         return total
 
 
-@lru_cache(maxsize=8)  # each rank and each way to cut asks again
+@lru_cache(maxsize=8)  # cached for all ranks and slicings
 def dense_answers(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
     """See ``Case.expected``."""
     answers = []
@@ -256,7 +259,7 @@ def run_virtual(
 
 
 def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Exchanges[list[tuple[torch.Tensor, ...]]]:
-    """One virtual rank runs all its micro-batches; ``out, dq, dk, dv`` of each, float64, without padding."""
+    """Run all micro-batches of one virtual rank; return ``out, dq, dk, dv`` of each, float64, without padding."""
     found = []
     for micro_batch in plan.ranks[comm.rank]:
         q, k, v, dout = case.planned_inputs(micro_batch)
@@ -268,7 +271,7 @@ def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Exchanges[list[
 
 
 def planned(plan: StepPlan) -> Case:
-    """Return a case with the values of a plan's sequences; the plan says where they are computed."""
+    """Return a case with values of a plan's sequences. The plan decides the ranks that compute them."""
     return Case(plan.lengths, ((),), plan.num_ranks, num_padding=0)
 
 
@@ -290,12 +293,12 @@ def assert_plan_is_exact(plan: StepPlan) -> None:
 
 
 def whole(length: int, ring: tuple[int, ...], **shape: int) -> Case:
-    """One sequence on one ring."""
+    """Return the case of one sequence on one ring."""
     return Case((length,), (((0, ring),),), max(ring) + 1, **shape)
 
 
-# Rings of 1, 2, 3 and 4 ranks, packs beside them, odd and tiny lengths; rank 1 is in overlapping rings of one
-# micro-batch and of successive ones, rank 3 has a round with nothing.
+# Rings of 1, 2, 3 and 4 ranks, packs next to them, odd and tiny lengths. Rank 1 is in overlapping rings, in the same
+# micro-batch and in successive micro-batches. Rank 3 has an empty round.
 MIXED = Case(
     lengths=(37, 5, 3, 29, 4, 1, 2, 18, 64, 7, 13),
     rounds=(
@@ -321,8 +324,8 @@ TINY = Case(
     ),
     num_ranks=4,
 )
-# Several documents of odd lengths on each of the rings of 2, 3 and 4 ranks, in turns, so that the rows of a ring are
-# not adjacent; documents of as many tokens as ranks have no back rows.
+# Several documents of odd lengths on each of the rings of 2, 3 and 4 ranks, in alternation, so that the rows of a ring
+# are not adjacent. Documents with one token per rank have no back rows.
 ALL, FIRST_TWO, LAST_THREE = (0, 1, 2, 3), (0, 1), (1, 2, 3)
 GROUPS = Case(
     lengths=(37, 41, 3, 4, 29, 2, 5, 3, 33, 9, 6, 23, 11),

@@ -28,7 +28,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def fused() -> Iterator[JoinFunction]:
-    """The kernel as Triton interprets it on a CPU."""
+    """Return the kernel in Triton's interpreter on a CPU."""
     from bytescale_ext.attention import fused_merge
 
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +39,7 @@ def fused() -> Iterator[JoinFunction]:
 
 
 def outputs(num_rows: int, dtype: torch.dtype, dim: int, seed: int) -> Output:
-    """Return an output and its sums, some of them of no keys."""
+    """Return an output and its sums, some of them over no keys."""
     generator = torch.Generator().manual_seed(seed)
     lse = torch.randn(3, num_rows, generator=generator, dtype=torch.float64) * 20
     lse[lse > 30] = -torch.inf
@@ -65,7 +65,7 @@ def assert_joins(join: JoinFunction, totals: Output, part: Output, rows: Rows) -
 @pytest.mark.parametrize("dim", [8, 24, 128])
 @pytest.mark.parametrize("rows", [Rows.of([(0, 7)]), Rows.of([(3, 50)]), Rows.of([(0, 2), (9, 10), (31, 50)])])
 def test_joins_as_torch_does(fused: JoinFunction, dtype: torch.dtype, dim: int, rows: Rows) -> None:
-    """In the accumulation dtype, as in rings, and in the dtype of the output, as of documents in slices."""
+    """Rings join in the accumulation dtype, documents in slices in the dtype of the output."""
     part = outputs(rows.num_rows, dtype, dim, 1)
     for of_totals in {dtype, accumulation_dtype(dtype)}:
         out, lse = outputs(50, dtype, dim, 2)
@@ -91,7 +91,7 @@ def test_any_rows(lengths: list[tuple[int, int]], dim: int, seed: int) -> None:
 
 
 def test_strided_tensors(fused: JoinFunction) -> None:
-    """Kernels return views with heads first, sums with rows first, and columns apart."""
+    """Kernels return views with heads first, sums with rows first, and strided columns."""
     out, lse = outputs(20, torch.float32, 16, 3)
     first, second = out.transpose(0, 1).contiguous().transpose(0, 1), lse.t().contiguous().t()
     rows = Rows.of([(1, 5), (8, 20)])
@@ -102,7 +102,7 @@ def test_strided_tensors(fused: JoinFunction) -> None:
 
 @pytest.mark.parametrize("case", [MIXED, GROUPS], ids=["mixed", "groups"])
 def test_rings_are_exact(fused: JoinFunction, case: Case) -> None:
-    """Outputs and gradients of rings whose blocks the kernel joins, against dense attention."""
+    """Outputs and gradients of rings with the fused kernel equal dense attention."""
     kernel = dataclasses.replace(kernel_named("reference"), join=fused)
     comms, ranks = mailbox_comms(case.num_ranks), range(case.num_ranks)
     inputs = [case.inputs(0, rank, torch.float64) for rank in ranks]
@@ -143,7 +143,7 @@ def test_probe_finds_wrong_kernels(join: Callable[[Output, Output, Rows], None])
 
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused kernel where it runs and agrees; torch elsewhere, with the reason."""
+    """The fused kernel is chosen if it runs and agrees, otherwise torch with the reason."""
     from bytescale_ext.attention.fused_merge import fused_join_
 
     assert choose_join(CPU, torch.bfloat16, 64) == (join_, "it runs on cuda, not on cpu")
@@ -162,7 +162,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_compiles_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, of_totals: str, of_part: str
 ) -> None:
-    """To machine code, without a device: the interpreter is less strict about types."""
+    """The kernel compiles to machine code without a device, because the interpreter is less strict about types."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -188,11 +188,11 @@ def test_it_compiles_for_gpus(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
-    """The compiled kernel is chosen, and joins 9 M values with offsets beyond 32 bits as torch does."""
+    """The compiled kernel is chosen, and joins 9 M values with offsets beyond 32 bits like torch."""
     join, why_not = choose_join(CUDA, dtype, 128)
     assert why_not is None
     rows = Rows.of([(5, 8000), (700_000, 716_000)])
     part = tuple(x.cuda() for x in outputs(rows.num_rows, dtype, 128, 1))
-    out = torch.randn(716_001, 24, 128, device="cuda")[:, ::8]  # 3 of 24 heads: rows lie 3,072 values apart
+    out = torch.randn(716_001, 24, 128, device="cuda")[:, ::8]  # 3 of 24 heads, so rows are 3,072 values apart
     lse = torch.randn(3, 716_001, device="cuda")
     assert_joins(join, (out, lse), part, rows)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Hierarchical rings against dense attention, on virtual ranks in float64: whole passes, slices, and what is sent."""
+"""Hierarchical rings against dense attention, on virtual ranks in float64: whole passes, slices, and sent bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.attention.cases import Case, assert_matches, assert_plan_is_exact, ru
 from tests.attention.layouts.test_slices import run_slices
 
 FORMS = [(4, 2), (6, 2), (10, 2), (6, 3), (15, 3), (8, 4), (12, 4), (10, 5), (16, 8)]
-"""Widths of rings, and members of their inner rings."""
+"""Return widths of rings, and widths of their inner rings."""
 
 
 def case_of(width: int, inner_width: int, first: int = 0) -> Case:
-    """Documents of odd lengths in one hierarchical ring, one of them with one token on each rank."""
+    """Return documents of odd lengths in one hierarchical ring, one of them with one token on each rank."""
     ring = tuple(range(first, first + width))
     lengths = (3 * width + 1, width, 2 * width + 5)
     rounds = (tuple((seq, ring) for seq in range(3)),)
@@ -47,8 +47,8 @@ def test_any_width_is_exact(width: int, inner: int) -> None:
     assert_matches(case, results, 1e-10)
 
 
-# On nodes of 4: rings of 8 and 6 over two nodes, one of two whole nodes and one that begins in the middle of a node,
-# beside a plain ring inside a node, a pack, and a plain ring over the border of nodes.
+# On nodes of 4: a ring of 8 over two whole nodes, a ring of 6 that begins in the middle of a node, a plain ring inside
+# a node, a pack, and a plain ring over two nodes.
 BESIDE = Case(
     lengths=(61, 33, 14, 9, 5, 12),
     rounds=(
@@ -78,7 +78,7 @@ def test_slices_are_exact(width: int, inner: int, kept_tokens: int, summed_token
 
 
 def count_links(comm: MailboxComm, links: Counter[tuple[int, int]]) -> None:
-    """Make a comm add the bytes that it sends to each rank."""
+    """Make a communicator count the bytes that it sends to each rank."""
     exchange = comm.exchange
 
     def counted(sends: Sequence[Transfer], receives: Sequence[Transfer]) -> MailboxPending:
@@ -90,7 +90,7 @@ def count_links(comm: MailboxComm, links: Counter[tuple[int, int]]) -> None:
 
 
 def test_all_links_between_nodes_carry_the_same() -> None:
-    """A ring of 8 on 2 nodes of 4: as many bytes as the plain ring, 1/7 of them on the busiest link between nodes."""
+    """A ring of 8 on 2 nodes of 4 sends as many bytes as the plain ring, 1/7 on the busiest link between nodes."""
     found = []
     for inner in (0, 4):
         case = replace(case_of(8, inner), lengths=(64, 128, 256))
@@ -108,7 +108,7 @@ def test_all_links_between_nodes_carry_the_same() -> None:
 
 
 def any_nested_plan(source: random.Random) -> StepPlan:
-    """Return a plan of 8 ranks on nodes of 4: rings of any place and width, packs, and any possible forms."""
+    """Return a plan of 8 ranks on nodes of 4, with rings of any position, width and form, and packs."""
     count = source.randint(3, 9)
     firsts = np.array([source.randrange(8) for _ in range(count)])
     widths = np.array([source.randint(1, 8 - first) for first in firsts.tolist()])
@@ -121,13 +121,13 @@ def any_nested_plan(source: random.Random) -> StepPlan:
 
 
 def test_random_plans_of_both_forms_are_exact() -> None:
-    """Plans that the check accepts run without a deadlock, whichever forms of rings meet on a rank."""
+    """Plans that pass the check run without a deadlock, for all forms of rings on a rank."""
     source, nested = random.Random(11), 0
     for _ in range(12):
         plan = any_nested_plan(source)
         try:
             check_step_plan(plan, ranks_per_node=4)
-        except PlanError:  # two micro-batches of a rank are tied by rings
+        except PlanError:  # rings couple two micro-batches of a rank
             continue
         assert_plan_is_exact(plan)
         assert isinstance(plan.ranks, PlacedRanks)
@@ -136,9 +136,9 @@ def test_random_plans_of_both_forms_are_exact() -> None:
 
 
 def travel(comm: MailboxComm, member: RingPass) -> Exchanges[tuple[list[float], list[torch.Tensor]]]:
-    """Send keys and sums round; return which keys a rank has seen, and the sums that came home.
+    """Send keys and sums around a ring; return the keys that a rank received, and the sums that returned to it.
 
-    Keys hold their owner's number. To the sum of each key a rank adds its own power of two.
+    Keys contain the number of their owner. A rank adds its own power of two to the sum of each key.
     """
     keys = torch.full((member.num_rows, 1, 2), float(comm.rank))
     keys_on_way = TravellingKeys(keys, keys, member, comm.exchange)
@@ -166,7 +166,7 @@ def travel(comm: MailboxComm, member: RingPass) -> Exchanges[tuple[list[float], 
 
 @pytest.mark.parametrize(("width", "inner"), [*FORMS, (5, 5), (8, 8)])
 def test_every_rank_adds_to_every_sum_once(width: int, inner: int) -> None:
-    """Sums of a rank's own inner ring come home by themselves, those of all others in one total."""
+    """The sum of a rank's own inner ring returns separately, the sums of all other inner rings as one total."""
     members = [ring_pass([3 * width + 1], Route(tuple(range(width)), index, width // inner)) for index in range(width)]
     found = run_in_turn([travel(comm, member) for comm, member in zip(mailbox_comms(width), members, strict=True)])
     for rank, (seen, home) in enumerate(found):

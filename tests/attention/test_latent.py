@@ -1,4 +1,4 @@
-"""Latents in place of keys and values, in rings and slices, against dense attention over their expansion in float64."""
+"""Latents instead of keys and values, in rings and slices, against dense attention over their expansion in float64."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.attention.test_slices import run_in_slices
 
 @dataclass(frozen=True)
 class LatentCase(Case):
-    """A case whose keys and values are halves of latents; ``dim`` is the larger head size of keys and values.
+    """Case with keys and values that are halves of latents; ``dim`` is the larger head size of keys and values.
 
     Attributes:
-        key_rank: numbers of a latent.
-        sizes: numbers of a key's head without positions, and of a value's.
-        position_dim: numbers of a key with positions.
+        key_rank: width of a latent.
+        sizes: width of a key's head without positions, and of a value's head.
+        position_dim: width of the part of a key with positions.
     """
 
     key_rank: int = 7
@@ -95,7 +95,7 @@ def latent(case: Case, **named: object) -> LatentCase:
 )
 @pytest.mark.parametrize("case", [MIXED, TINY, GROUPS], ids=["mixed", "tiny", "groups"])
 def test_rings_of_latents(case: Case, name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Rings of 1 to 4 ranks, packs and padding; the gradients of all ranks add up to that of the weight."""
+    """With rings of 1 to 4 ranks, packs and padding, the gradients of all ranks sum to the weight's gradient."""
     given = latent(case)
     results, _ = run_virtual(given, name, dtype)
     assert_matches(given, results, tolerance, dtype)
@@ -107,8 +107,8 @@ def test_rings_of_latents(case: Case, name: str, dtype: torch.dtype, tolerance: 
 @pytest.mark.parametrize(
     "named",
     [
-        {"dim": 9, "sizes": (2, 9)},  # values are the wider ones
-        {"dim": 8, "sizes": (6, 4), "position_dim": 2, "key_rank": 6},  # keys are, and halves are even
+        {"dim": 9, "sizes": (2, 9)},  # values are wider
+        {"dim": 8, "sizes": (6, 4), "position_dim": 2, "key_rank": 6},  # keys are wider, and halves are even
         {"window": 5},
         {"sinks": True},
         {"inner_width": 2},
@@ -139,7 +139,7 @@ def test_slices_of_latents(case: Case, num_slices: int, kept: int, swapped: int)
 
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_costs_count_the_expansions_of_the_slowest_member(num_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both passes, against the rows that each member of a ring of 3 really expands, and has gradients of."""
+    """The cost of both passes counts the rows that each member of a ring of 3 expands, and their gradients."""
     rows: dict[int, list[int]] = {}
 
     def count(name: str, place: int) -> None:
@@ -168,7 +168,7 @@ def test_costs_count_the_expansions_of_the_slowest_member(num_slices: int, monke
 
 
 def test_only_latents_travel() -> None:
-    """A ring of 4 sends 10 numbers of a token with each hop: forward, backward, and as a sum of gradients."""
+    """A ring of 4 sends 10 numbers per token with each hop: forward, backward, and as a sum of gradients."""
     given = LatentCase((160,), (((0, (0, 1, 2, 3)),),), 4)
     _, comms = run_virtual(given, "reference", torch.float64)
     assert sum(comm.stats.bytes_sent for comm in comms) == 3 * 160 * 3 * (7 + 3) * 8
@@ -176,7 +176,7 @@ def test_only_latents_travel() -> None:
 
 @pytest.mark.parametrize("num_slices", [0, 1, 3])
 def test_autograd_reaches_the_weight(num_slices: int) -> None:
-    """Of a whole micro-batch (0), or of its slices; twice, as each backward pass begins with a sum of its own."""
+    """The micro-batch is whole (0) or in slices. It runs twice, because each backward pass begins with a new sum."""
     given = LatentCase((12,), (((0, (0,)),),), 1, num_padding=0)
     backend = given.backend(None)
     assert backend.expansion is not None

@@ -67,7 +67,7 @@ def test_cpu_flash_in_float32(case: Case) -> None:
 
 
 def test_rings_lose_no_precision_against_one_kernel() -> None:
-    """Sums over blocks are float32: many blocks have nearly the error of one."""
+    """Sums over blocks are float32, so many blocks have nearly the same error as a single block."""
     ring = whole(256, tuple(range(8)))
     one = Case((256,), (((0, (0,)),),), 1)
     wanted = one.expected(torch.bfloat16)[0]
@@ -108,7 +108,7 @@ def test_planned_steps_run_to_their_end(lengths: list[int], num_ranks: int) -> N
 
 
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str = "cpu_flash") -> torch.Tensor:
-    """Run the only rank of a case without rings, through autograd."""
+    """Run the single rank of a case without rings, through autograd."""
     (comm,) = mailbox_comms(1)
     return ring_attention(q, k, v, case.layout(0, 0), Backend(comm, kernel_named(name), case.scale))
 
@@ -145,7 +145,7 @@ def test_documents_do_not_see_each_other(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Perturbed(Case):
-    """A case with other values for one sequence."""
+    """Case with different values for one sequence."""
 
     changed: int = -1
 

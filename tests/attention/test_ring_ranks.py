@@ -22,9 +22,11 @@ RankResults = tuple[dict[int, tuple[torch.Tensor, ...]], int]
 
 
 def train_rank(rank: int, world: int, case: Case, dtype: torch.dtype, recompute: bool) -> RankResults:
-    """``out, dq, dk, dv`` of each round on one rank, and the bytes sent. Each forward also runs once without gradients.
+    """Return ``out, dq, dk, dv`` of each round on one rank, and the bytes sent.
 
-    All rounds run forward before any runs backward, in reverse order, as in a pipeline.
+    Each forward pass also runs once without gradients.
+
+    All rounds run forward before they run backward in reverse order, as in a pipeline.
     """
     comm = RingComm(None, rank, world)
     comm.warm_up("cpu")
@@ -53,7 +55,7 @@ def run(case: Case, dtype: torch.dtype, recompute: bool = False) -> tuple[Result
 
 
 def key_bytes(case: Case, rank: int, value_bytes: int) -> int:
-    """Bytes of keys and values that a rank sends in one pass over all rounds."""
+    """Return the bytes of keys and values that a rank sends in one pass over all rounds."""
     total = 0
     for number in range(len(case.rounds)):
         for member in case.layout(number, rank).passes:
@@ -63,7 +65,7 @@ def key_bytes(case: Case, rank: int, value_bytes: int) -> int:
 
 
 def sum_bytes(case: Case, rank: int, value_bytes: int) -> int:
-    """Bytes of key gradients that a rank sends."""
+    """Return the bytes of key gradients that a rank sends."""
     total = 0
     for number in range(len(case.rounds)):
         for member in case.layout(number, rank).passes:
@@ -112,7 +114,7 @@ def lose_a_member(rank: int, world: int) -> str:
     try:
         ring_attention(q, k, v, layout, Backend(comm, kernel, case.scale))
     except RuntimeError as error:
-        # As at the end of the process: ranks that wait for this one must get an error too.
+        # As at the end of the process: ranks that wait for this rank must get an error too.
         dist.destroy_process_group()
         return str(error)
     return ""
@@ -120,6 +122,6 @@ def lose_a_member(rank: int, world: int) -> str:
 
 def test_a_lost_member_is_an_error_and_not_a_hang() -> None:
     errors = run_ranks(lose_a_member, 4, may_die={1})
-    # The neighbours of rank 1 lose the connection and end, and then the ranks that wait for them.
+    # The neighbours of rank 1 lose the connection and end, then the ranks that wait for these neighbours end.
     assert errors[1] is None
     assert all(errors[rank] for rank in (0, 2, 3)), errors

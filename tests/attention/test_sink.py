@@ -20,7 +20,7 @@ LOCAL = Case(lengths=(9, 1, 30), rounds=(((0, (0,)), (1, (0,)), (2, (0,))),), nu
     ("name", "dtype", "tolerance"), [("reference", torch.float64, 1e-10), ("cpu_flash", torch.float32, 1e-5)]
 )
 def test_sinks_over_rings(case: Case, name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Rings of 1 to 4 ranks, packs and padding; the gradients of all ranks add up to that of the sinks."""
+    """With rings of 1 to 4 ranks, packs and padding, the gradients of all ranks sum to the sinks' gradient."""
     case = dataclasses.replace(case, sinks=True)
     results, _ = run_virtual(case, name, dtype)
     assert_matches(case, results, tolerance, dtype)
@@ -30,7 +30,7 @@ def test_sinks_over_rings(case: Case, name: str, dtype: torch.dtype, tolerance: 
 
 @pytest.mark.parametrize("num_slices", [0, 1, 3])
 def test_autograd_reaches_the_sinks(num_slices: int) -> None:
-    """Of a whole micro-batch (0), or of its slices."""
+    """The micro-batch is whole (0) or in slices."""
     case = LOCAL if num_slices == 0 else dataclasses.replace(whole(12, (0,)), sinks=True, num_padding=0)
     sink = case.sink()
     assert sink is not None

@@ -1,6 +1,6 @@
 """Attention slice by slice against the reference on the whole sequence: outputs and all gradients.
 
-Samples side by side, without rings; ``layouts/test_slices.py`` has rings and packs.
+Batches of samples without rings; ``layouts/test_slices.py`` tests rings and packs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def backend_of(dtype: torch.dtype) -> Backend:
 
 
 def inputs(lengths: tuple[int, ...], heads: int, kv_heads: int, batch: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v, dout: [batch, tokens, heads, 8]."""
+    """Return q, k, v, dout: [batch, tokens, heads, 8]."""
     generator = torch.Generator().manual_seed(sum(lengths) + heads)
     shapes = ((batch, sum(lengths), count, 8) for count in (heads, kv_heads, kv_heads, heads))
     return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def whole(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """out, dq, dk, dv of the reference, sample by sample."""
+    """Return out, dq, dk, dv of the reference, sample by sample."""
     samples = []
     for q, k, v, dout in zip(*tensors, strict=True):
         block = block_of([len(q)], scale=SCALE)
@@ -62,14 +62,14 @@ def run_in_slices(qkv: Sequence[torch.Tensor], dout: torch.Tensor, num_slices: i
 
 
 def rows_of(lengths: tuple[int, ...], *tensors: torch.Tensor) -> Iterator[tuple[SliceLayout, list[torch.Tensor]]]:
-    """Each slice with its rows of the tensors, sample after sample."""
+    """Yield each slice with its rows of the tensors, sample after sample."""
     layouts = sample_layouts(lengths, tensors[0].shape[0])
     for part, layout in zip(slice_ranges(lengths), layouts, strict=True):
         yield layout, [tensor[:, part.start : part.stop].flatten(0, 1) for tensor in tensors]
 
 
 def in_slices(lengths: tuple[int, ...], *tensors: torch.Tensor, repeat: int = 1) -> list[torch.Tensor]:
-    """out, dq, dk, dv slice by slice; repeats each forward, as recomputation does, the last time with gradients."""
+    """Return out, dq, dk, dv slice by slice. Forward passes are repeated, as in recomputation."""
     batch, backend = tensors[0].shape[0], backend_of(tensors[0].dtype)
     micro_batch = MicroBatchPrefix()
     runs = []
@@ -140,7 +140,7 @@ def test_gradients_of_earlier_keys_are_summed_in_float32() -> None:
 
 
 def test_a_slice_holds_its_own_keys_from_its_forward_to_its_backward_pass() -> None:
-    """Live keys are those of the slices in flight, and the sums those of the slices whose backward is to come."""
+    """Keys exist for the slices in flight, and sums for the slices before their backward pass."""
     lengths = (5, 4, 3)
     tensors = inputs(lengths, 4, 2, 1, torch.float64)
     prefix, backend = MicroBatchPrefix().layer("layer"), backend_of(torch.float64)
@@ -190,7 +190,7 @@ def test_a_slice_of_another_size_is_refused() -> None:
 
 
 def test_only_queries_outputs_and_sums_are_saved() -> None:
-    """Keys and values lie in the prefix, once for all slices."""
+    """The prefix stores keys and values once for all slices."""
     lengths = (5, 3)
     q, k, v, _ = (tensor.requires_grad_() for tensor in inputs(lengths, 2, 2, 1, torch.float64))
     micro_batch = MicroBatchPrefix()
@@ -202,7 +202,7 @@ def test_only_queries_outputs_and_sums_are_saved() -> None:
 
 
 class NotedKeys(SwappedKeys):
-    """Swapped keys that note when they are read late."""
+    """Swapped keys that record late reads."""
 
     num_late = 0
 
@@ -216,14 +216,14 @@ class NotedKeys(SwappedKeys):
 
 
 def swapping(layout: SliceLayout) -> SliceLayout:
-    """The layout of samples with all keys in host memory."""
+    """Layout of samples with all keys in host memory."""
     nothing = PartRows((Rows.of([]),) * len(layout.held.places))
     keys = PartRows(nothing.places + layout.held.places)
     return replace(layout, held=nothing, swapped=layout.held, keys=keys)
 
 
 def test_swapped_keys_are_read_one_layer_ahead() -> None:
-    """Two slices of two micro-batches in three layers: each use finds its keys on the device, forward and backward."""
+    """With two slices of two micro-batches in three layers, keys are on the device at each use in both passes."""
     lengths = (5, 3)
     tensors = inputs(lengths, 2, 2, 1, torch.float64)
     expected, here = whole(*tensors), []
@@ -291,7 +291,7 @@ def test_swapped_keys_of_a_recomputed_slice_stay_until_its_backward_pass(repeat:
 
 
 def expected_slices(lengths: tuple[int, ...], *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """out, dq, dk, dv of each slice of the only sample, the last slice first."""
+    """Return out, dq, dk, dv of each slice of the only sample, the last slice first."""
     for part in reversed(slice_ranges(lengths)):
         yield [one[0, part.start : part.stop] for one in whole(*tensors)]
 

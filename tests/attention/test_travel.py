@@ -1,4 +1,4 @@
-"""What travels round a ring: keys and sums of their gradients, documents together; the order of passes of ranks."""
+"""Transfers in a ring: keys and sums of their gradients, documents together; and the order of passes of ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SHARES = (3, 3, 2, 2)
 
 
 def values_of(member: int, rows: int, start: int = 0) -> torch.Tensor:
-    """Keys ``[rows, 1, 2]`` that name their member and row."""
+    """Return keys ``[rows, 1, 2]`` that contain their member and row."""
     row = torch.arange(start, start + rows, dtype=torch.float32)
     return torch.stack((torch.full_like(row, member), row), dim=-1).unsqueeze(1)
 
 
 def kept_keys() -> KeptKeys:
-    """Regions of 5 rows for each member in turn: 2 of the prefix, up to 3 of the slice."""
+    """Return regions of 5 rows for each member in turn: 2 of the prefix, up to 3 of the slice."""
     starts = range(0, 5 * WIDTH, 5)
     whole = tuple(Rows.of([(start, start + 2 + share)]) for start, share in zip(starts, SHARES, strict=True))
     own = tuple(Rows.of([(start + 2, start + 2 + share)]) for start, share in zip(starts, SHARES, strict=True))
@@ -49,7 +49,7 @@ def member_of(index: int, is_kept: bool) -> RingPass:
 
 
 def visit(comm: MailboxComm, is_kept: bool) -> Exchanges[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Return the keys that one rank sees at each step, checked against the member they come from, and its buffer."""
+    """Return the keys that a rank receives at each step, checked against their member, and its buffer."""
     member = member_of(comm.rank, is_kept)
     buffer = torch.full((5 * WIDTH, 1, 2), torch.nan)
     member.keys.put_(buffer, values_of(comm.rank, 2 + SHARES[comm.rank]))
@@ -100,7 +100,7 @@ def test_bytes_are_the_rows_that_travel(is_kept: bool) -> None:
 
 @pytest.mark.parametrize("is_mine", [True, False])
 def test_gradients_of_kept_keys_are_added_and_sent(is_mine: bool) -> None:
-    """What travels to the member is the sum of the slice's rows, of this slice and of all later ones."""
+    """The member receives the sum of the slice's rows, from this slice and all later slices."""
     generator = torch.Generator().manual_seed(0)
     whole, own = Rows.of([(2, 5), (7, 9)]), Rows.of([(4, 5), (8, 9)])
     before = [torch.randn(10, 1, 2, generator=generator) for _ in range(2)]
@@ -131,7 +131,7 @@ def test_odd_documents_of_one_ring_are_exact(width: int, heads: tuple[int, int])
 
 
 def costs(case: Case) -> list[tuple[KernelCalls, ExchangeStats]]:
-    """Kernel calls and messages of each virtual rank in the forward and backward pass of round 0."""
+    """Return kernel calls and messages of each virtual rank in the forward and backward pass of round 0."""
     ranks, comms = range(case.num_ranks), mailbox_comms(case.num_ranks)
     kernels = [counting(kernel_named("cpu_flash")) for _ in ranks]
     inputs = [case.inputs(0, rank, torch.float32) for rank in ranks]
@@ -153,7 +153,7 @@ def test_a_pass_costs_the_same_for_any_number_of_documents(num_documents: int, w
 
 
 def test_other_rings_in_between_do_not_separate_documents() -> None:
-    """Rank 0 sees the ring (0, 1) between two documents of (0, 1, 2), rank 2 does not; both make one pass of them."""
+    """Rank 0 has the ring (0, 1) between two documents of (0, 1, 2), rank 2 does not. Both run them in one pass."""
     case = Case((9, 8, 7, 6), (((0, (0, 1, 2)), (1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1))),), 3)
     passes = [[(member.ring, member.seqs) for member in case.layout(0, rank).passes] for rank in range(3)]
     assert passes[0] == passes[1] == [((0, 1, 2), (0, 2)), ((0, 1), (1, 3))]
@@ -162,7 +162,7 @@ def test_other_rings_in_between_do_not_separate_documents() -> None:
 
 
 def passes_of(plan: StepPlan, rank: int) -> list[tuple[Ring, tuple[int, ...]]]:
-    """Return ``(ring, seqs)`` of every pass of a rank in its step, in the order in which they run."""
+    """Return ``(ring, seqs)`` of every pass of a rank in a step, in execution order."""
     layouts = [attention_layout(held, rank, plan.lengths, held.num_tokens) for held in plan.ranks[rank]]
     return [(member.ring, member.seqs) for layout in layouts for member in layout.passes]
 
@@ -215,7 +215,7 @@ def any_plan(source: random.Random) -> StepPlan:
 
 
 def test_ranks_agree_on_passes_of_every_accepted_plan() -> None:
-    """The checker's law of coupled groups makes the documents of a pass the same on all members."""
+    """The check of coupled groups ensures that all members have the same documents in a pass."""
     source = random.Random(5)
     accepted = refused = shared = exact = 0
     for _ in range(400):
@@ -237,7 +237,7 @@ def test_ranks_agree_on_passes_of_every_accepted_plan() -> None:
 
 
 def test_documents_together_on_one_rank_and_apart_on_another_are_refused() -> None:
-    """Rank 0 holds two documents of a ring together and rank 1 apart: no order of passes could be right."""
+    """Rank 0 has two documents of a ring together and rank 1 separately, so no order of passes works."""
     plan = plan_of((8, 9), ((0, 1), (0, 1)), (((0, 1),), ((0,), (1,))))
     assert passes_of(plan, 0) != passes_of(plan, 1)
     with pytest.raises(PlanError, match="must run at the same time: rings couple them"):

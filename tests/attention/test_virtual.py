@@ -10,7 +10,7 @@ from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_t
 
 
 def pass_on(comm: MailboxComm, size: int) -> Exchanges[int]:
-    """Send every rank's number round all ranks; return the sum that this rank saw."""
+    """Send every rank's number around all ranks, and return the sum that this rank received."""
     held, total = torch.tensor([float(comm.rank)]), 0
     for _ in range(size):
         total += int(held)

@@ -21,7 +21,7 @@ from tests.attention.layouts.test_slices import COST, LONG, run_slices
 @pytest.mark.parametrize("window", [1, 2, 5, 11, 30])
 @pytest.mark.parametrize("case", [MIXED, TINY, GROUPS], ids=["mixed", "tiny", "groups"])
 def test_exact_in_float64(case: Case, window: int) -> None:
-    """Rings of 1 to 4 ranks with sequences shorter and longer than the window, packs, padding; once with sinks."""
+    """Rings of 1 to 4 ranks have sequences shorter and longer than the window, packs, padding, and once sinks."""
     case = dataclasses.replace(case, window=window, sinks=window == 5)
     results, _ = run_virtual(case, "reference", torch.float64)
     assert_matches(case, results, 1e-10)
@@ -55,7 +55,7 @@ def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int, wi
 
 
 def test_only_keys_of_the_window_travel() -> None:
-    """160 tokens on 4 ranks: the 12 keys before each of six runs of 20 tokens travel, as others hold them."""
+    """With 160 tokens on 4 ranks, the 12 keys before each of six runs of 20 tokens travel to the run's rank."""
     case = Case((160,), (((0, ALL),),), 4)
     sent = {}
     for window in (None, 12):

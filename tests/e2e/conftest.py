@@ -1,4 +1,4 @@
-"""What most trainings read."""
+"""Data set of most trainings."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.e2e.corpora import documents
 
 @pytest.fixture(scope="session")
 def corpus() -> Path:
-    """The data set of most trainings: documents of ``corpora.LENGTHS``, four times over, never written to."""
+    """Data set of most trainings: documents of ``corpora.LENGTHS``, four times. Tests do not write to it."""
     return documents()

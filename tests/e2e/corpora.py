@@ -16,9 +16,9 @@ LENGTHS = (256, 3, 190, 130, 1, 17, 64, 40, 2, 100, 33, 65, 129, 8, 20, 50, 9, 1
 
 
 def documents(lengths: Sequence[int] = LENGTHS, seed: int = 0, copies: int = 4) -> Path:
-    """Return the prefix of a data set as ``write_documents`` writes it, written once in a test session.
+    """Return the prefix of a data set of ``write_documents``, which is written once in a test session.
 
-    It is for runs that leave it as it is. Megatron's own sample index does not: it is written beside the data set.
+    Runs must not change it. Runs that write Megatron's sample index next to the data set need their own copy.
     """
     return once(
         lambda folder: write_documents(folder / "docs", lengths, seed, copies), "documents", lengths, seed, copies
@@ -26,7 +26,7 @@ def documents(lengths: Sequence[int] = LENGTHS, seed: int = 0, copies: int = 4) 
 
 
 def write_documents(prefix: Path, lengths: Sequence[int] = LENGTHS, seed: int = 0, copies: int = 4) -> Path:
-    """A data set of random documents in Megatron's format: ``copies`` times the lengths, new tokens each time."""
+    """Write random documents in Megatron's format: ``copies`` times the lengths, with new tokens each time."""
     from bytescale_ext.data.samples.lengths import read_idx_lengths
 
     run_ranks(_write, 1, str(prefix), tuple(lengths) * copies, seed, init_group=False)

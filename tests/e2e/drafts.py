@@ -1,7 +1,7 @@
-"""A small model and draft heads on it, trained once in a test session.
+"""Small model with draft heads, trained once in a test session.
 
-Heads in three settings: compared with the model's hidden states; by their cross entropy alone; and compared with the
-states of a model that is trained with them.
+Heads are trained in three settings: with the distance to the model's hidden states, with the cross entropy only, and
+together with the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLICES = [
 
 
 def trunk() -> Path:
-    """Return the folder of a model that was trained for a step."""
+    """Return the folder of a model after one training step."""
 
     def make(folder: Path) -> Path:
         train(1, *MODEL, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1, "--save", folder)
@@ -51,6 +51,6 @@ def trunk() -> Path:
 
 
 def heads_of(ranks: int, *flags: object, heads: Sequence[str] = CLOVER) -> SavedRun:
-    """Return a run of two steps on the trunk, with a checkpoint of the last one, or on one rank of each."""
+    """Return a run of two steps on the trunk, with a checkpoint of the last step or, on one rank, of both steps."""
     steps = ["--train-iters", 2, "--save-interval", 1 if ranks == 1 else 2, "--pretrained-checkpoint", trunk()]
     return train_once(ranks, *MODEL, *COMMON, "--data-path", documents(), *heads, *steps, *flags)

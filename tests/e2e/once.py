@@ -1,6 +1,6 @@
-"""Make things that many tests need once in a test session: by the first test that needs them, in any worker.
+"""Results that many tests need, made once in a test session by the first test that needs them, in any worker.
 
-Tests in other workers that ask meanwhile wait for it. What fails is not kept: the next test that asks tries again.
+Tests in other workers wait for the result. A failure is not stored: the next test that needs the result tries again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ FOLDER = "BYTESCALE_TESTS_ONCE"  # environment variable, set by conftest.py; ran
 
 
 def once[T](make: Callable[[Path], T], *key: Any) -> T:
-    """Return ``make(folder)``, made once for ``key``.
+    """Return ``make(folder)``, which is called once for each ``key``.
 
     Args:
-        make: fills an empty folder that stays for the session; what it returns is pickled, so it names no other folder.
-        key: what the result depends on; its ``repr`` counts.
+        make: function that fills an empty folder, which exists until the end of the session. Its result is pickled, so
+            it must not refer to other folders.
+        key: all inputs of the result, which are compared by ``repr``.
     """
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
     folder = Path(os.environ[FOLDER])
@@ -30,7 +31,7 @@ def once[T](make: Callable[[Path], T], *key: Any) -> T:
     result = of_key / "result.pickle"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # freed when the file is closed, also by the end of the process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or when the process ends
         if not result.exists():
             shutil.rmtree(of_key, ignore_errors=True)
             of_key.mkdir()

@@ -1,6 +1,6 @@
-"""The run that others are compared with: one process of stock Megatron, one document per micro-batch.
+"""Reference run: one process of stock Megatron with one document per micro-batch.
 
-Also what a comparison takes: equal weights in every layout, and the gradients that Megatron saved.
+Also functions for comparisons: equal weights in every layout, and the gradients that Megatron saves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, torch.Tensor]:
-    """Return the reduced gradients that ``--save-wgrads-interval 1`` left, by parameter name."""
+    """Return the reduced gradients saved by ``--save-wgrads-interval 1``, by parameter name."""
     folder = save / "wgrads" / f"iter_{iteration:07d}"
     files = sorted(folder.glob(f"mp_rank_{tp_rank:02d}*"))
     assert len(files) == 1, list(folder.iterdir())
@@ -23,11 +23,11 @@ def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, tor
 
 
 def shard_of(whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """Return the part of a whole tensor that tensor-parallel rank ``tp_rank`` holds."""
+    """Return the part of a whole tensor on tensor-parallel rank ``tp_rank``."""
     if whole.shape == shard.shape:
         return whole
     dim = next(i for i, (a, b) in enumerate(zip(whole.shape, shard.shape, strict=True)) if a != b)
-    if "linear_fc1" in name:  # gate and up, each cut by itself
+    if "linear_fc1" in name:  # gate and up are split separately
         halves = [half.chunk(tp_size, dim)[tp_rank] for half in whole.chunk(2, dim)]
         return torch.cat(halves, dim)
     return whole.chunk(tp_size, dim)[tp_rank]
@@ -39,7 +39,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def draw_weights_by_name(scale: float = 0.1) -> None:
-    """Start every layout from the same weights: Megatron draws others on each pipeline stage and each expert rank."""
+    """Start every layout from the same weights. In Megatron they depend on the pipeline stage and the expert rank."""
     from megatron.training.models.gpt import GPTModelBuilder
 
     build_model = GPTModelBuilder.build_model
@@ -53,7 +53,7 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
             if parameter.dim() < 2 and not name.endswith("softmax_offset"):
                 continue
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-                name = "embedding.word_embeddings.weight"  # the last stage's copy
+                name = "embedding.word_embeddings.weight"  # copy on the last stage
             group = groups.expt_tp if "local_experts" in name else groups.tp
             whole_name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
             whole_name = re.sub(r"experts\.(\d+)", lambda found: f"experts.{first_expert + int(found[1])}", whole_name)
@@ -69,7 +69,7 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
 
 
 def train_documents_one_by_one() -> None:
-    """The oracle: stock Megatron in one process, one whole document per micro-batch, its own dense attention.
+    """Run the oracle: stock Megatron in one process, with one document per micro-batch and its own dense attention.
 
     Stock Megatron sums auxiliary losses over tokens and divides them by labels. They are means over tokens here
     (``MeanOverTokens``).
@@ -87,7 +87,7 @@ def train_documents_one_by_one() -> None:
     install(None)
     router.MoEAuxLossAutoScaler = MeanOverTokens  # type: ignore[misc, assignment]
     model = gpt_config_from_args(args)
-    model.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
+    model.rope_scaling_factor = args.rope_scaling_factor  # Megatron's function leaves these out
     pretrain(
         pretrain_cfg_container_from_args(args, model),
         _whole_documents,
@@ -137,7 +137,7 @@ class MeanOverTokens:
 
 
 class OneDocument(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """One sample of a source, as Megatron's GPTDataset gives it."""
+    """Samples of a source in the form of Megatron's GPTDataset."""
 
     def __init__(self, source: Any, batch_size: int) -> None:
         self.source, self.batch_size = source, batch_size
@@ -161,7 +161,7 @@ class OneDocument(torch.utils.data.Dataset):  # type: ignore[type-arg]
         }
 
     def note_labels(self, first: int) -> None:
-        """Note the labels of the step that begins with a sample: all but the last token of a document have one."""
+        """Record the number of labels of the step that begins with a sample. A document's last token has no label."""
         step = range(first, min(first + self.batch_size, len(self.source)))
         tokens = [self.source.length(index) for index in step]
         labels = [len(self.source.read(index, 0, size + 1)) - 1 for index, size in zip(step, tokens, strict=True)]

@@ -1,4 +1,4 @@
-"""Trainings that print what each pipeline stage ran, and their comparison with one process of stock Megatron."""
+"""Trainings that print the schedule of each pipeline stage, and their comparison with one process of stock Megatron."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layout:
 
 
 def train_and_record(num_idle: int = 0) -> None:
-    """An entry: train from weights drawn by name and note what each stage runs; the last ranks have no tokens."""
+    """Entry with weights drawn by name that records the passes of each stage. The last ranks have no tokens."""
     import pretrain_gpt_hdp
 
     plan_once(num_idle)
@@ -55,10 +55,10 @@ def train_and_record(num_idle: int = 0) -> None:
 
 
 def plan_once(num_idle: int) -> None:
-    """Make each plan on one rank and read it on the others, with as many ranks without tokens at the end.
+    """Make each plan on one rank and read it on the others. The last ``num_idle`` ranks have no tokens.
 
-    Planning for pipelines takes as long as training here, and equal lengths give equal plans: ``tests/plan`` holds it,
-    and ``test_agreement.py`` what happens otherwise.
+    Planning for pipelines takes as long as training here. Equal lengths give equal plans, as ``tests/plan`` proves;
+    ``test_agreement.py`` tests different plans.
     """
     from bytescale_ext.plan.hdp.planner import HdpPlanner
 
@@ -76,13 +76,13 @@ def plan_once(num_idle: int) -> None:
 
 
 def train_one_by_one() -> None:
-    """An entry: the oracle, with the same weights."""
+    """Entry of the oracle with the same weights."""
     draw_weights_by_name()
     train_documents_one_by_one()
 
 
 def record_actions() -> None:
-    """Print each step's plan, what Megatron's schedule ran of it on this stage, and what its FLOP counter took."""
+    """Print each step's plan, the passes of Megatron's schedule on this stage, and the input of its FLOP counter."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
@@ -127,7 +127,7 @@ def record_actions() -> None:
         return sums
 
     def install_and_note(*args: Any) -> None:
-        install(*args)  # it checks that these two are Megatron's own
+        install(*args)  # Megatron checks that these two are its own functions
         schedules.forward_step, schedules.backward_step = forward_and_note, backward_and_note
         WeightGradients.run = run_and_note  # type: ignore[method-assign]
 
@@ -137,7 +137,7 @@ def record_actions() -> None:
 
 
 def note_swapped_keys() -> list[bool]:
-    """Return a list that grows with each part of keys that goes to host memory: whether there was room."""
+    """Return a list that records, for each part of keys that moves to host memory, whether there was room."""
     from bytescale_ext.activation.keys import SwappedKeys
 
     write, written = SwappedKeys._write, []
@@ -166,7 +166,7 @@ def run(
 
 
 def whole_gradients(save: Path, num_stages: int, tp_size: int) -> list[dict[str, torch.Tensor]]:
-    """Return the first step's gradients of each tensor-parallel rank, of all stages, by name in the whole model."""
+    """Return the gradients of the first step of all stages by tensor-parallel rank and name in the whole model."""
     folder = save / "wgrads" / "iter_0000001"
     return [_whole_gradients(folder, num_stages, tp_rank) for tp_rank in range(tp_size)]
 
@@ -189,7 +189,7 @@ def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, t
 def oracle_of(
     corpus: Path, model: list[str] = MODEL, entry: Any = train_one_by_one, flags: Sequence[object] = ()
 ) -> Expected:
-    """Return the losses and gradients of one process of stock Megatron, which trains once in a test session."""
+    """Return the losses and gradients of one process of stock Megatron, which runs once in a test session."""
 
     def train(folder: Path) -> Expected:
         (outcome,) = run(corpus, folder, 1, [*ONE_BY_ONE, *flags], entry, model)
@@ -206,7 +206,7 @@ def check_equals(
     flags: Sequence[object],
     **given: Any,
 ) -> list[Outcome]:
-    """Train in a layout, as ``run`` does, and compare losses and the first gradients with the expected ones."""
+    """Train in a layout with ``run``, and compare losses and the gradients of the first step with expected values."""
     outcomes = run(corpus, save, layout.num_ranks, [*flags, *layout.flags], **{"entry": train_and_record, **given})
     assert outcomes[-1].losses == pytest.approx(expected[0], rel=TOLERANCE), outcomes[-1].text[-500:]
     check_gradients(layout, save, expected[1])
@@ -214,9 +214,9 @@ def check_equals(
 
 
 def check_gradients(case: Any, save: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Compare the first step's gradients, collected from all ranks and stages, with those of the whole model."""
+    """Compare the gradients of the first step from all ranks and stages with the gradients of the whole model."""
     if "--use-distributed-optimizer" in case.flags and "--no-align-grad-reduce" not in case.flags:
-        return  # Megatron then leaves each rank the reduced gradients of its own shard only, also where it saves them
+        return  # Megatron then keeps, and saves, only the reduced gradients of a rank's own shard
     for tp_rank, found in enumerate(whole_gradients(save, case.num_stages, case.tp_size)):
         assert {key for key in found if "_extra" not in key} == set(expected)
         for key, value in found.items():

@@ -1,4 +1,4 @@
-"""Imported once by the fork server: Megatron on CPU, so that every rank of an end-to-end test starts with it."""
+"""Module that the fork server imports once: Megatron on CPU, so that ranks of end-to-end tests start quickly."""
 
 import argparse
 import gc
@@ -7,7 +7,7 @@ import pkgutil
 import queue
 from functools import cache, partial
 
-gc.disable()  # until all is imported
+gc.disable()  # until everything is imported
 
 from megatron.bytescale import cpu, registry  # noqa: E402
 
@@ -31,21 +31,21 @@ for found in pkgutil.walk_packages(megatron.bytescale.__path__, "megatron.bytesc
     if not found.name.endswith(".__main__"):
         importlib.import_module(found.name)
 
-# Each rank hashes the sources of the functions that are patched: they are read and parsed once.
+# Each rank hashes the sources of the patched functions, so they are read and parsed only once.
 registry.source_hash = cache(registry.source_hash)
 for patch in patches.PATCHES:
     registry.hash_of(patch, registry.resolve_target(patch.target)[2])
 
-# Megatron reads the help of its flags from its own sources each time it parses: a fifth of a short run.
+# Megatron reads the help of its flags from its own sources for each parse, which takes a fifth of a short run.
 read_help = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
 ArgumentGroupFactory._get_field_docstrings = staticmethod(read_help)
 add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
-# A rank that saves a sharded checkpoint passes the results through a queue in a process of its own, which imports torch
-# and Megatron. Only --async-save writes in another process; a queue of this one cannot be pickled, so that would fail.
+# A rank that saves a sharded checkpoint passes the results through a queue in a separate process, which would import
+# torch and Megatron again. A local queue works, except for --async-save, which writes in another process.
 filesystem_async.get_write_results_queue = cache(lambda mp_mode="spawn": queue.Queue())
 
-# What is here lives as long as every rank: a rank's garbage collector neither visits nor copies it.
+# All objects so far live as long as every rank, so the garbage collectors of ranks neither visit nor copy them.
 gc.collect()
 gc.freeze()
 gc.enable()

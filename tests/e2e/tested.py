@@ -1,10 +1,10 @@
-"""What was trained together: the runs of a test session, and the table of docs/results/tested.md that counts them.
+"""Features that were trained together: the runs of a test session, and their table in docs/results/tested.md.
 
     BYTESCALE_TESTED=runs/tested.jsonl make test
     .venv/bin/python -m tests.e2e.tested runs/tested.jsonl
 
-``tests.e2e.training`` notes the flags of each run with hybrid data parallelism in the file that the variable names; a
-run that failed is none. A row and a column of the table are features, a cell the number of runs that had both.
+``tests.e2e.training`` appends the flags of each successful run with hybrid data parallelism to the file that the
+variable names. Rows and columns of the table are features. A cell has the number of runs with both features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def given(*names: str) -> Has:
 
 
 def more_than_one(name: str) -> Has:
-    """Return whether the number of a flag is above 1."""
+    """Return whether the value of a flag is above 1."""
     return lambda flags: int(flags.get(name, ("1",))[0]) > 1
 
 
@@ -64,7 +64,7 @@ COLUMNS: dict[str, Has] = {
     "experts": given("--num-experts"),
     "states in pages": given("--state-policy"),
 }
-"""Ways to run a model."""
+"""Features of the distribution of a model."""
 
 YARN = is_one_of("--position-embedding-type", "yarn")
 
@@ -97,11 +97,11 @@ ROWS: dict[str, Has] = {
     "embedding in host memory": given("--embedding-storage"),
     "evaluation": lambda flags: int(flags.get("--eval-iters", ("0",))[0]) > 0,
 }
-"""The same, and what models and data have."""
+"""These features, and features of models and data."""
 
 
 def flags_of(argv: Sequence[str]) -> Flags:
-    """Return the flags of a command with their values; the last one of a name counts, as for Megatron's parser."""
+    """Return the flags of a command with their values. The last value of a flag counts, as in Megatron's parser."""
     found: dict[str, tuple[str, ...]] = {}
     name = ""
     for word in argv:
@@ -114,7 +114,7 @@ def flags_of(argv: Sequence[str]) -> Flags:
 
 
 def note(argv: Sequence[str]) -> None:
-    """Write the flags of a run that ended well into the file of ``BYTESCALE_TESTED``, where there is one."""
+    """Append the flags of a successful run to the file of ``BYTESCALE_TESTED``, if the variable is set."""
     if FILE in os.environ and "--hybrid-data-parallel" in argv:
         line = json.dumps([word for word in argv if "/" not in word]) + "\n"
         with Path(os.environ[FILE]).open("a", encoding="utf-8") as file:  # one short write, so lines stay whole
@@ -122,7 +122,7 @@ def note(argv: Sequence[str]) -> None:
 
 
 def table(runs: Sequence[Flags]) -> str:
-    """Return the table: how many runs had the features of a row and of a column."""
+    """Return the table with the number of runs that had the features of a row and of a column."""
     head = "| with hybrid data parallelism | runs | " + " | ".join(COLUMNS) + " |"
     lines = [head, "|---" * (len(COLUMNS) + 2) + "|"]
     for title, has in ROWS.items():
@@ -134,13 +134,13 @@ def table(runs: Sequence[Flags]) -> str:
 
 
 def with_table(page: str, runs: Sequence[Flags]) -> str:
-    """Return the page with the table of these runs in place of its own."""
+    """Return the page with its table replaced by the table of these runs."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{table(runs)}\n{END}{rest.split(END)[1]}"
 
 
 def main(argv: Sequence[str], page: Path = PAGE) -> None:
-    """Write the table of the file that is named, and print the features that no run had."""
+    """Write the table of the given file, and print the features that no run had."""
     runs = [flags_of(json.loads(line)) for line in Path(argv[0]).read_text(encoding="utf-8").splitlines()]
     page.write_text(with_table(page.read_text(encoding="utf-8"), runs), encoding="utf-8")
     missing = [title for title, has in ROWS.items() if not any(map(has, runs))]

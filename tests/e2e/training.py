@@ -1,7 +1,7 @@
-"""Run real training in the ranks of a test, and read back what Megatron printed and saved.
+"""Real training in the ranks of a test, with the output and files of Megatron.
 
-``entry`` arguments are functions that take the place of ``pretrain_gpt_hdp.main`` in each rank. They are pickled by
-name: functions of a module, or ``functools.partial`` of one.
+``entry`` arguments are functions that replace ``pretrain_gpt_hdp.main`` in each rank. They are pickled by name, so they
+are functions of a module, or a ``functools.partial`` of such a function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = (
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2 "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length 256 --max-position-embeddings 256"
 ).split()
-# The other choice in everything that MODEL chooses.
+# The opposite of every choice in MODEL.
 CLASSIC_MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization LayerNorm "
     "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2 "
@@ -50,7 +50,7 @@ HDP = "--hybrid-data-parallel --hdp-tokens-per-rank 64 --hdp-plan-ahead 1".split
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank's run left: its exit code, its printed text and the losses in it."""
+    """Result of one rank: its exit code, its printed text and the losses in it."""
 
     code: int | None
     text: str
@@ -66,22 +66,22 @@ class Outcome:
         return [float(value) for value in re.findall(r"lm loss value: ([-\d.E+naif]+)", self.text)]
 
     def records(self, training: bool = True) -> list[dict[str, Any]]:
-        """Return what ``record_steps`` noted of each step of this rank, of training or of evaluation."""
+        """Return the records that ``record_steps`` made of this rank's steps, of training or of evaluation."""
         records = [json.loads(line) for line in re.findall(r"^RECORD (.*)$", self.text, re.MULTILINE)]
         return [record for record in records if record["training"] == training]
 
 
 def train(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> Outcome:
-    """Train with ``pretrain_gpt_hdp.py`` on ``num_ranks`` CPU ranks; check all exit codes; return the last rank's
-    outcome.
+    """Train with ``pretrain_gpt_hdp.py`` on ``num_ranks`` CPU ranks, check all exit codes, and return the result of the
+    last rank.
 
-    ``entry`` takes the place of ``pretrain_gpt_hdp.main`` (the one-process oracle).
+    ``entry`` replaces ``pretrain_gpt_hdp.main``, for example by the oracle.
     """
     return train_ranks(num_ranks, *flags, entry=entry)[-1]
 
 
 def train_ranks(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> list[Outcome]:
-    """Train as ``train`` does; return what every rank left."""
+    """Train like ``train``, and return the results of all ranks."""
     argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
     outcomes: list[Outcome] = run_ranks(_train, num_ranks, argv, entry)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
@@ -92,7 +92,7 @@ def train_ranks(num_ranks: int, *flags: object, entry: Callable[[], None] | None
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run made once in a test session: what each rank left, and the folder with its gradients of each step."""
+    """A run made once in a test session: the results of all ranks, and the folder with the gradients of each step."""
 
     outcomes: list[Outcome]
     save: Path
@@ -104,7 +104,7 @@ class SavedRun:
 
 
 def train_once(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> SavedRun:
-    """Train as ``train_ranks`` does and save gradients; tests of a session with equal flags share one run."""
+    """Train like ``train_ranks`` and save gradients. Tests of a session with equal flags share one run."""
 
     def run(folder: Path) -> SavedRun:
         saving = ["--save", folder, "--save-wgrads-interval", 1]
@@ -114,7 +114,7 @@ def train_once(num_ranks: int, *flags: object, entry: Callable[[], None] | None 
 
 
 def name_of(entry: Any) -> str:
-    """Return the name of an entry, with the arguments of a partial one."""
+    """Return the name of an entry, with its arguments if it is a ``partial``."""
     if isinstance(entry, functools.partial):
         return f"{name_of(entry.func)} {[name_of(one) for one in entry.args]} {entry.keywords}"
     return f"{entry.__module__}.{entry.__qualname__}" if callable(entry) else repr(entry)
@@ -133,9 +133,10 @@ def _train_apart(rank: int, world: int, argvs: list[list[str]], entry: Callable[
 
 
 def train_to_failure(num_ranks: int, *flags: object, entry: Callable[[], None], folder: Path) -> list[str | None]:
-    """Train a run that fails; return the traceback of each rank, or None of one that was killed.
+    """Train a run that fails, and return the traceback of each rank, or None for a killed rank.
 
-    A rank that fails ends its process at once, and nothing else ends the others. Raises TimeoutError if one hangs.
+    A failed rank ends its process immediately, and the test does not end other ranks. Raises TimeoutError if a rank
+    hangs.
     """
     argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
     ranks = range(num_ranks)
@@ -150,7 +151,7 @@ def _train_alone(rank: int, world: int, argv: list[str], entry: Callable[[], Non
         return _train(rank, world, argv, entry)
     except BaseException:
         Path(folder, f"rank{rank}.txt").write_text(traceback.format_exc())
-        os._exit(1)  # a failed process must not stay connected to its peers, as a rank of the harness would
+        os._exit(1)  # a failed process must not stay connected to its peers, unlike a rank of the harness
 
 
 def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | None) -> Outcome:
@@ -173,14 +174,14 @@ def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | N
 
 
 def plan_in_process(wanted: bool) -> None:
-    """Make this rank's plans in a separate process, or in this one; else the speed of the machine would decide."""
+    """Make this rank's plans in a separate process or always in this process, independent of the machine's speed."""
     from bytescale_ext.data.loading.planning import PlannerInProcess
 
     PlannerInProcess.__init__.__defaults__ = (-math.inf if wanted else math.inf,)  # type: ignore[misc]
 
 
 def train_with(action: Callable[[Any, torch.nn.Module], None]) -> None:
-    """An entry (by ``partial``): call ``action(runtime, model)`` in each step of a rank before its first forward."""
+    """Entry (by ``partial``) that calls ``action(runtime, model)`` in each step before the first forward pass."""
     import pretrain_gpt_hdp
     from megatron.bytescale.features.hdp import build as hdp
 
@@ -204,12 +205,12 @@ def train_with(action: Callable[[Any, torch.nn.Module], None]) -> None:
 
 
 def record_steps() -> None:
-    """An entry: note each step of this rank for ``Outcome.records``."""
+    """Entry that records each step of this rank for ``Outcome.records``."""
     train_with(print_step)
 
 
 def print_step(runtime: Any, model: torch.nn.Module) -> None:
-    """Print what ``Outcome.records`` reads: the step's samples and this rank's part of it."""
+    """Print the record of a step for ``Outcome.records``: its samples and this rank's part."""
     step = runtime.step.batch
     documents = {
         shard.seq: name
@@ -229,7 +230,7 @@ def print_step(runtime: Any, model: torch.nn.Module) -> None:
 
 
 def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> list[list[str]]:
-    """Return the documents of each step in the order of its samples, put together from what each rank was given."""
+    """Return the documents of each step in the order of its samples, assembled from the parts of all ranks."""
     steps = []
     for of_ranks in zip(*(outcome.records(training) for outcome in outcomes), strict=True):
         assert len({tuple(record["sample_ids"]) for record in of_ranks}) == 1, of_ranks

@@ -1,4 +1,4 @@
-"""The dtypes and the empty output of the contract of kernels."""
+"""Dtypes and empty output in the contract of kernels."""
 
 from __future__ import annotations
 

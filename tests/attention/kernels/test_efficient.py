@@ -1,4 +1,4 @@
-"""The memory-efficient kernel around an operator that CPUs lack: groups of documents, padding, heads, sums."""
+"""The memory-efficient kernel with a stand-in for its CUDA operator: groups of documents, padding, heads, sums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASKS = {0: False, 1: True, 2: True}
 
 
 def named(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> SimpleNamespace:
-    """Return the arguments of a call by the names of torch's own operator, which must take them."""
+    """Return the arguments of a call by name, after binding them to the signature of torch's operator."""
     arguments = getattr(REAL, name).default._schema.arguments
     names = [one.name for one in arguments if not one.kwarg_only]
     assert len(args) <= len(names)
@@ -37,10 +37,10 @@ def named(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> SimpleNames
 
 
 class OperatorsOnCpu:
-    """Torch's memory-efficient operators as its CUDA source defines them, one document after the other on the CPU."""
+    """CPU version of torch's memory-efficient operators as their CUDA source defines them, document by document."""
 
     def __init__(self) -> None:
-        self.lse_rows = 0  # that were made
+        self.lse_rows = 0  # calls so far
 
     def _efficient_attention_forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         call = named("_efficient_attention_forward", args, kwargs)
@@ -76,14 +76,14 @@ class OperatorsOnCpu:
 
     @staticmethod
     def block(call: SimpleNamespace, num_queries: int, num_keys: int) -> AttentionBlock:
-        """Return the block of one document; a window counts the query's own key."""
+        """Return the block of one document. The window includes the query's own key."""
         assert (call.window_size is None) == (call.custom_mask_type != 2)
         window = None if call.window_size is None else call.window_size - 1
         return block_of([num_queries], [num_keys], MASKS[call.custom_mask_type], call.scale, window)
 
     @staticmethod
     def check(call: SimpleNamespace) -> None:
-        """Check what the operator demands of its inputs."""
+        """Check the operator's requirements on its inputs."""
         assert call.bias is None
         assert call.dropout_p == 0.0
         assert call.query.shape[2:] == call.key.shape[2:] == call.value.shape[2:]
@@ -186,7 +186,7 @@ def test_groups_hold_each_document_once_and_waste_little(lengths: list[int]) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operator_takes_these_shapes_without_a_wait(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """With torch's own operator on a fake device, and grouped documents. Torch cannot fake its backward."""
+    """Run torch's own operator on a fake device with grouped documents. Torch cannot fake its backward pass."""
 
     def backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         call = named("_efficient_attention_backward", args, kwargs)
@@ -202,7 +202,7 @@ def test_the_operator_takes_these_shapes_without_a_wait(monkeypatch: pytest.Monk
         q, k, v = (torch.empty(99, heads, 20, dtype=dtype, device="cuda") for heads in (4, 2, 2))
         out, lse = efficient.efficient_forward(q, k, v, block)
         grads = efficient.efficient_backward(q, Saved(q, k, v, out, lse), block)
-    efficient.similar_documents.cache_clear()  # it holds fake tensors
+    efficient.similar_documents.cache_clear()  # the cache contains fake tensors
     assert gpu.waits == []
     assert [x.shape for x in (out, *grads)] == [x.shape for x in (q, q, k, v)]
     assert (lse.shape, lse.dtype, lse.device.type) == ((4, 99), torch.float32, "cuda")

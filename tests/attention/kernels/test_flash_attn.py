@@ -1,4 +1,4 @@
-"""The flash-attn packages, played by modules with the parameters of a version and the arithmetic of the reference."""
+"""Fake flash-attn packages, with the parameters of a version and the arithmetic of the reference."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Version2(types.ModuleType):
 
 
 class Version3(types.ModuleType):
-    """flash-attn 3: other names, another order, and parameters that version 2 lacks."""
+    """flash-attn 3, with other names, another order, and parameters that version 2 does not have."""
 
     def _flash_attn_forward(
         self, q, k, v, k_new, v_new, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,

@@ -57,7 +57,7 @@ def test_ring_of_virtual_ranks(name: str, dtype: torch.dtype, case: Case) -> Non
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128), (6, 1, 40)])
 def test_blocks(name: str, heads: int, kv_heads: int, dim: int) -> None:
-    """A rectangle of unequal lengths with a sum over other keys, and a pack with a document of one token."""
+    """Cases are a rectangle of unequal lengths with a sum over other keys, and a pack with a document of one token."""
     row = kernel(name, torch.bfloat16, dim)
     generator = torch.Generator("cuda").manual_seed(0)
     for block in (
@@ -83,7 +83,7 @@ def test_blocks(name: str, heads: int, kv_heads: int, dim: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_windows(name: str) -> None:
-    """Rings of virtual ranks with a window of 100 tokens, by the kernels that pass the probe with windows."""
+    """Rings of virtual ranks have a window of 100 tokens, with the kernels that pass the probe with windows."""
     case = dataclasses.replace(wide(whole(1000, (0, 1, 2))), window=100)
     row, comms, ranks = kernel(name, torch.bfloat16, case.dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
     if why_not := probe(row, torch.device("cuda"), torch.bfloat16, case.dim, windows=True):
@@ -96,7 +96,7 @@ def test_windows(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_host_wait(name: str) -> None:
-    """A micro-batch of local documents runs without a wait for the device, also when its offsets are first used."""
+    """A micro-batch of local documents runs without waiting for the device, even at the first use of its offsets."""
     row, case = kernel(name, torch.bfloat16, 64), wide(Case((90, 700), (((0, (0,)), (1, (0,))),), 1))
     q, k, v, dout = (x.cuda().requires_grad_() for x in case.inputs(0, 0, torch.bfloat16))
     layout, backend = case.layout(0, 0), Backend(mailbox_comms(1)[0], row, case.scale)
@@ -111,7 +111,7 @@ def test_no_host_wait(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_host_wait_in_rings(name: str) -> None:
-    """Documents that travel together are gathered by an index; it is also sent to the device without a wait."""
+    """Documents that travel together are gathered by an index, which is sent to the device without waiting."""
     case = wide(GROUPS)
     row, comms, ranks = kernel(name, torch.bfloat16, case.dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
     inputs = [[x.cuda() for x in case.inputs(0, rank, torch.bfloat16)] for rank in ranks]
@@ -132,7 +132,7 @@ def test_no_host_wait_in_rings(name: str) -> None:
 @pytest.mark.parametrize("dim", [33, 64, 100, 264])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, BF16_TOLERANCE)])
 def test_ring_of_any_head_size(dim: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Rings of the memory-efficient kernel, in float32 and with heads that flash attention does not take."""
+    """Rings run the memory-efficient kernel, in float32 and with heads that flash attention does not support."""
     case = Case(MIXED.lengths, MIXED.rounds, MIXED.num_ranks, heads=8, kv_heads=2, dim=dim, num_padding=5)
     row, comms, ranks = kernel("torch_efficient", dtype, dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
     for number in range(len(case.rounds)):
@@ -144,7 +144,7 @@ def test_ring_of_any_head_size(dim: int, dtype: torch.dtype, tolerance: float) -
 
 
 def test_scores_are_not_kept() -> None:
-    """A document of 32K tokens in float32, whose scores would take 34 GB with 8 heads."""
+    """A document has 32K tokens in float32; its scores would take 34 GB with 8 heads."""
     row, block = kernel("torch_efficient", torch.float32, 64), block_of([32768], scale=0.125)
     q, k, v = (torch.randn(32768, heads, 64, device="cuda") for heads in (8, 2, 2))
     torch.cuda.reset_peak_memory_stats()

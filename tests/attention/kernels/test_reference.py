@@ -56,7 +56,7 @@ def test_documents_agree_with_a_mask_over_all_rows(kv_heads: int) -> None:
 @pytest.mark.parametrize("window", [1, 3, 20])
 @pytest.mark.parametrize("num_queries", [13, 4, 1])
 def test_windows_agree_with_a_band_over_all_rows(window: int, num_queries: int) -> None:
-    """Of the last queries of a document, whose last key is that of the last query."""
+    """Dense attention of the last queries of a document. The last key belongs to the last query."""
     q, k, v, dout = values((13, 4), (13, 2), (13, 2), (num_queries, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     dense = dense_attention(*leaves, (13,), 0.3, window)[-num_queries:]
@@ -83,7 +83,7 @@ def test_block_backward_agrees_with_autograd(num_queries: int, num_keys: int, ca
 
 
 def test_queries_without_keys_give_nothing() -> None:
-    """Alone, and beside a document that has keys."""
+    """Documents without keys run alone, and next to a document with keys."""
     q, k, v, dout = values((5, 4), (3, 2), (3, 2), (5, 4))
     block = block_of([3, 2], [0, 3], causal=False)
     out, lse = reference_forward(q, k, v, block)

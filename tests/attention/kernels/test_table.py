@@ -101,7 +101,7 @@ def test_without_any_kernel_the_error_lists_every_reason(monkeypatch: pytest.Mon
 def test_choice_on_cuda_without_packages(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int, name: str
 ) -> None:
-    """The probe needs a device; the table says what it would probe."""
+    """The probe needs a device, so only its inputs in the table are tested."""
     probed: list[str] = []
     monkeypatch.setattr(table, "probe", lambda kernel, *_: probed.append(kernel.name))
     monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
@@ -127,7 +127,7 @@ def test_cuda_never_falls_back_to_all_scores(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_kernel_joins_blocks_as_the_device_does_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it was chosen or named; the reason says how. A CPU has no other way and no such words."""
+    """The reason tells whether the kernel was chosen or named. On a CPU there is no alternative and no such text."""
 
     def fused(totals: Output, part: Output, rows: Rows) -> None:
         raise AssertionError("not called")
@@ -155,7 +155,7 @@ def test_probe_accepts_kernels_of_this_torch(dtype: torch.dtype, head_dim: int) 
 
 
 def test_probe_finds_a_backward_that_takes_its_own_sum() -> None:
-    """A backward made for whole documents ignores the output and the sum over all keys."""
+    """The faulty backward pass is for whole documents: it ignores the output and the sum over all keys."""
     good = kernel_named("cpu_flash")
 
     def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:

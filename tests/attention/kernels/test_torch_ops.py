@@ -19,7 +19,7 @@ ON_CPU = ["cpu_flash", "reference"]
 def assert_agrees(
     block: AttentionBlock, dtype: torch.dtype, tolerance: float, heads: int = 4, kv_heads: int = 2
 ) -> None:
-    """CPU flash attention against the reference in float64, with an output and a sum that cover other keys too."""
+    """CPU flash attention equals the reference in float64, with an output and a sum that cover other keys too."""
     q, k, v, dout = block_tensors(block, dtype, heads, kv_heads)
     exact = [x.double() for x in (q, k, v)]
     wanted, wanted_lse = reference_forward(*exact, block)
@@ -72,7 +72,7 @@ def test_any_documents(lengths: list[tuple[int, int]], causal: bool, scale: floa
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_rows_after_the_documents_are_left_alone(name: str) -> None:
-    """Padding: output and gradients 0, whatever it holds."""
+    """Output and gradients of padding are 0 for any values."""
     block = block_of([3, 4])
     q, k, v, dout = (torch.cat((x, torch.full_like(x[:2], torch.nan))) for x in block_tensors(block, torch.float32))
     kernel = kernel_named(name)
@@ -135,7 +135,7 @@ def test_windows_agree_with_the_reference(block: AttentionBlock, dtype: torch.dt
 )
 @settings(max_examples=40, deadline=None)
 def test_any_window(lengths: list[tuple[int, int]], window: int) -> None:
-    """Documents with keys before their first query, in pieces of 32 queries."""
+    """Documents with keys before their first query are computed in pieces of 32 queries."""
     lengths_q = [queries for queries, _ in lengths]
     lengths_k = [queries + before for queries, before in lengths]
     assert_agrees(block_of(lengths_q, lengths_k, window=window), torch.float64, 1e-10)

@@ -1,4 +1,4 @@
-"""Blocks: what is refused, which documents are computed, and which rows they lie in."""
+"""Blocks: refused inputs, computed documents, and their rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tiles_hold_each_query_once_with_the_keys_that_it_sees(
 
 
 def test_a_window_that_limits_nothing_is_left_out() -> None:
-    """Documents within the window are plain causal ones, unless keys before their first query come with them."""
+    """Documents within the window are plain causal documents, unless they have keys before their first query."""
     assert PlacedBlock.in_window([(0, 4), (4, 7)], [(0, 4), (4, 7)], 3).window is None
     assert PlacedBlock.in_window([(0, 4), (4, 9)], [(0, 4), (4, 9)], 3).window == 3
     block = PlacedBlock.in_window([(0, 2)], [(3, 6)], 5)

@@ -1,4 +1,4 @@
-"""The states after each token: found on any member of a ring, and never those of another document."""
+"""States after each token: on any member of a ring, and never from another document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = -1.0
 
 
 def micro_batch(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], rank: int) -> MicroBatch:
-    """Return what a rank holds of sequences, each on its ring; those shared with others come first."""
+    """Return a rank's shards of sequences on rings. Shards of rings with several ranks come first."""
     shards = [
         Shard(seq, zigzag_ranges(length, len(ring), ring.index(rank)), ring)
         for seq, (ring, length) in enumerate(zip(rings, lengths, strict=True))
@@ -30,7 +30,7 @@ def micro_batch(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], rank: 
 
 
 def fetch(rows: LaterRows, states: torch.Tensor, comm: MailboxComm) -> Exchanges[torch.Tensor]:
-    """Return for each row the states after it, [t, count, h]; ``END`` where there is none."""
+    """Return the states after each row, [t, count, h]; ``END`` past the end of a document."""
     pending, table = rows.start(states, comm.exchange)
     if pending is not None:
         yield pending
@@ -39,7 +39,7 @@ def fetch(rows: LaterRows, states: torch.Tensor, comm: MailboxComm) -> Exchanges
 
 
 def check(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], count: int) -> None:
-    """Compare what each rank finds with the sequences: the state of token t of sequence s is [s, t]."""
+    """Compare the later states of each rank with the sequences. The state of token t of sequence s is [s, t]."""
     num_ranks = max(max(ring) for ring in rings) + 1
     comms, steps, wanted = mailbox_comms(num_ranks), [], []
     for rank, comm in enumerate(comms):
@@ -60,7 +60,7 @@ def check(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], count: int) 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(8, 40)), max_size=5), st.integers(1, 6))
 def test_states_of_any_rings(cases: list[tuple[int, int, int]], count: int) -> None:
-    """Rings of 1 to 4 neighbouring ranks; ranges may be shorter than the tokens that are looked for."""
+    """Rings have 1 to 4 neighbouring ranks. Ranges may be shorter than the number of later tokens."""
     by_ring = {}
     for first, width, length in cases:
         ring = tuple(range(first, min(4, first + width)))
@@ -75,6 +75,6 @@ def test_a_ring_sends_only_what_follows_a_range() -> None:
     layout = attention_layout(micro_batch([(0, 1)], [length], 0), 0, [length], 32)
     rows = later_rows(layout, count)
     assert rows.sends == ((tuple(range(16, 19)), 1),)  # the first tokens of its back part, after all of rank 1
-    assert rows.receives == ((count, 1),)  # those after its front part; its back part is the end
+    assert rows.receives == ((count, 1),)  # the tokens after its front part; its back part is at the end
     assert rows.rows[15].tolist() == [32, 33, 34]
     assert rows.rows[31].tolist() == [NO_ROW] * count

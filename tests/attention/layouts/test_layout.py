@@ -1,4 +1,4 @@
-"""Layouts: every causal pair of tokens is computed exactly once, by the rank that holds the query."""
+"""Layouts: every causal pair of tokens is computed exactly once, by the rank of the query."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows_of(rows: Rows) -> list[int]:
 
 
 def computed_pairs(member: RingPass, lengths: Sequence[int]) -> Pairs:
-    """Return ``(query, key)`` of every score that one member computes."""
+    """Return ``(query, key)`` of every score that a member computes."""
     mine = held(lengths, member.width, member.index)
     pairs: Pairs = Counter()
     for block in member.blocks:
@@ -56,7 +56,7 @@ def computed_pairs(member: RingPass, lengths: Sequence[int]) -> Pairs:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 7))
 def test_blocks_of_a_ring_are_the_causal_triangles_once(lengths: list[int], width: int) -> None:
-    """Documents shorter than the ring included, of which some members hold nothing."""
+    """Some documents are shorter than the ring, so some members have none of their tokens."""
     total: Pairs = Counter()
     for index in range(width):
         total += computed_pairs(ring_pass(lengths, Route(tuple(range(width)), index)), lengths)
@@ -141,8 +141,8 @@ def test_example_of_two_sequences() -> None:
     described = [(b.source, b.queries.intervals, b.keys.intervals) for b in member.blocks]
     assert described == [
         (1, ((0, 5),), ((0, 5),)),
-        (2, ((2, 4),), ((0, 3),)),  # the second sequence has no back here
-        (0, ((0, 5),), ((0, 2), (4, 5))),  # the fronts of both
+        (2, ((2, 4),), ((0, 3),)),  # the second sequence has no back part here
+        (0, ((0, 5),), ((0, 2), (4, 5))),  # the front parts of both
     ]
     assert [(b.cu_q.offsets, b.cu_k.offsets) for b in member.blocks] == [
         ((0, 4, 5), (0, 4, 5)),

@@ -1,4 +1,4 @@
-"""The way of keys round plain and hierarchical rings."""
+"""Route of keys in plain and hierarchical rings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from bytescale_ext.attention.layouts.route import Route
 
 FORMS = [(width, rings) for width in range(2, 17) for rings in range(1, width) if width % rings == 0]
-"""Widths and numbers of inner rings, each of two members or more."""
+"""Return widths and numbers of inner rings with at least two members each."""
 
 
 def members_of(width: int, inner_rings: int, first: int = 0) -> list[Route]:
@@ -17,7 +17,7 @@ def members_of(width: int, inner_rings: int, first: int = 0) -> list[Route]:
 
 @pytest.mark.parametrize(("width", "inner_rings"), FORMS)
 def test_keys_come_from_where_they_were(width: int, inner_rings: int) -> None:
-    """Within a round from the member before me, at the start of a round from my counterpart one round before."""
+    """Keys come from the previous member within a round, and at the start of a round from the counterpart."""
     members = members_of(width, inner_rings, first=3)
     inner = members[0].inner_width
     for member in members:
@@ -41,7 +41,7 @@ def test_rounds_stay_inside_inner_rings(width: int, inner_rings: int) -> None:
 
 
 def test_hierarchical_rings_have_at_most_eight_peers() -> None:
-    """Four inside a node of 4, four counterparts in other nodes, whatever the rings."""
+    """At most four peers are inside a node of 4, and four are counterparts in other nodes, for all rings."""
     peers: dict[int, set[int]] = {}
     for width in range(8, 33, 4):
         for first in range(0, 64 - width, 4):

@@ -42,7 +42,7 @@ def intervals_of(numbers: set[int]) -> list[tuple[int, int]]:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.sets(st.integers(0, 23)))
 def test_a_tensor_in_parts_is_the_tensor(part_of_row: list[int], wanted: set[int]) -> None:
-    """Whatever rows each part holds, rows are taken, written and added as in one tensor."""
+    """For any rows of the parts, rows are read, written and added as in one tensor."""
     tensor = torch.arange(3.0 * len(part_of_row)).view(-1, 3)
     places = [Rows.of(intervals_of({row for row, one in enumerate(part_of_row) if one == part})) for part in range(4)]
     parts = RowParts(PartRows(tuple(places)), [rows.take(tensor).clone() for rows in places])

@@ -1,6 +1,6 @@
 """Layouts of slices by brute force: all ranks and slices together compute every causal pair of tokens exactly once.
 
-No tensor is computed. Each rank's buffer is a list of tokens, filled as ``layouts/slices.py`` says.
+The test computes no tensors. Each rank's buffer is a list of tokens, filled according to ``layouts/slices.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def rows_of(rows: Rows) -> list[int]:
 
 
 def pick(tokens: Sequence[Token | None], rows: Rows) -> list[Token]:
-    """Return the tokens in these rows; a row that was not written is an error."""
+    """Return the tokens in these rows, and fail for a row that was not written."""
     found = [tokens[row] for row in rows_of(rows)]
     assert None not in found
     return found  # type: ignore[return-value]
 
 
 def pairs_of(block: PlacedBlock, queries: Sequence[Token], keys: Sequence[Token]) -> Pairs:
-    """Return the (query, key) pairs of a block, of queries and keys in the order of its rows."""
+    """Return the (query, key) pairs of a block. Queries and keys are in the order of its rows."""
     pairs: Pairs = Counter()
     for q_rows, k_rows in zip(pairwise(block.cu_q.offsets), pairwise(block.cu_k.offsets), strict=True):
         document = keys[slice(*k_rows)]
@@ -54,7 +54,7 @@ def triangles(lengths: Sequence[int]) -> Pairs:
 
 
 class Rank:
-    """One rank: its layouts, the tokens of each slice, and the tokens of its keys so far."""
+    """A rank with its layouts, the tokens of each slice, and the tokens of its keys so far."""
 
     def __init__(self, cut: DocumentSlices, rank: int, num_padding: int) -> None:
         pieces = [cut.slice(index, rank) for index in range(cut.num_slices)]
@@ -71,7 +71,7 @@ class Rank:
         self.buffer: list[Token | None] = [None] * sum(rows.num_rows for rows in self.layouts[-1].held.places)
 
     def write(self, index: int, rows: Rows, tokens: Sequence[Token]) -> None:
-        """Write rows of the keys that slice ``index`` holds, none of them twice."""
+        """Write rows of the keys of slice ``index``, and fail if a row is written twice."""
         held = set(rows_of(self.layouts[index].held.places[-1]))
         for row, token in zip(rows_of(rows), tokens, strict=True):
             assert row in held, f"slice {index} does not hold {row=}"
@@ -89,7 +89,7 @@ def arriving(ranks: Sequence[Rank], member: RingPass, index: int, source: int) -
 
 
 def ring_pairs(ranks: Sequence[Rank], rank: Rank, member: RingPass, index: int) -> Pairs:
-    """Return what one rank computes in one pass of slice ``index``, keys arriving from the members in turn."""
+    """Return the pairs that a rank computes in one pass of slice ``index``, with keys from each member in turn."""
     mine = pick(rank.tokens[index], member.in_micro_batch)
     pairs: Pairs = Counter()
     for step in range(member.width):
@@ -115,7 +115,7 @@ def local_pairs(layout: SliceLayout, tokens: Sequence[Token], buffer: Sequence[T
 
 
 def cuts_of(source: random.Random) -> tuple[list[int], list[DocumentSlices]]:
-    """Lengths of sequences, and the cut of one micro-batch of each rank; rings cut their sequences alike."""
+    """Return the lengths of sequences, and the slices of a micro-batch of each rank. Rings divide them equally."""
     num_ranks, num_slices = source.randint(1, 4), source.randint(1, 4)
     rings: list[tuple[int, ...]] = []
     for _ in range(source.randint(1, 6)):
@@ -166,7 +166,7 @@ def test_slices_of_all_ranks_compute_every_pair_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_ranks_run_the_passes_of_a_slice_in_one_order(seed: int) -> None:
-    """Two ranks that share several passes meet in each of them, so no rank waits for ever."""
+    """Two ranks that share several passes run them in the same order, so no rank waits forever."""
     _, cuts = cuts_of(random.Random(seed))
     ranks = [Rank(cut, rank, 0) for rank, cut in enumerate(cuts)]
     for index in range(cuts[0].num_slices):

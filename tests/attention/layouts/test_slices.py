@@ -25,8 +25,8 @@ from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import ALL, GROUPS, MIXED, Case
 
 COST = CostModel(0.1, 1.0)
-# A long document in the middle of a pack, rings whose sequences are long enough to be cut, a rank without local
-# documents and a rank with almost nothing else.
+# A long document in the middle of a pack, rings with sequences that are long enough for slices, a rank without local
+# documents and a rank with almost only local documents.
 LONG = Case(
     lengths=(160, 9, 70, 3, 131, 48, 5),
     rounds=(((0, ALL), (1, (0,)), (2, (0,)), (3, (0,)), (4, (1, 2)), (5, (3,)), (6, (3,))),),
@@ -42,7 +42,7 @@ def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[Docu
 
 
 def num_keys(layouts: Sequence[SliceLayout]) -> int:
-    """Rows of the keys of a micro-batch, all of which its slices hold, each once."""
+    """Memory of the keys of a micro-batch. The slices own all its rows, each once."""
     held = sorted(interval for rows in layouts[-1].keys.places for interval in rows.intervals)
     assert layouts[-1].keys.places == layouts[-1].held.places + layouts[-1].swapped.places
     assert all(one.held.places == layouts[-1].held.places[: one.index + 1] for one in layouts)
@@ -51,7 +51,7 @@ def num_keys(layouts: Sequence[SliceLayout]) -> int:
 
 
 def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Exchanges[torch.Tensor | None]:
-    """One virtual rank: all slices forward, then backward from the last; checks against dense attention.
+    """Run all slices of a virtual rank forward, then backward from the last slice, and check against dense attention.
 
     Returns the gradient of the weight of an expansion, if the case has one.
     """
@@ -93,9 +93,9 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> E
 def test_slices_give_the_whole(
     case: Case, num_slices: int, kept_tokens: int, summed_tokens: int, swapped_tokens: int
 ) -> None:
-    """All ranks run their slices in one order without a deadlock, and the results match whole documents."""
+    """All ranks run their slices in the same order without a deadlock, and the results match whole documents."""
     lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
-    middle = lengths[(len(lengths) - 1) // 2]  # of the sequences in rings
+    middle = lengths[(len(lengths) - 1) // 2]  # rows of sequences in rings
     assert middle < lengths[-1]
     kept_tokens, summed_tokens, swapped_tokens = (
         middle if tokens == 1 else tokens for tokens in (kept_tokens, summed_tokens, swapped_tokens)
@@ -108,7 +108,7 @@ def test_slices_give_the_whole(
 
 
 def test_prefix_blocks_of_a_ring() -> None:
-    """Ring of 3, sequence of 24 tokens in two slices: keys of a member are its 2 rows of slice 0 and 6 of slice 1."""
+    """A ring of 3 has a sequence of 24 tokens in two slices. A member's keys are 2 rows of slice 0 and 6 of slice 1."""
     held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)),))
     first, second = slice_layouts(DocumentSlices(held, ((6, 24),), (0, 0)), 1, [2, 6])
     assert first.attention.passes[0].prefix_blocks == ()
@@ -128,7 +128,7 @@ def test_prefix_blocks_of_a_ring() -> None:
 
 
 def test_kept_keys_of_a_ring() -> None:
-    """The same ring with kept keys: rows of all members in turn, and slice 1 sends 6 rows instead of 8."""
+    """The same ring keeps keys: it has rows of all members in turn, and slice 1 sends 6 rows instead of 8."""
     held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)), Shard(1, ((0, 4),), (1,))))
     cut = DocumentSlices(held, ((6, 24),), (2, 4), kept=frozenset({0}))
     first, second = slice_layouts(cut, 1, [4, 8])
@@ -164,7 +164,7 @@ def test_kept_keys_of_a_ring() -> None:
 
 @pytest.mark.parametrize("num_slices", [2, 4])
 def test_kept_keys_travel_once(num_slices: int) -> None:
-    """A sequence of 160 tokens on 4 ranks: k slices send (k + 1) / 2 times the bytes, and fewer when keys are kept."""
+    """For 160 tokens on 4 ranks, k slices send (k + 1) / 2 times the bytes, and fewer if keys are kept."""
     case = replace(LONG, lengths=(160,), rounds=(((0, ALL),),))
     sent = {}
     for name, rule in (("whole", SliceRule(Slicing(1))), ("travel", SliceRule(Slicing(num_slices))),

@@ -1,4 +1,4 @@
-"""Passes of sequences that a window limits: rows, messages and blocks, without tensors."""
+"""Passes of sequences longer than the window: rows, messages and blocks, without tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def passes_of(ends: tuple[int, ...], window: int, width: int = 4) -> list[Window
 
 
 def test_the_example_of_the_module() -> None:
-    """The member with the tokens 4-7 and 24-27 of 32, with a window of 6."""
+    """Pass of the member with the tokens 4-7 and 24-27 of 32, with a window of 6."""
     found = passes_of((32,), 6)[1]
     assert found.num_keys == 18
     assert (found.own[0].intervals, found.own[1].intervals) == (((0, 8),), ((4, 8), (14, 18)))
@@ -74,7 +74,7 @@ def test_members_send_what_others_expect_and_see_every_key_of_the_window_once(se
 
 
 def test_ranks_of_a_ring_have_equal_passes_in_one_order() -> None:
-    """Sequences that the window limits, then the others in their ring."""
+    """Sequences longer than the window come first, then the other sequences of their ring."""
     lengths, ring, orders = (40, 9, 30, 8, 50), (0, 1), []
     for rank in ring:
         shards = [Shard(seq, zigzag_ranges(length, 2, rank), ring) for seq, length in enumerate(lengths)]

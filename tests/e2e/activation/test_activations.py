@@ -1,4 +1,4 @@
-"""Activation policies change what is remembered, not what is learned: gradients are bitwise those of no policy."""
+"""Activation policies do not change results: gradients are bitwise equal to the gradients without a policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 ).split()
-TWO_STAGES = "--pipeline-model-parallel-size 2 --num-layers 6".split()  # a last stage swaps all layers but two
+TWO_STAGES = "--pipeline-model-parallel-size 2 --num-layers 6".split()  # a last stage swaps all layers except two
 SLICES = "--micro-batch-size 1 --seq1f1b-slices 3".split()
 # name: (ranks, flags)
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     ),
     "eager-slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES, "--seq1f1b-eager"]),
 }
-OUR_ATTENTION = ["--swap-fraction", "0"]  # and nothing else: the layers keep everything
+OUR_ATTENTION = ["--swap-fraction", "0"]  # nothing else changes: the layers keep everything
 HOST = ["--host-memory-gb", "0.02"]
 AUTO = "--activation-policy auto --state-policy auto --state-page-mb 0.00390625".split()
 POLICIES: dict[str, list[str]] = {
@@ -69,7 +69,7 @@ POLICIES: dict[str, list[str]] = {
     "auto": [*AUTO, *HOST, "--device-memory-gb", "0.00105", "--no-measured-speeds"],  # resident states take 0.0006
     "measured": ["--activation-policy", "memo", *HOST],
 }
-# What runs: every policy once with HDP, and of the two that differ most at least one everywhere.
+# Combinations that run: every policy with HDP, and "memo" or "priced", which differ most, in every layout.
 RUNS = [
     *(("hdp", policy) for policy in POLICIES),
     ("hdp-tensor-sequence-parallel", "measured"),
@@ -83,7 +83,7 @@ RUNS = [
 
 
 def train_and_digest() -> None:
-    """An entry: print a digest of the gradients of each step, as this rank computed them, and what the policy did."""
+    """Entry that prints a digest of this rank's gradients in each step, and the actions of the policy."""
     import pretrain_gpt_hdp
     from megatron.bytescale import build
     from megatron.bytescale.features.activations import build as activations
@@ -117,7 +117,7 @@ def train_and_digest() -> None:
 
 
 def fingerprint(gradient: torch.Tensor) -> tuple[float, float]:
-    """Return the norm of a gradient and its product with a fixed random direction, which differ where two differ."""
+    """Return the norm of a gradient and its product with a fixed random direction, which identify the gradient."""
     flat = gradient.double().flatten()
     direction = torch.randn(len(flat), dtype=torch.float64, generator=torch.Generator().manual_seed(len(flat)))
     return float(flat.norm()), float(flat @ direction)
@@ -129,7 +129,7 @@ def fingerprints(outcome: Outcome) -> np.ndarray:
 
 
 def assert_same_gradients(one: Outcome, other: Outcome, first: float = 1e-5, second: float = 1e-5) -> None:
-    """Equal to a part of each norm in each step: a processor may sum a product of fewer rows in another order."""
+    """Assert equality relative to the norms: a processor may sum a product of fewer rows in another order."""
     mine, theirs = fingerprints(one), fingerprints(other)
     assert len(mine) == len(theirs) == 2
     tolerances = np.array([first, second])[:, None, None]
@@ -141,7 +141,7 @@ def digests(outcome: Outcome) -> list[str]:
 
 
 def counts(outcome: Outcome) -> dict[str, int]:
-    """Of the last step of a rank."""
+    """Figures of the last step of a rank."""
     return json.loads(re.findall(r"^DIGEST \w+ (.*)$", outcome.text, re.MULTILINE)[-1])
 
 
@@ -167,7 +167,7 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
         done = counts(other)
         assert done["peak"] <= 0.02e9
         assert done["overflowed_bytes"] == 0
-        if policy in ("auto", "measured"):  # which choose
+        if policy in ("auto", "measured"):  # these runs choose a policy
             assert done["swapped_bytes"] + done["recomputed_flops"] > 0
             continue
         assert (done["swapped_bytes"] > 0) == (policy != "keep-attention")
@@ -184,7 +184,7 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
 
 @pytest.mark.parametrize("case", ["plain-classic", "plain-grouped-pipeline"])
 def test_our_attention_trains_samples_as_megatrons_does(case: str, corpus: Path) -> None:
-    """Another order of sums: the second step starts from weights that differ in the last bits."""
+    """The order of sums differs, so the second step starts from weights that differ in the last bits."""
     for stock, ours in zip(outcomes_of(case, corpus), outcomes_of(case, corpus, *OUR_ATTENTION), strict=True):
         assert_same_gradients(stock, ours, 1e-5, 1e-3)
         if ours.losses:
@@ -192,7 +192,7 @@ def test_our_attention_trains_samples_as_megatrons_does(case: str, corpus: Path)
 
 
 def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
-    """Swapped layers come back to its buffers; the first step is held against it."""
+    """Swapped layers return to the buffers of the plan, and the first step is compared with the plan."""
     shape = ModelShape(4, 32, 4, 4, 8, 128, False, 128)
     traits = ModelTraits("LayerNorm", True, True, positions="learned_absolute", learned_positions=96,
                          tied_embeddings=True)  # fmt: skip
@@ -223,7 +223,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_a_memory_plan_of_a_pipeline(case: str, corpus: Path, tmp_path: Path) -> None:
-    """Each rank records its own step and uses its own plan; nothing that is learned changes."""
+    """Each rank records its own step and uses its own plan; losses and gradients do not change."""
     num_ranks, flags, policy = PLANNED[case]
     words = [*flags, *policy, "--data-path", corpus]
     file = tmp_path / "plan.json"
@@ -257,8 +257,12 @@ def test_recompute_of_experts_alone_combines(corpus: Path) -> None:
 
 
 def test_offload_by_the_plan_widens_shards_and_keeps_the_gradients(corpus: Path, tmp_path: Path) -> None:
-    """C of 64 tokens on 2 ranks: documents of up to 256 tokens fit only where a share of them is in host memory."""
-    link = ["--link-gb-per-second", "1e9", "--no-measured-speeds"]  # a toy layer computes next to nothing for its bytes
+    """With C = 64 on 2 ranks, documents of 256 tokens fit only if some of their activations are in host memory."""
+    link = [
+        "--link-gb-per-second",
+        "1e9",
+        "--no-measured-speeds",
+    ]  # a toy layer has hardly any computation for its bytes
     flags = {
         "plain": ["--hdp-tokens-per-rank", "128"],
         "offload": ["--hdp-tokens-per-rank", "64", "--activation-policy", "offload", *HOST, *link],
@@ -280,7 +284,7 @@ def test_offload_by_the_plan_widens_shards_and_keeps_the_gradients(corpus: Path,
     assert all(row["swapped_megabytes_per_step"] > 0 and row["host_peak_megabytes"] <= 20 for row in rows)
     assert "MB/step, host peak" in outcomes[-1].text
     widest = max(max(record["lengths"]) for record in outcomes[0].records())
-    assert widest > 2 * 64  # more than both ranks hold without offloading
+    assert widest > 2 * 64  # more than fits on both ranks without offloading
 
 
 @pytest.mark.parametrize("case", ["hdp", "hdp-tensor-sequence-parallel", "plain-classic"])
@@ -300,7 +304,7 @@ def test_chunked_loss_and_policy_together(corpus: Path) -> None:
 
 
 def fail_in_a_step() -> None:
-    """An entry: the second backward pass of the first layer raises; then the memory of the step must be free."""
+    """Entry whose second backward pass of the first layer raises. Then the memory of the step must be free."""
     import gc
 
     import pretrain_gpt_hdp

@@ -1,4 +1,4 @@
-"""What does not fit in the host arena stays on the device, and one warning says so."""
+"""Activations that do not fit in the host arena stay on the device, and a single warning says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 
 def train_with_a_quarter_of_the_arena() -> None:
-    """An entry: budgets that fit are not enough, as where a tensor is saved that no forecast knows."""
+    """Entry with forecast budgets that are too small, as if a layer saved an unexpected tensor."""
     from megatron.bytescale.features.activations import build as activations
 
     allocate = activations.allocate_arena

@@ -1,4 +1,4 @@
-"""The commands on the pages, and the sizes at which tests run them."""
+"""Commands on the pages of the docs, and the sizes at which tests run them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def code_lines(text: str) -> list[str]:
 
 
 def with_values(flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return the flags with these values in place of theirs; flags that are not there stay away."""
+    """Return the flags with these values instead of their own. Values of absent flags are ignored."""
     return [values.get(flag, word) for flag, word in zip(["", *flags], flags, strict=False)]
 
 
 def small_training(flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return the flags of a training at the sizes of tests, on CPU, with more ``values`` in place of theirs."""
+    """Return the flags of a training on CPU at test sizes, with further values from ``values``."""
     shrunk = with_values(flags, {**TRAINING_SIZES, **values})
     return [word for word in shrunk if word not in OFF_ON_CPU] + FOR_TESTS

@@ -1,7 +1,7 @@
 """Every command of README, the docs and ``--help`` runs, page by page and in the order of the page.
 
-Only sizes change. The commands of a page share a folder, so that one finds what an earlier one has written. A command
-that cannot run here has a row in ``ELSEWHERE`` with the reason; a new one without either fails.
+Only sizes change. The commands of a page share a folder, so that a command finds the files of earlier commands. A
+command that cannot run here has a row in ``ELSEWHERE`` with the reason. A new command must run or have a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.e2e.docs.pages import PAGES, ROOT, code_lines, small_training, with_v
 from tests.e2e.training import MODEL, train
 from tests.harness import run_ranks
 
-ELSEWHERE = {  # how a command begins: why it is not run here, or the test that runs it
+ELSEWHERE = {  # start of a command: the reason why it does not run here, or the test that runs it
     "make ": "they run the demo and this test",
     ".venv/bin/pre-commit ": "it changes the hooks of the repository",
     ".venv/bin/python -m pytest ": "they run this test",
@@ -69,7 +69,7 @@ TRAINING = {
     "--host-memory-gb": "1",
 }  # fmt: skip
 MAX_RANKS = 2
-# What a page's reader puts in place of these.
+# Values for the placeholders that a reader of a page replaces.
 FIXED_LENGTH = [
     *MODEL, "--data-path", "data/text_document", "--split", "99,1,0", "--micro-batch-size", "1",
     "--global-batch-size", "8", "--train-iters", "2", "--lr", "1e-3", "--eval-interval", "1000",
@@ -104,7 +104,7 @@ def test_reasons_are_needed_and_tests_exist() -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the files that the pages take for granted."""
+    """Write the files that the pages assume."""
     for name in ("lib/site-packages", "texts", "data"):
         (folder / name).mkdir(parents=True)
     for number in range(20):
@@ -121,7 +121,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def run_console(rank: int, world: int, folder: str, words: list[str]) -> tuple[int, str, str]:
-    """Return (exit code, standard output, standard error) of ``bytescale`` in a folder, over a small environment."""
+    """Return (exit code, standard output, standard error) of ``bytescale`` in a folder, with a small environment."""
     os.chdir(folder)
     library = f"{folder}/lib"
     places = {"stdlib": library, "purelib": f"{library}/site-packages", "platlib": f"{library}/site-packages"}
@@ -133,7 +133,7 @@ def run_console(rank: int, world: int, folder: str, words: list[str]) -> tuple[i
 
 
 def run_training(words: list[str], folder: Path) -> None:
-    """Train two steps as a launch line says, on at most ``MAX_RANKS`` ranks, and evaluate."""
+    """Run two training steps of a launch line on at most ``MAX_RANKS`` ranks, and evaluate."""
     script = next(place for place, word in enumerate(words) if word.endswith((".py", "bytescale.train", "train")))
     ranks = int(words[2]) if words[0] == "torchrun" else 1
     files = {"--data-path": str(folder / "data" / "text_document")}
@@ -149,7 +149,7 @@ def run_training(words: list[str], folder: Path) -> None:
 
 
 def words_of(command: str) -> list[str]:
-    """Return the words of a command, with flags in place of what a reader fills in."""
+    """Return the words of a command, with values for its placeholders."""
     for gap, flags in FILLED_IN.items():
         command = command.replace(gap, flags)
     return shlex.split(command, comments=True)

@@ -28,7 +28,7 @@ def recipe(**places: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of stock Megatron after 3 steps of 4 windows of 64 tokens, and its data."""
+    """Checkpoint of stock Megatron after 3 steps of 4 windows of 64 tokens, and its data."""
     folder = tmp_path_factory.mktemp("stock")
     write_documents(folder / "docs")
     line = recipe(load=folder / "none", save=folder / "stock", data_path=folder / "docs")

@@ -1,4 +1,4 @@
-"""The table of what was trained together, from the flags of runs."""
+"""Table of features that were trained together, from the flags of runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_runs_with_hybrid_data_parallelism_are_noted(tmp_path: Path, monkeypatch
 
 
 def test_the_page_has_a_row_for_each_feature() -> None:
-    """A whole test session writes the numbers, so they may be older than the tests."""
+    """A complete test session writes the numbers, so they may be older than the tests."""
     page = PAGE.read_text()
     assert with_table(page, RUNS) == page.split(BEGIN)[0] + f"{BEGIN}\n{table(RUNS)}\n{END}" + page.split(END)[1]
     titles = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""A gate that anneals: equal on any expert ranks, resumable at any step, and at last Megatron's own router."""
+"""An annealing gate: equal for any number of expert ranks, resumable at any step, and finally Megatron's own router."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GATE = (
     "--moe-dts-noise --moe-dts-final top1"
 ).split()
 TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax".split()
-# Computing is slow and links are fast, so that replicas pay off for few tokens too.
+# Computing is slow and links are fast, so that replicas pay off even for few tokens.
 SLOTS = "--moe-expert-slots 3 --moe-placement-threshold 1.01 --moe-placement-speeds 1e-6 1000".split()
 EP2 = ["--expert-model-parallel-size", 2]
 ENTRY = partial(with_equal_weights, None)
@@ -70,7 +70,7 @@ def test_experts_on_one_rank_or_two(gated: SavedRun, corpus: Path) -> None:
 
 
 def test_resumed_while_it_anneals(gated: SavedRun, corpus: Path) -> None:
-    """With replicas from its second step on, whose loss Megatron does not log by itself."""
+    """Replicas exist from the second step on. Megatron does not log the loss of that step separately."""
     flags = [*GATE, *EP2, *SLOTS, "--load", gated.save, "--ckpt-step", 2, "--exit-interval", ANNEALED + 1]
     outcome = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
     assert active(outcome) == pytest.approx(active(gated.outcomes[-1])[2:], abs=1e-3)
@@ -80,7 +80,7 @@ def test_resumed_while_it_anneals(gated: SavedRun, corpus: Path) -> None:
 
 
 def test_after_it_the_router_is_megatrons(gated: SavedRun, corpus: Path, tmp_path: Path) -> None:
-    """The last steps without the gate, from its checkpoint, end with the same bits."""
+    """A run without the gate repeats the last steps from its checkpoint, bit for bit."""
     flags = [*EP2, *TOP1, "--load", gated.save, "--ckpt-step", ANNEALED, "--save", tmp_path]
     outcome = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
     assert active(outcome) == []

@@ -1,4 +1,4 @@
-"""Training with replicas is training without them: losses and every parameter, while the placement changes."""
+"""Training with replicas equals training without them, in losses and every parameter, while the placement changes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.ranks
 
 TOLERANCE = 1e-6
 STEPS, HALF = 20, 10
-# One dense layer and one of experts. The bias of the router is drawn anew for each micro-batch, so that loads move far
-# from step to step, and rounding errors choose no other experts.
+# One dense layer and one layer of experts. Each micro-batch draws a new bias of the router, so that loads change a lot
+# from step to step, and rounding errors do not select other experts.
 MOE = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1] "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --moe-router-force-biased 2.0 "
     "--moe-shared-expert-intermediate-size 16"
 ).split()
 EP2 = ["--expert-model-parallel-size", 2]
-# Computing is slow and links are fast, so that replicas pay off for few tokens too.
+# Computing is slow and links are fast, so that replicas pay off even for few tokens.
 SLOTS = "--moe-expert-slots 6 --moe-placement-threshold 1.02 --moe-placement-speeds 1e-6 1000".split()
 SAMPLES = ["--micro-batch-size", 2]
 RECOMPUTED = "--recompute-granularity selective --recompute-modules moe".split()
@@ -43,7 +43,7 @@ def plain(corpus: Path) -> SavedRun:
 
 
 def weights(save: Path, rank: int, step: int) -> dict[str, torch.Tensor]:
-    """Return the parameters that a rank of two has saved after a step."""
+    """Return the parameters that one of two ranks has saved after a step."""
     (file,) = (save / f"iter_{step:07d}").glob(f"mp_rank_00_{rank:03d}/model_optim_rng.pt")
     state = torch.load(file, weights_only=False)["model"]
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -72,7 +72,7 @@ def test_every_parameter_is_that_of_training_without_replicas(plain: SavedRun, c
 
 
 def test_megatron_alone_goes_on(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
-    """A checkpoint of a run with replicas is one without them."""
+    """A checkpoint of a run with replicas equals a checkpoint of a run without them."""
     common = [*SAMPLES, *EP2, "--save", tmp_path, "--exit-interval", HALF // 2]
     begun = train_ranks(2, *words(corpus, *common, *SLOTS), entry=ENTRY)[-1]
     assert sum(moves(begun)) >= 3
@@ -83,7 +83,7 @@ def test_megatron_alone_goes_on(plain: SavedRun, corpus: Path, tmp_path: Path) -
 
 
 def test_a_run_with_replicas_goes_on_from_megatrons(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
-    """Which replicas there are depends on what is measured at start; the losses do not."""
+    """The measurement at the start determines the replicas, but not the losses."""
     slots = "--moe-expert-slots 6 --moe-placement-threshold 1.02".split()
     flags = [*SAMPLES, *EP2, *slots, "--load", plain.save, "--ckpt-step", HALF, "--exit-interval", HALF + 2]
     resumed = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
@@ -97,7 +97,7 @@ EPLB = ["--moe-placement", "eplb", "--moe-shared-expert-overlap", "--moe-grouped
 
 
 def with_grouped_products() -> None:
-    """An entry: equal weights, and ``--moe-grouped-gemm`` passes Megatron's check of the GPU."""
+    """Entry with equal weights that lets ``--moe-grouped-gemm`` pass Megatron's check of the GPU."""
     from megatron.bytescale.core.transformer.moe import slot_experts
 
     grouped = slot_experts.grouped_pass
@@ -120,7 +120,7 @@ def test_four_ranks_share_experts(flags: list[object], corpus: Path) -> None:
     ranks = train_ranks(4, *words(corpus, *slots, steps=3), entry=with_grouped_products)
     outcome = ranks[-1]
     grouped = {int(count) for one in ranks for count in re.findall(r"^GROUPED (\d+)$", one.text, re.MULTILINE)}
-    assert (max(grouped, default=0) > 2) == (flags is EPLB)  # two homes on each rank, and replicas
+    assert (max(grouped, default=0) > 2) == (flags is EPLB)  # two home experts on each rank, and replicas
     assert len(moves(outcome)) == 3
     assert sum(moves(outcome)) >= 3
     assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
@@ -133,16 +133,16 @@ def print_plan(runtime: Any, model: torch.nn.Module) -> None:
 
 
 def with_plans() -> None:
-    """An entry: equal weights, and the load and the plan of each step are printed."""
+    """Entry with equal weights that prints the load and the plan of each step."""
     with_equal_weights(partial(train_with, print_plan))
 
 
 def test_documents_with_unequal_micro_batches(corpus: Path) -> None:
-    """Two pairs of ranks share experts, with other numbers of tokens and micro-batches, in slices.
+    """Two pairs of ranks share experts, with different numbers of tokens and micro-batches, in slices.
 
     Two ranks share the optimizer of each expert, whose weights are gathered while layers run.
 
-    Plans are made one step ahead, so the third step is the first that counts with the loads of another, the first.
+    Plans are made one step ahead, so the plan of the third step is the first that uses a measured load, of step one.
     """
     flags = [*HDP, *EP2, "--hdp-tokens-per-rank", 128, "--seq1f1b-slices", 2, "--moe-router-force-biased", -2.0]
     expected = train_once(4, *words(corpus, *flags, steps=3), entry=with_plans)
@@ -157,5 +157,5 @@ def test_documents_with_unequal_micro_batches(corpus: Path) -> None:
 
 
 def plans(outcome: Outcome) -> tuple[tuple[str, str], ...]:
-    """Return the load that each step's plan counts with on a rank, and the digest of the plan."""
+    """Return the load that each step's plan assumes on a rank, and the digest of the plan."""
     return tuple(re.findall(r"^PLAN ([\d.]+) (\w+)$", outcome.text, re.MULTILINE))

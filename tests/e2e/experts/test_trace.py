@@ -1,4 +1,4 @@
-"""The loads that a run records are those of its tokens, of all ranks and stages, each counted once."""
+"""A run records the expert loads of its tokens on all ranks and stages, and counts each token once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dense checkpoint becomes experts that compute what it computes, and trains on from there."""
+"""Experts made from a dense checkpoint compute the same function, and training continues from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATED = (
 
 
 def test_experts_compute_what_the_dense_model_does(corpus: Path, tmp_path: Path) -> None:
-    """The next documents have the loss that they have in the dense run, with a gate and replicas."""
+    """The next documents have the same loss as in the dense run, even with a gate and replicas."""
     dense = train_once(1, *DENSE, "--data-path", corpus, "--train-iters", STEPS + 1, "--save-interval", STEPS)
     flags = [*DENSE, *GATED, "--data-path", corpus, "--moe-use-upcycling", "--save", tmp_path, "--moe-expert-slots", 3]
     outcome = train_ranks(2, *flags, "--load", dense.save, "--ckpt-step", STEPS)[-1]

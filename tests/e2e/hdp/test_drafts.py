@@ -1,4 +1,4 @@
-"""Draft heads on a frozen model: every layout has the gradients of one process, and the model stays as it was."""
+"""Draft heads on a frozen model: every layout has the gradients of one process, and the model does not change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(found: SavedRun, expected: SavedRun, *names: str) -> None:
-    """Assert that the figures of two runs are equal, and that the gradients of the first step are."""
+    """Assert that two runs have equal losses, and equal gradients in the first step."""
     for one in names:
         wanted = figures(expected.outcomes[-1], one)
         assert len(wanted) == 2
@@ -47,7 +47,7 @@ def compare(found: SavedRun, expected: SavedRun, *names: str) -> None:
     whole = gradients(expected.save)
     parts = sorted(found.save.glob("wgrads/iter_0000001/mp_rank_*"))
     of_ranks = [torch.load(part, weights_only=False).get("model_chunk0") for part in parts]
-    of_ranks = [grads for grads in of_ranks if grads]  # the stages below the heads have none
+    of_ranks = [grads for grads in of_ranks if grads]  # stages below the heads have no gradients
     for rank, grads in enumerate(of_ranks):
         assert grads.keys() == whole.keys()
         for parameter, grad in grads.items():
@@ -66,7 +66,7 @@ def test_gradients_equal_one_process(name: str) -> None:
 
 
 def test_slices_of_a_pipeline_under_an_activation_policy() -> None:
-    """Of heads that are not compared with the model: what they would be compared with is in the next slice."""
+    """These heads are not compared with the model's states, because those are in the next slice."""
     expected, found = heads_of(1, *ONE, heads=HEADS), heads_of(2, *SLICES, heads=HEADS)
     compare(found, expected, *FIGURES)
     assert not figures(found.outcomes[-1], HIDDEN)

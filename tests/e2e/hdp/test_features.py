@@ -1,4 +1,4 @@
-"""Model variants, precisions, evaluation and kernels: each equals the one-process oracle with the same flags."""
+"""Model variants, precisions, evaluation and kernels equal the one-process oracle with the same flags."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def with_hdp(corpus: Path, num_ranks: int, *flags: object) -> Outcome:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, corpus: Path) -> None:
     num_ranks, model, flags = CASES[name]
-    # Flags of the model come last: a later one wins.
+    # Flags of the model come last, because later flags override earlier flags.
     common = [*TRAIN, "--train-iters", 2, "--data-path", corpus, *model]
     expected = train_once(1, *common, *ORACLE, entry=train_documents_one_by_one)
     found = train(num_ranks, *common, *HDP, *flags)
@@ -55,10 +55,10 @@ def test_equals_one_process(name: str, corpus: Path) -> None:
 
 
 def test_parameters_gather_while_ranks_wait_in_rings(tmp_path: Path) -> None:
-    """Two rings that overlap, each the first micro-batch of some rank, and a gather for each parameter.
+    """Two overlapping rings are each the first micro-batch of some rank, and each parameter is gathered separately.
 
-    The rank that is in the second ring alone waits there for the others, which are still in the first one and need
-    its part of the parameters of their later layers.
+    A rank that is only in the second ring waits there for the other ranks. They are still in the first ring, and need
+    its part of the parameters of later layers.
     """
     corpus = write_documents(tmp_path / "docs", lengths=(150, 140, 20, 10))
     flags = ["--hdp-balance", "none", "--global-batch-size", 4]
@@ -77,7 +77,7 @@ def test_bf16_follows_one_process(corpus: Path) -> None:
 
 
 def test_fp16_follows_fp32_from_the_first_step(corpus: Path) -> None:
-    """No step is skipped: the first loss scale suits losses that are summed over tokens."""
+    """No step is skipped, because the initial loss scale suits losses that are summed over tokens."""
     flags = ["--init-method-std", 0.02, "--weight-decay", 0]
     expected, found = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], ["--fp16"]))
     assert len(found) == len(expected)
@@ -85,7 +85,7 @@ def test_fp16_follows_fp32_from_the_first_step(corpus: Path) -> None:
 
 
 def test_bf16_learns(tmp_path: Path) -> None:
-    """One small data set, seen again in each step: its loss falls far below that of a guess."""
+    """A small data set is repeated in each step, so its loss falls far below the loss of a random guess."""
     corpus = write_documents(tmp_path / "docs", lengths=(70, 40, 9, 3, 33, 17, 100, 12), copies=1)
     flags = ["--bf16", "--train-iters", 20, "--lr", "2e-2", "--init-method-std", 0.02, "--seq-length", 100]
     losses = train(2, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *SHARDED, *flags).losses
@@ -93,7 +93,7 @@ def test_bf16_learns(tmp_path: Path) -> None:
 
 
 def test_hidden_dropout_is_deterministic(corpus: Path, plain: Outcome) -> None:
-    """A second run and its recomputation draw the same numbers again, round a ring too."""
+    """A second run and its recomputation draw the same random numbers, in rings too."""
     flags = ["--hidden-dropout", 0.1, "--train-iters", 2]
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     first, recomputed = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], full))

@@ -1,4 +1,4 @@
-"""Attention, positions and multi-token prediction of today's models train as one process of stock Megatron does.
+"""Attention, positions and multi-token prediction of today's models train like one process of stock Megatron.
 
 Each model runs in rings and packs, in slices, or with tensor parallelism.
 """
@@ -76,7 +76,7 @@ def depth_losses(outcome: Outcome, depth: int) -> list[float]:
 
 
 class PlainAttention(DotProductAttention):
-    """Megatron's dense attention, of heads whose values have a size of their own."""
+    """Megatron's dense attention for heads with a different size of values."""
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,7 +84,7 @@ class PlainAttention(DotProductAttention):
 
 
 def train_latent_one_by_one() -> None:
-    """Run the oracle with dense attention whose values have a size of their own (``entry``)."""
+    """Run the oracle with dense attention for a different size of values (``entry``)."""
     from megatron.training.models import gpt
 
     from megatron.bytescale import features

@@ -1,4 +1,4 @@
-"""Mixtures of experts train as one process does that sees the same documents one by one."""
+"""Mixtures of experts train like one process with one document per micro-batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5
 NUM_EXPERTS = 4
 SEED = 8
-# One dense layer and one of experts. What is on here does not depend on the plan: shared experts, the z loss (a sum
-# over tokens) and the expert bias (it follows the loads of whole steps).
+# One dense layer and one layer of experts. The enabled features do not depend on the plan: shared experts, the z loss
+# (a sum over tokens) and the expert bias (which follows the loads of whole steps).
 MOE = (
     f"--num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1] "
     "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid"
@@ -45,8 +45,8 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "allgather": (4, ["--moe-token-dispatcher-type", "allgather"]),
     "zero1-overlap-recompute": (4, [*SHARDED, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
     "ep2": (4, [*EP2, *SHARDED, "--moe-shared-expert-overlap"]),
-    "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # the experts of one HDP rank
-    "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
+    "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # experts are on one HDP rank
+    "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # experts are shared by two HDP ranks
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
     "ep2-pp2": (4, [*EP2, *PP2, "--overlap-grad-reduce"]),  # the first stage has no experts
     "chosen-slices-pp2": (2, [*PP2, "--hdp-tokens-per-rank", 512, *CHOSEN_SLICES, *RECOMPUTED]),
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[int, list[object]]] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks that share a layer, its experts, and one expert; pipeline stages."""
+    """Number of ranks that share a layer, its experts and one expert, and number of pipeline stages."""
 
     tensor: int
     expert: int
@@ -96,7 +96,7 @@ def run_oracle(
 
 
 def with_equal_weights(entry: Callable[[], None] | None) -> None:
-    """An entry: start from the same weights, however layers and experts are shared out."""
+    """Entry that starts from the same weights for every distribution of layers and experts."""
     import pretrain_gpt_hdp
 
     draw_weights_by_name(scale=0.25)
@@ -104,7 +104,7 @@ def with_equal_weights(entry: Callable[[], None] | None) -> None:
 
 
 def train_and_note_margins() -> None:
-    """An entry: the oracle; print by how much, at least, the second expert of a token was ahead of the third."""
+    """Entry of the oracle, which prints the smallest gap between the scores of a token's second and third expert."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     original = TopKRouter.routing
@@ -120,7 +120,7 @@ def train_and_note_margins() -> None:
 
 
 def gradients(save: Path, sizes: Sizes) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
-    """Reduced gradients of step 1, of all stages, by (tensor-parallel rank, expert-parallel rank)."""
+    """Return the reduced gradients of step 1 of all stages, by (tensor-parallel rank, expert-parallel rank)."""
     found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     for file in (save / "wgrads" / "iter_0000001").glob("mp_rank_*"):
         numbers = [int(number) for number in file.stem.split("_")[2:]]
@@ -175,12 +175,12 @@ def check_gradients(
 
 @pytest.fixture(scope="module")
 def lone_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """No two of them fit into one micro-batch of 256 tokens: each is one, as in the oracle."""
+    """No two of these documents fit in a micro-batch of 256 tokens, so each is a micro-batch, as in the oracle."""
     return write_documents(tmp_path_factory.mktemp("lone") / "docs", [256, 130, 197, 141, 255, 133, 180, 211], copies=5)
 
 
 AUX = ["--moe-aux-loss-coeff", 0.1]
-WHOLE = ["--hdp-balance", "none", "--hdp-tokens-per-rank", 256]  # no document is cut that fits into one micro-batch
+WHOLE = ["--hdp-balance", "none", "--hdp-tokens-per-rank", 256]  # a document that fits in one micro-batch is not split
 
 
 @pytest.fixture(scope="module")

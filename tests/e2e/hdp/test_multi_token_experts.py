@@ -1,6 +1,6 @@
-"""Multi-token prediction with experts, DeepSeek-V3's pair, trains as one process of stock Megatron does.
+"""Multi-token prediction with experts, as in DeepSeek-V3, trains like one process of stock Megatron.
 
-It routes every token, also the last ones of a document, which guess nothing; so does stock Megatron.
+As in stock Megatron, it routes every token, even the last tokens of a document, which predict nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.e2e.training import HDP
 pytestmark = pytest.mark.ranks
 
 DEPTH = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5".split()
-# The sizes of the model: of its two layers the second has experts, and so has the one of multi-token prediction.
+# Sizes of the model. The second of its two layers has experts, and so has the layer of multi-token prediction.
 SHAPE = ModelShape(
     2, 32, 4, 2, 8, 48, True, 128, num_expert_layers=1, expert_ffn_hidden=2 * 24 + 16, num_experts=NUM_EXPERTS,
     experts_per_token=2, shared_ffn_hidden=16, later_layers=1, later_experts=True,
 )  # fmt: skip
-# Rings run documents of all lengths. The auxiliary loss needs the micro-batches of the one process, so the slices that
-# have it run each document as a micro-batch.
+# Rings run documents of all lengths. The auxiliary loss needs the same micro-batches as the oracle, so with this loss
+# slices run each document as a micro-batch.
 CASES: dict[str, tuple[int, list[object], list[object]]] = {
     "rings": (4, [], EP2),
     "alone": (2, AUX, [*EP2, *SLICES, *WHOLE]),

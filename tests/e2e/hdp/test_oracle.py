@@ -1,4 +1,4 @@
-"""Hybrid data parallelism trains as one process does that sees the same documents one by one."""
+"""Hybrid data parallelism trains like one process with one document per micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines under hybrid data parallelism train as one process does that sees the same documents one by one."""
+"""Pipelines under hybrid data parallelism train like one process with one document per micro-batch."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ pytestmark = pytest.mark.ranks
 
 @dataclass(frozen=True)
 class Case(Layout):
-    """A layout of 4 layers, whose planner balances pipelines in one of three ways.
+    """Layout of 4 layers with a planner that balances pipelines.
 
     Attributes:
-        num_chunks: chunks of layers on each stage.
-        num_idle: ranks without tokens.
+        num_chunks: number of chunks of layers on each stage.
+        num_idle: number of ranks without tokens.
         balance: value of --hdp-balance.
     """
 
@@ -99,7 +99,7 @@ def check_order(case: Case, outcomes: list[Outcome]) -> None:
 
 
 def test_tied_embeddings_and_learned_positions(corpus: Path) -> None:
-    """Their gradients are summed over the first and the last stage."""
+    """Gradients of tied embeddings are summed over the first and the last stage."""
     expected = run(corpus, None, 1, ONE_BY_ONE, train_one_by_one, model=CLASSIC_MODEL)
     found = run(corpus, None, 4, [*HDP, *BALANCE, *PP2, *VIRTUAL, *SHARDED], train_and_record, model=CLASSIC_MODEL)
     assert found[-1].losses == pytest.approx(expected[0].losses, rel=TOLERANCE)
@@ -120,14 +120,14 @@ def test_resumed_in_mid_epoch_on_other_stages(corpus: Path, tmp_path: Path) -> N
     common = [*HDP, *BALANCE, "--ckpt-format", "torch_dist", "--use-distributed-optimizer"]
     begun = run(corpus, save, 2, [*common, "--exit-interval", 1], train_and_record)
     assert begun[-1].losses == pytest.approx(losses[:1], rel=TOLERANCE)
-    first, mean_of_two, third = losses  # Megatron's line after the second step of a run shows the mean of two
+    first, mean_of_two, third = losses  # Megatron's log line after the second step of a run shows the mean of two steps
     second = 2 * mean_of_two - first
     resumed = run(corpus, None, 4, [*common, *PP2, *VIRTUAL, "--load", save], train_and_record)
     assert resumed[-1].losses == pytest.approx([second, (second + third) / 2], rel=TOLERANCE)
 
 
 def test_figures_are_those_of_all_stages(corpus: Path, tmp_path: Path) -> None:
-    """With the same plan, two stages together count what one stage counts; each stage has a timeline."""
+    """With the same plan, two stages together count the same numbers as one stage, and each stage has a timeline."""
     rows, sums = {}, {}
     for num_stages, layout in ((1, []), (2, [*PP2, *VIRTUAL])):
         folder = tmp_path / str(num_stages)
@@ -152,4 +152,4 @@ def test_figures_are_those_of_all_stages(corpus: Path, tmp_path: Path) -> None:
                         for phase in phases if phase.rank == rank and phase.kind == kind and phase.shards]  # fmt: skip
                 planned = [(index, tuple(shard.seq for shard in micro_batch.shards))
                            for index, micro_batch in enumerate(micro_batches) if micro_batch.shards]  # fmt: skip
-                assert sorted(held) == sorted(2 * planned)  # once through each of two chunks
+                assert sorted(held) == sorted(2 * planned)  # once in each of two chunks

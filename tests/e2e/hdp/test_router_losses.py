@@ -1,4 +1,4 @@
-"""Coefficients of auxiliary losses mean the same whatever the loss mask, the ranks and the slices.
+"""Coefficients of auxiliary losses have the same effect for every loss mask, number of ranks and number of slices.
 
 The gradient of an auxiliary loss is the gradient of a run with the loss minus the gradient of a run without it. All
 runs have the same documents and weights and differ in the tokens that are answers.
@@ -36,13 +36,13 @@ LAYOUTS: dict[str, tuple[int, Sequence[object]]] = {
         ("--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 512, "--seq1f1b-slices", 2),
     ),
 }
-# The load balancing loss is a loss of micro-batches, so that it depends on the layout; the z loss does not.
+# The load balancing loss is computed per micro-batch, so it depends on the layout; the z loss does not.
 CASES = [(Z_LOSS, name) for name in LAYOUTS] + [(AUX_LOSS, "one rank")]
 
 
 @pytest.fixture(scope="module")
 def data() -> Path:
-    """Return a folder with two data sets of the same documents: all tokens are answers, and one of twenty."""
+    """Return a folder with two data sets of the same documents: all tokens are answers, or one token in twenty is."""
     return once(write, "answers of routers")
 
 
@@ -65,7 +65,7 @@ def run(data: Path, name: str, layout: str, *flags: object) -> SavedRun:
 
 
 def gradient_of_routers(data: Path, name: str, layout: str, *loss: object) -> torch.Tensor:
-    """Return the gradient that a loss adds to the weights of all routers, [layers, experts, h]."""
+    """Return the gradient that a loss adds to the weights of all routers: [layers, experts, h]."""
     num_stages = 2 if "pipeline" in layout else 1
     found = []
     for flags in (loss, ()):
@@ -83,7 +83,7 @@ def test_the_strength_does_not_depend_on_the_answers(loss: tuple[object, ...], l
 
 
 def print_counts() -> None:
-    """An entry: print what updates the expert bias, [layers, experts]."""
+    """Entry that prints the loads that update the expert bias, [layers, experts]."""
     import importlib
 
     import pretrain_gpt_hdp
@@ -101,7 +101,7 @@ def print_counts() -> None:
 
 
 def test_counts_of_experts_are_exact_under_bf16(data: Path) -> None:
-    """bfloat16 cannot count above 256 one by one."""
+    """bfloat16 cannot represent all integers above 256."""
     bias = (
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --bf16 --hdp-tokens-per-rank 256".split()
     )

@@ -1,4 +1,4 @@
-"""Training on windows of documents equals one process on the same windows, with attention of both kinds."""
+"""Training on windows of documents equals one process on the same windows, with both kinds of attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWO_RANKS = [*HDP, "--hdp-tokens-per-rank", 128]
 
 @pytest.fixture(scope="module")
 def windows(corpus: Path) -> Path:
-    """Return the file of windows of the corpus, cut where they overflow; beside it a data set of whole windows."""
+    """Return the file of windows of the corpus, which split documents. Also writes a data set of whole windows."""
     return once(lambda folder: write_windows(folder, corpus), "windows", str(corpus))
 
 

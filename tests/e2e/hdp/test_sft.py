@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 pytestmark = pytest.mark.ranks
 
 TOLERANCE = 1e-5
-# Words of question and answer: rings of 4, packs, an answer beyond --seq-length, one that is cut there.
+# Words of question and answer: rings of 4, packs, an answer beyond --seq-length, an answer that is cut off there.
 SIZES = [(5, 7), (150, 40), (3, 20, 4, 9), (8, 2), (60, 50), (400, 5), (180, 200), (1, 1, 1, 1), (80, 85), (9, 1)]
 CHATS = random_chats([SIZES[i % len(SIZES)] for i in range(24)])
 LAYOUTS: dict[str, tuple[int, list[object]]] = {
@@ -50,7 +50,7 @@ def write(folder: Path) -> Path:
 
 
 def write_data_set(rank: int, world: int, folder: str) -> None:
-    """Write the tokenizer, the data set, and beside it what Megatron's tokenizer makes of each conversation."""
+    """Write the tokenizer, the data set, and the tokens that Megatron's tokenizer makes of each conversation."""
     from megatron.bytescale import cli
     from megatron.bytescale.core.datasets.corpus import build_megatron_tokenizer
 
@@ -67,7 +67,7 @@ def write_data_set(rank: int, world: int, folder: str) -> None:
 
 
 class Recorded:
-    """What Megatron's tokenizer has made of the conversations, without the seconds that its import takes."""
+    """Tokens of the conversations by Megatron's tokenizer, whose slow import is avoided."""
 
     def __init__(self, folder: str) -> None:
         self.encoded, self.pad, self.eod = pickle.loads(Path(folder, "encoded.pickle").read_bytes())
@@ -78,12 +78,12 @@ class Recorded:
 
 
 def common(data: Path, *flags: object) -> list[object]:
-    vocabulary = ["--vocab-size", 383]  # 384 rows in the embedding, as of the tokenizer's 330 tokens
+    vocabulary = ["--vocab-size", 383]  # 384 rows in the embedding, from the tokenizer's 330 tokens and padding
     return [*MODEL, *TRAIN, "--data-path", data / "chats", *vocabulary, *flags]
 
 
 def train_with_named_weights() -> None:
-    """An entry: start from weights that do not depend on the layout."""
+    """Entry that starts from weights that do not depend on the layout."""
     import pretrain_gpt_hdp
 
     draw_weights_by_name()
@@ -91,7 +91,7 @@ def train_with_named_weights() -> None:
 
 
 def stock_data_set(folder: str) -> None:
-    """An entry (by ``partial``): one process of stock Megatron, a conversation of its own data set per micro-batch."""
+    """Entry (by ``partial``) of one process of stock Megatron with one conversation per micro-batch."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
     from megatron.training.datasets.sft_dataset import SFTDataset
@@ -103,7 +103,7 @@ def stock_data_set(folder: str) -> None:
     split = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
 
     class OneConversation(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        """A sample of ours as Megatron's data set gives it: padded to ``--seq-length``."""
+        """One of our samples in the form of Megatron's data set: padded to ``--seq-length``."""
 
         def __init__(self, source: Any, batch_size: int) -> None:
             config = GPTDatasetConfig(

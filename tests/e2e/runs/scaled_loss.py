@@ -1,4 +1,4 @@
-"""A feature in one file, as a newcomer would add it: multiplies the loss."""
+"""Example of a feature in one file, which multiplies the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.bytescale.features.feature import Feature
 
 @dataclass(frozen=True)
 class ScaledLoss:
-    """The loss is multiplied by ``scaled_loss``."""
+    """Configuration with a factor of the loss."""
 
     scaled_loss: float
 
@@ -33,7 +33,7 @@ def resolve(options: ScaledLoss, run: RunConfig) -> ScaledLoss:
 
 
 def build(training: Any, runtime: Any) -> Any:
-    """Wrap the forward step, whichever feature has made it."""
+    """Wrap the forward step of any other feature."""
     factor = runtime.run.get(ScaledLoss).scaled_loss
 
     def wrap(forward_step: Callable[..., Any]) -> Callable[..., Any]:

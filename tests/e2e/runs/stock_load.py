@@ -1,6 +1,6 @@
 """Load checkpoints in plain Megatron: python stock_load.py TORCH TORCH_DIST, folders of one iteration each.
 
-They are of the same training. Prints the largest difference of their parameters.
+Both are checkpoints of the same training. Prints the largest difference of their parameters.
 """
 
 import sys
@@ -17,7 +17,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 def build(args: Any) -> torch.nn.Module:
     """Return Megatron's model of a checkpoint's arguments, with random weights."""
-    args.use_cpu_initialization = True  # else random numbers would be drawn on a GPU
+    args.use_cpu_initialization = True  # otherwise random numbers would be drawn on a GPU
     config = gpt_config_from_args(args)
     model: torch.nn.Module = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     return model

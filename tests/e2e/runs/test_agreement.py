@@ -1,4 +1,4 @@
-"""Ranks that plan otherwise, or too slowly, in real training."""
+"""Ranks with different plans, or with slow planners, in real training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def main_with_planner(change: Callable[[Any], Any], ranks: Sequence[int]) -> None:
-    """An entry (by ``partial``): the planner of some ranks is changed."""
+    """Entry (by ``partial``) with a different planner on some ranks."""
     import pretrain_gpt_hdp
     from megatron.bytescale.features.hdp import build as hdp
 
@@ -47,7 +47,7 @@ def test_ranks_with_other_plans_stop_before_the_first_step(corpus: Path, tmp_pat
 
 
 class NeverInTime:
-    """A planner that asks for the time until it is out of it, in every second step."""
+    """Planner that runs out of time in every second step."""
 
     def __init__(self, planner: Any) -> None:
         self.planner, self.num_plans = planner, 0
@@ -82,7 +82,7 @@ def test_a_cost_file_of_another_model_is_refused(corpus: Path) -> None:
 
 
 def plan_in_another_process() -> None:
-    """An entry: after the first plan, make plans in a process of their own; say when it starts."""
+    """Entry that makes all plans after the first in a separate process, and prints when it starts."""
     import pretrain_gpt_hdp
     from bytescale_ext.data.loading.planning import PlannerInProcess
 

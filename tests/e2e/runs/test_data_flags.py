@@ -1,4 +1,4 @@
-"""Megatron's data flags choose documents as they say: blends, splits, samples, epochs, seeds."""
+"""Megatron's data flags select documents as documented: blends, splits, samples, epochs, seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, documents_in_order, r
 pytestmark = pytest.mark.ranks
 
 LENGTHS = (256, 3, 190, 1, 17, 64, 40, 100, 33, 129, 8, 300)
-# 12 documents, of which the last one is two samples.
+# 12 documents; the last document gives two samples.
 PIECES = 13
 ONE_LAYER = ["--num-layers", "1"]
 FIVE = ["--train-iters", 5]
@@ -34,7 +34,7 @@ def five_steps(corpora: tuple[Path, Path]) -> list[Outcome]:
 
 
 def run(*flags: object, num_ranks: int = 2, without: Collection[str] = ()) -> list[Outcome]:
-    """Train, without some flags of ``TRAIN`` and their values."""
+    """Train without some flags of ``TRAIN`` and their values."""
     left_out = {TRAIN.index(flag) + place for flag in without for place in (0, 1)}
     common = [*MODEL, *ONE_LAYER, *(word for place, word in enumerate(TRAIN) if place not in left_out), *HDP]
     return train_ranks(num_ranks, *common, "--hdp-tokens-per-rank", 256 // num_ranks, *flags, entry=record_steps)
@@ -70,7 +70,7 @@ def test_split_keeps_training_validation_and_test_apart(corpora: tuple[Path, Pat
     assert training == set(range(30))
     assert {number_of(document) for document in flat(evaluations[:3])} <= set(range(30, 48))
     assert {number_of(document) for document in evaluations[3]} <= set(range(48, 60))
-    assert len(set(flat(evaluations[:2]))) == 16  # each evaluation goes on where the one before ended
+    assert len(set(flat(evaluations[:2]))) == 16  # each evaluation continues after the previous evaluation
 
 
 def test_a_data_path_for_each_split(corpora: tuple[Path, Path], tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_seed_and_not_the_ranks_make_the_order(corpora: tuple[Path, Path], f
 
 
 def test_an_index_alone_gives_the_lengths_of_each_step(five_steps: list[Outcome]) -> None:
-    """The lengths that were planned are those of the documents that were read."""
+    """The planned lengths equal the lengths of the documents that were read."""
     for documents, record in zip(documents_in_order(five_steps), five_steps[0].records(), strict=True):
         spans = [re.findall(r"tokens (\d+)-(\d+)$", document)[0] for document in documents]
         assert [int(stop) - int(start) for start, stop in spans] == record["lengths"]

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of training ends every rank, soon, and says why."""
+"""A failure during training ends every rank soon, with a message of its reason."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_a_killed_rank_ends_the_others(sharded: bool, corpus: Path, tmp_path: Pa
 
 
 def poison(rank: int, step: int, runtime: Any, model: Any) -> None:
-    """From ``step`` on every loss of an HDP rank is NaN."""
+    """Entry that makes every loss of an HDP rank NaN from ``step`` on."""
     if runtime.rank == rank and runtime.step.batch.step_index + 1 == step:
         next(model.parameters()).data.fill_(float("nan"))
 
 
 def poison_with_slow_planner(rank: int, step: int) -> None:
-    """An entry: as ``poison``, and every plan but the first is made by a process, which cannot be pickled."""
+    """Entry like ``poison`` that makes every plan after the first in a separate process, which cannot be pickled."""
     from megatron.bytescale.features.hdp import build as hdp
 
     hdp.PlannerInProcess = partial(hdp.PlannerInProcess, slow_seconds=-1.0)
@@ -55,7 +55,7 @@ def poison_with_slow_planner(rank: int, step: int) -> None:
 
 
 def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, tmp_path: Path) -> None:
-    """Megatron runs the step again, finds the same, saves a checkpoint of the step before and exits with 16."""
+    """Megatron runs the step again with the same result, saves a checkpoint of the previous step and exits with 16."""
     common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 128]
     common += ["--save", tmp_path, "--ckpt-format", "torch_dist"]
     outcomes = train_ranks(2, *common, entry=partial(train_with, partial(poison, 1, 3)))
@@ -68,7 +68,7 @@ def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, t
 
 
 def test_a_fault_is_saved_beside_a_planning_process_with_stages_and_slices(corpus: Path, tmp_path: Path) -> None:
-    """Megatron pickles the step's batches into that checkpoint, with whatever they hold."""
+    """Megatron pickles the step's batches, with everything that they refer to, into that checkpoint."""
     layout = "--hdp-tokens-per-rank 256 --pipeline-model-parallel-size 2 --seq1f1b-slices 2".split()
     saving = ["--save", tmp_path, "--ckpt-format", "torch_dist"]
     entry = partial(poison_with_slow_planner, 0, 3)
@@ -88,7 +88,7 @@ def test_nan_loss_without_reruns_is_an_error_that_names_the_documents(corpus: Pa
 
 
 def train_unscanned() -> None:
-    """As if a token had gone bad after the scan at start."""
+    """A token is damaged after the scan at the start."""
     import pretrain_gpt_hdp
     from megatron.bytescale.features.hdp import build as hdp
 
@@ -106,7 +106,7 @@ def test_an_error_while_reading_ahead_ends_every_rank(tmp_path: Path) -> None:
     last_lines = [error.splitlines()[-1] for error in errors if error is not None]
     assert len(last_lines) == 4
     causes = [line for line in last_lines if line.startswith("ValueError: ")]
-    assert len(causes) == 1  # the one rank that was given the document
+    assert len(causes) == 1  # only this rank has the document
     assert f"{prefix}: document 23 tokens 0-60: token 57 of the sample has the id 999" in causes[0]
     for line in last_lines:
         assert line in causes or PEER_IS_GONE.search(line), line

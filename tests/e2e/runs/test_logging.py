@@ -1,4 +1,4 @@
-"""What a run writes down is what it did: the hdp line, metrics.jsonl, TensorBoard, FLOPs, timers and the timeline."""
+"""A run logs correct figures: the hdp line, metrics.jsonl, TensorBoard, FLOPs, timers and the timeline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.plan.simple_plans import plan_naive
 
 pytestmark = pytest.mark.ranks
 
-# What MODEL says; the vocabulary is padded to 128.
+# Sizes of MODEL; the vocabulary is padded to 128.
 SHAPE = ModelShape(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=48, gated=True, vocab=128
 )
 TIMELINE_STEP = 4
 CASES: dict[str, tuple[int, int, int, list[str]]] = {
-    # name: (HDP ranks, C, rows of a micro-batch are a multiple of this, more flags)
+    # name: (HDP ranks, C, multiple of the rows of a micro-batch, more flags)
     "plain": (4, 64, 1, []),
     "tensor-and-sequence-parallel": (
         2,
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, int, int, list[str]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run of six steps, logged every two."""
+    """Run of six steps that logs every second step."""
 
     outcomes: list[Outcome]
     folder: Path
@@ -53,12 +53,12 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def printed(self, name: str) -> list[Any]:
-        """Return what ``record_figures`` printed on the last rank."""
+        """Return the figures that ``record_figures`` printed on the last rank."""
         return [json.loads(line) for line in re.findall(rf"^{name} (.*)$", self.outcomes[-1].text, re.MULTILINE)]
 
 
 def record_figures() -> None:
-    """An entry: note the sums that Megatron's FLOP counter takes, and the time of each log interval."""
+    """Entry that records the sums for Megatron's FLOP counter, and the time of each log interval."""
     from megatron.training import training
 
     from bytescale_ext.measure.metrics import IntervalMetrics
@@ -123,7 +123,7 @@ def test_tokens_are_those_of_the_documents(logged: Run) -> None:
 def test_the_time_of_steps_is_within_what_megatron_measured(logged: Run) -> None:
     seconds = [float(value) for value in re.findall(r"^SECONDS (.*)$", logged.outcomes[-1].text, re.MULTILINE)]
     elapsed = re.findall(r"iteration +\d*[246]/.*elapsed time per iteration \(ms\): ([\d.]+)", logged.outcomes[-1].text)
-    # The first interval of Megatron's holds the first step twice over: it is logged by itself and not reset.
+    # Megatron's first interval counts the first step twice, because it is also logged separately and not reset then.
     for ours, megatrons in list(zip(seconds, elapsed, strict=True))[1:]:
         assert 0 < 1000 * ours / 2 <= float(megatrons) + 1.0
 
@@ -166,14 +166,14 @@ def test_how_far_the_run_is(logged: Run) -> None:
         assert "mfu" not in row  # the peak of a CPU is not in the table
 
 
-# Figures of features that are off: zero or one in every step, so they are no scalars.
+# Figures of disabled features are zero or one in every step, so they are not scalars.
 OFF = ("kept_megabytes_per_step", "swapped_megabytes_per_step", "recomputed_megabytes_per_step", "host_peak_megabytes",
        "slices_per_micro_batch", "device_peak_megabytes", "active_experts", "stale_steps",
        "most_stale_steps")  # fmt: skip
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's values by tag and step."""
+    """Return TensorBoard's values by tag and step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "events"))

@@ -1,4 +1,4 @@
-"""A feature that is one file and one row of the table trains: flag, configuration, refusal and forward step."""
+"""A feature with one file and one row of the table trains: flag, configuration, refusal and forward step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 
 def main_with_feature() -> None:
-    """An entry: the table has one more row."""
+    """Entry with one more row in the table."""
     import pretrain_gpt_hdp
     from megatron.bytescale import features
     from tests.e2e.runs.scaled_loss import SCALED_LOSS

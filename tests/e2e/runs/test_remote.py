@@ -1,4 +1,4 @@
-"""Training on text that Ray actors tokenize: the same steps, to the last bit, as after ``bytescale corpus``."""
+"""Training on text that Ray actors tokenize has the same steps, bit for bit, as after ``bytescale corpus``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TRAINED_STEPS = 6
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two files of text, each beside its data set of Megatron's, which ends in no ``.jsonl``."""
+    """Write two text files and their data sets in Megatron's format, whose names do not end in ``.jsonl``."""
     folder = tmp_path_factory.mktemp("texts")
     paths = write_text(folder / "a.jsonl", 150, longest=600), write_text(folder / "b.jsonl", 90, seed=1)
     run_ranks(_write_corpora, 1, paths, init_group=False)
@@ -97,14 +97,14 @@ def start_cluster(folder: Path) -> tuple[str, subprocess.Popen[bytes], Path]:
 
 
 def record(action: Any = print_step) -> None:
-    """An entry: note each step of a rank, which starts from weights that are equal in every layout."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # as in the cluster
+    """Entry that records each step of a rank. All layouts start from equal weights."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # like the cluster
     draw_weights_by_name()
     train_with(action)
 
 
 def run(log_dir: Path, num_ranks: int, *flags: object, loader: str = "ray", entry: Any = record) -> list[Outcome]:
-    """Train on one server: ``test_blends_splits_and_evaluation...`` has two."""
+    """Train with one server. ``test_blends_splits_and_evaluation...`` has two servers."""
     servers = ["--hdp-ray-servers", 1] if loader == "ray" else []
     return train_ranks(num_ranks, *BYTES, *TRAIN, "--train-iters", TRAINED_STEPS, *HDP, "--hdp-tokens-per-rank", 128,
                        "--hdp-loader", loader, *servers, "--hdp-log-dir", log_dir, *flags, entry=entry)  # fmt: skip
@@ -120,7 +120,7 @@ def without_suffix(steps: list[list[str]]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def local(texts: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], list[float]]:
-    """Documents and losses of the local loader on the first file."""
+    """Return documents and losses of the local loader on the first file."""
     log_dir = tmp_path_factory.mktemp("local")
     outcomes = run(log_dir, 2, "--data-path", texts[0].with_suffix(""), loader="local")
     return documents_in_order(outcomes), step_losses(log_dir)
@@ -141,7 +141,7 @@ def test_blends_splits_and_evaluation_are_those_of_the_local_loader(texts: tuple
 
 
 def kill_actors(runtime: Any, model: Any) -> None:
-    """End a server before one step and the scheduler before another, as a fault would."""
+    """Kill a server before one step and the scheduler before another."""
     print_step(runtime, model)
     if runtime.rank == 0 and runtime.step.batch.step_index in (1, 3):
         import ray
@@ -156,7 +156,7 @@ def kill_actors(runtime: Any, model: Any) -> None:
 def test_killed_actors_and_a_resumed_run_change_nothing(
     texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:
-    """Four steps in which a server and then the scheduler are killed, and then the rest on as many ranks again."""
+    """Four steps run while a server and then the scheduler are killed. The same number of ranks then runs the rest."""
     documents, losses = local
     flags = ["--data-path", texts[0], "--hdp-plan-ahead", 1, "--hdp-ray-address", cluster]
     entry = partial(record, kill_actors)
@@ -169,7 +169,7 @@ def test_killed_actors_and_a_resumed_run_change_nothing(
 
 
 def poison(runtime: Any, model: Any) -> None:
-    """From the third step on every loss is NaN."""
+    """Entry that makes every loss NaN from the third step on."""
     if runtime.step.batch.step_index == 2:
         next(model.parameters()).data.fill_(float("nan"))
 
@@ -185,7 +185,7 @@ def test_a_fault_is_saved_with_a_step_that_ray_made(texts: tuple[Path, Path], cl
 def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
     texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:
-    """Two stages of two tensor-parallel ranks: documents and losses of the local loader."""
+    """Two stages of two tensor-parallel ranks have the documents and losses of the local loader."""
     documents, losses = local
     layout = ["--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel",
               "--make-vocab-size-divisible-by", 64, "--hdp-tokens-per-rank", 256]  # fmt: skip
@@ -196,7 +196,7 @@ def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
 
 
 def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
-    """With exit code 2 and one line, before anything is built."""
+    """The exit code is 2, with a message of one line, before anything is built."""
     missing, other, bad = tmp_path / "none.jsonl", tmp_path / "text.txt", tmp_path / "bad.jsonl"
     other.write_text("text")
     bad.write_text('{"text": "a"}\n{"body": "b"}\n')
@@ -216,7 +216,7 @@ def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], c
 
 
 def test_text_of_another_vocabulary_ends_the_run(cluster: str, tmp_path: Path) -> None:
-    """Megatron's own tokenizer in the servers, and the key of the flag; a bad id names its document."""
+    """Servers use Megatron's own tokenizer and the key of the flag. The error for an invalid id names its document."""
     path = tmp_path / "ids.jsonl"
     ids = np.arange(8 * 40).reshape(8, 40) % (VOCAB - 1)
     ids[5, 7] = 99999

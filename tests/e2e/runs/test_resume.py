@@ -1,4 +1,4 @@
-"""A run that stops and is resumed goes on as the run that did not stop: same documents, same order, same losses."""
+"""A resumed run equals an uninterrupted run: same documents in the same order, and same losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks
 
 TORCH_DIST = ["--ckpt-format", "torch_dist"]
 EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
-TOKENS_PER_RANK = {4: 64, 2: 128}  # the longest document needs all of them in both
+TOKENS_PER_RANK = {4: 64, 2: 128}  # the longest document needs all ranks in both layouts
 
 
 def run(corpus: Path, log_dir: Path, num_ranks: int, *flags: object, entry: Any = record_steps) -> list[Outcome]:
@@ -41,7 +41,7 @@ def run(corpus: Path, log_dir: Path, num_ranks: int, *flags: object, entry: Any 
 
 @pytest.fixture(scope="module")
 def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], list[float]]:
-    """Documents and losses of six steps on four ranks in one go."""
+    """Return documents and losses of an uninterrupted run of six steps on four ranks."""
     log_dir = tmp_path_factory.mktemp("whole")
     outcomes = run(corpus, log_dir, 4)
     return documents_in_order(outcomes), step_losses(log_dir)
@@ -56,7 +56,7 @@ def consumed_samples(outcome: Outcome) -> list[int]:
 def test_resumed_on_as_many_or_other_ranks(
     first: int, then: tuple[int, ...], corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:
-    """And the timeline is that of the step that was asked for."""
+    """The timeline shows the requested step."""
     documents, losses = whole_run
     save = tmp_path / "save"
     begun = run(corpus, tmp_path, first, *TORCH_DIST, "--save", save, "--exit-interval", 3)
@@ -79,7 +79,7 @@ def test_resumed_on_as_many_or_other_ranks(
 def test_steps_of_tokens_go_on_after_the_documents_before_them(
     corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:
-    """Each step has the next documents up to 700 tokens; the count in the checkpoint is theirs."""
+    """Each step has the next documents up to 700 tokens, and the checkpoint counts these documents."""
     tokens, save = ["--hdp-global-tokens", 700], tmp_path / "save"
     begun = run(corpus, tmp_path, 2, *tokens, "--save", save, "--exit-interval", 3)
     resumed = run(corpus, tmp_path, 2, *tokens, "--load", save)
@@ -106,7 +106,7 @@ def test_steps_that_grow_follow_megatrons_count(
 
 
 def token_range(document: str) -> tuple[int, int]:
-    """Return the first token of a document in a record and the one after its last."""
+    """Return the position of a document's first token in a record, and the position after its last token."""
     start, stop = document.rpartition(" ")[2].split("-")
     return int(start), int(stop)
 

@@ -1,4 +1,4 @@
-"""Launch lines of the search: Megatron's parser takes them, their memory is what a dry run says, and they train."""
+"""Launch lines of the search: Megatron's parser accepts them, a dry run forecasts the same memory, and they train."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def one_of(task: Task = TASK, **fields: object) -> Strategy:
 
 
 def leaving(activations_gb: float, strategy: Strategy) -> Strategy:
-    """Return a strategy whose devices have so much for activations beside the model states of the fullest stage."""
+    """Return a strategy with this device memory for activations next to the model states of the fullest stage."""
     states = max(stage_state_bytes(setup_of_strategy(TASK, strategy)))
     return replace(strategy, device_gb=round(states / 1e9 + activations_gb, 9))
 
@@ -107,5 +107,5 @@ def test_the_written_script_trains_on_this_machine(tmp_path: Path, capsys: pytes
     (row,) = json.loads(capsys.readouterr().out)["verified"]
     assert row["failure"] == ""
     assert row["seconds"] > 0
-    # Model states alone are half of it; costs are not of this machine, so its activations are not known well.
+    # Model states alone are half of the memory. Activations are uncertain, because costs are not from this machine.
     assert row["gb"] == pytest.approx(row["predicted_gb"], rel=0.5)

@@ -1,4 +1,4 @@
-"""The SLURM script in a real queue: however a job ends, the next one goes on, and every document is seen once."""
+"""SLURM script in a real queue: after any end of a job, the next job continues, and every document is used once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COPIES = 5
 SAMPLES = COPIES * sum(-(-length // int(SIZES["SEQ_LENGTH"])) for length in LENGTHS)  # of an epoch
 ENDS = ("COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL", "TIMEOUT")
 SECONDS = 900.0  # a queue on a busy machine
-# The repository of the jobs has its own entry: it notes the documents of each step, and may kill its rank in step 4.
+# The repository of the jobs has an entry that records the documents of each step and may kill its rank in step 4.
 ENTRY = f"""
 import contextlib, os, signal, sys
 sys.path[0] = {str(ROOT)!r}
@@ -69,12 +69,12 @@ def wait_for(happened: Callable[[], bool], what: str) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What the jobs of one output folder have left."""
+    """Files of the jobs of one output folder."""
 
     out: Path
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the record of each step and rank, in the order of time."""
+        """Return the records of all steps and ranks, in order of time."""
         file = self.out / "steps.txt"
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in re.findall(r"^RECORD (.*)\n", text, re.MULTILINE)]
@@ -91,7 +91,7 @@ class Run:
         assert self.steps()[after]["iteration"] == saved + 1
 
     def check_documents(self) -> None:
-        """Check that each step up to the checkpoint had its documents, and each came once in an epoch."""
+        """Check that each step up to the checkpoint had its documents, each of them once in an epoch."""
         by_step: dict[int, dict[str, str]] = {}
         for record in self.steps():
             found = by_step.setdefault(record["iteration"], {})
@@ -122,7 +122,7 @@ class Queue:
         return done.stdout.strip()
 
     def submit(self, out: Path, *options: str, flags: Sequence[str] = (), **variables: str) -> str:
-        """Return the number of a new job of one rank on each node, which writes to ``out``."""
+        """Submit a job of one rank on each node, which writes to ``out``, and return its number."""
         sizes = ("--parsable", "--gpus-per-node=1", "--cpus-per-task=1", "--job-name=one", "--time=60")
         script = str(self.folder / "repository" / "scripts" / "train_slurm.sbatch")
         return self.run("sbatch", *sizes, *options, script, *FLAGS, *flags, OUT=str(out), **variables)
@@ -139,7 +139,7 @@ class Queue:
         return self.state(job)
 
     def lose(self, node: str) -> None:
-        """Kill all processes of a node, as if its power had failed, and tell SLURM what it would notice in minutes."""
+        """Kill all processes of a node, as in a power failure, and tell SLURM, which would notice after minutes."""
         lost = [one for one in psutil.process_iter() if self._is_of(one, node)]
         steps = {one.parent() for one in lost} - {None}
         steps = {one for one in steps if one.name().startswith("slurmstepd")}
@@ -159,7 +159,7 @@ class Queue:
 
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queue]:
-    """A cluster, and a folder to submit from with the repository of its jobs."""
+    """Return a cluster and a folder to submit jobs from, which contains the repository of the jobs."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "repository").mkdir()
     for name in (".venv", "scripts"):
@@ -168,7 +168,7 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queue]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1] - 3
-    cluster = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, for the sockets in it
+    cluster = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path, because of the sockets in it
     script = str(ROOT / "scripts" / "slurm" / "local_cluster.sh")
     variables = {"PATH": PATH, "PORT": str(port), "SLURM_CONF": str(cluster / "slurm.conf"), "HOME": str(folder)}
     started = subprocess.run([script, "start", str(cluster)], env=variables, capture_output=True, text=True)
@@ -205,7 +205,7 @@ def test_a_job_whose_node_fails_is_queued_again_and_goes_on_until_it_is_cancelle
     wait_for(lambda: queue.state(job)[0] == "PENDING", f"job {job} is not queued again")
     records = len(run.steps())
     queue.run("slurmd", "-N", "node2")
-    queue.run("scontrol", "update", f"jobid={job}", "starttime=now")  # else in two minutes
+    queue.run("scontrol", "update", f"jobid={job}", "starttime=now")  # otherwise after two minutes
     run.wait_until_it_goes_on(after=records)
     queue.run("scancel", job)
     assert queue.end_of(job)[0] == "CANCELLED"
@@ -213,7 +213,7 @@ def test_a_job_whose_node_fails_is_queued_again_and_goes_on_until_it_is_cancelle
 
 
 def test_tasks_of_an_array_have_their_own_flags_and_folders(queue: Queue, tmp_path: Path) -> None:
-    """The rank of task 1 is killed and started again; task 2 saves two minutes before its time limit."""
+    """The rank of task 1 is killed and started again. Task 2 saves two minutes before its time limit."""
     sweep = tmp_path / "sweep.txt"
     sweep.write_text("--train-iters 6 --save-interval 2\n--lr 1e-3\n")
     settings = {"SWEEP": str(sweep), "MAX_RESTARTS": "1", "KILLED_TASK": "1"}

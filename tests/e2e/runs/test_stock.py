@@ -1,4 +1,4 @@
-"""Without ``--hybrid-data-parallel`` Megatron trains as it ships; with it, on equal documents, to the same losses."""
+"""Without ``--hybrid-data-parallel`` Megatron is unchanged; with it, losses on equally long documents are equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_US = (
     "import runpy, sys; sys.modules.update(dict.fromkeys(['bytescale_ext', 'megatron.bytescale'])); "
     "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-"""Runs a program to which our packages are missing."""
+"""Program that runs another program without our packages."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_one_process_trains_without_torchrun(corpus: Path) -> None:
 
 
 def test_checkpoints_load_where_our_package_is_missing(full_documents: Path, tmp_path: Path) -> None:
-    """In plain Megatron, of two trainings that differ in the format alone."""
+    """Plain Megatron loads the checkpoints of two trainings, which differ only in their format."""
     flags = [*COMMON, *HDP, "--hdp-tokens-per-rank", SEQ_LENGTH, "--data-path", full_documents]
     folders = []
     for form in ("torch", "torch_dist"):
@@ -65,7 +65,7 @@ def train_and_print_status() -> None:
 
 
 def patch_lines(text: str, *features: str) -> list[str]:
-    """Return the printed patch rows that one of these features needs."""
+    """Return the printed patch rows of these features."""
     lines = [line for line in text.splitlines() if line.startswith("PATCH ")]
     assert lines
     needed = [line.split(": ")[0].split("  ")[-1].split(", ") for line in lines]
@@ -109,7 +109,7 @@ def test_with_the_flag_every_row_is_replaced(full_documents: Path) -> None:
 
 
 def test_stock_loss_is_the_mean_over_tokens_of_its_own_samples(full_documents: Path) -> None:
-    """Two micro-batches of one and one of two give the same step: nothing of ours enters the stock path."""
+    """Two micro-batches of one sample equal one micro-batch of two: the stock path has none of our code."""
     flags = [*COMMON, "--data-path", full_documents, "--seq-length", 64]
     losses = [train(2, *flags, "--micro-batch-size", size, "--calculate-per-token-loss").losses for size in (1, 2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

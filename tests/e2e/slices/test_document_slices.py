@@ -1,4 +1,4 @@
-"""Slices of micro-batches of documents, packed and in rings, train as one process does on the documents one by one."""
+"""Slices of packs and rings of documents train like one process with one document per micro-batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POLICY = "--activation-policy priced --host-memory-gb 0.01 --no-measured-speeds 
 STATES = [16 * stage_parameters(ModelShape(2, 32, 4, 2, 8, 48, True, 128), 1, stage == 0, stage == 1)
           for stage in range(2)]  # fmt: skip
 WHOLE_DEVICE = f"{max(STATES) / 1e9 + 0.0008:.9f}"
-"""Gigabytes that leave 0.0008 to the activations of the fuller of two stages of two layers, in float32."""
+"""Device memory in GB that leaves 0.0008 GB for activations on the fuller of two stages with two float32 layers."""
 
 SWAPPED = "--hdp-kept-keys 150 --hdp-swapped-keys 1000 --host-memory-gb 0.01".split()
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
@@ -50,7 +50,7 @@ STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split(
 
 @dataclass(frozen=True)
 class Case:
-    """Slices, 0 if the planner chooses them, and the layout that runs them; ``rows``: as FP8 pads them on a rank."""
+    """Number of slices (0 if the planner chooses) and layout; ``rows``: multiple of rows on a rank, as in FP8."""
 
     num_slices: int
     num_ranks: int
@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """Losses, validation losses and the first gradients of one process."""
+    """Return losses, validation losses and gradients of the first step of one process."""
     save = tmp_path_factory.mktemp("oracle")
     outcome = run(corpus, save, 1, [*ONE_BY_ONE, *STEPS, 2, "--eval-micro-batch-size", 1], train_one_by_one)[0]
     return outcome, whole_gradients(save, 1, 1)[0]
@@ -116,7 +116,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 
 def train_with_rows(rows: int, num_idle: int) -> None:
-    """An entry: pad micro-batches and slices to so many rows on each tensor-parallel rank, as FP8 needs them."""
+    """Entry that pads micro-batches and slices to a multiple of ``rows`` on each tensor-parallel rank, as FP8 does."""
     from megatron.bytescale.features.fp8 import Fp8Options
 
     Fp8Options.rows = rows  # type: ignore[method-assign,assignment]
@@ -124,7 +124,7 @@ def train_with_rows(rows: int, num_idle: int) -> None:
 
 
 def check_order(case: Case, outcomes: list[Outcome]) -> None:
-    """Every stage ran the schedule of its pipeline's micro-batches, of which rings and packs were in the same one."""
+    """Every stage ran the schedule of its pipeline, and some micro-batch contained both a ring and a pack."""
     per_stage = case.num_ranks // case.num_stages
     widths = set()
     for process, outcome in enumerate(outcomes):

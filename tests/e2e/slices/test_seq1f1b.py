@@ -1,4 +1,4 @@
-"""Pipelines in slices against the same pipelines with whole micro-batches: losses and every gradient."""
+"""Pipelines in slices equal the same pipelines with whole micro-batches, in losses and every gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQ_LENGTH = 48
 LAYERS = 4
 NUM_ITERATIONS = 2
 TOLERANCE = 1e-5
-TIED = "tied"  # in place of a flag: the output layer shares the weights of the embedding
+TIED = "tied"  # placeholder of a flag: the output layer shares the weights of the embedding
 Gradients = dict[str, torch.Tensor]
 
 
@@ -27,14 +27,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Runs:
-    """Trainings on one corpus; a run without slices is made once and serves all that are compared with it."""
+    """Trainings on one corpus. A run without slices is made once for all comparisons."""
 
     def __init__(self, corpus: Path, folder: Path) -> None:
         self.corpus, self.folder = corpus, folder
         self.whole: dict[tuple[str, ...], tuple[Outcome, Gradients]] = {}
 
     def run(self, num_ranks: int, *flags: object) -> tuple[Outcome, Gradients]:
-        """Losses, and the gradients of the first step by file and parameter name."""
+        """Return losses, and the gradients of the first step by file and parameter name."""
         save = self.folder / f"run{len(list(self.folder.iterdir()))}"
         model = [flag for flag in MODEL if TIED not in flags or not flag.startswith("--untie")]
         words = [*model, *TRAIN, "--seq-length", SEQ_LENGTH, "--num-layers", LAYERS, "--train-iters", NUM_ITERATIONS]
@@ -46,7 +46,7 @@ class Runs:
         return outcome, read_gradients(save)
 
     def compare(self, num_ranks: int, flags: str, slices: str) -> Outcome:
-        """Train with and without slices; returns what the first said once it agrees with the second."""
+        """Train with and without slices, compare both runs, and return the output of the run with slices."""
         key = (str(num_ranks), flags)
         if key not in self.whole:
             self.whole[key] = self.run(num_ranks, *flags.split())
@@ -63,7 +63,7 @@ class Runs:
 
 
 def read_gradients(save: Path, iteration: int = 1) -> Gradients:
-    """Every gradient of a step, of all stages and tensor-parallel ranks."""
+    """Return every gradient of a step, of all stages and tensor-parallel ranks."""
     found: Gradients = {}
     for file in sorted((save / "wgrads" / f"iter_{iteration:07}").glob("mp_rank_*")):
         for chunk, of_chunk in torch.load(file, weights_only=False).items():
@@ -89,24 +89,24 @@ def test_slices_train_as_whole_micro_batches(p: int, m: int, k: int, runs: Runs)
     outcome = runs.compare(p, stages(p, m), f"--seq1f1b-slices {k} --seq1f1b-partition time")
     assert (
         p > 1 or "a single pipeline stage has no idle time" in outcome.text
-    )  # the first rank says it, the last is read
+    )  # the first rank prints it, but the last rank's output is read
 
 
 @pytest.mark.parametrize(("p", "m", "k"), [(4, 5, 3), (4, 1, 5)])
 def test_the_eager_order(p: int, m: int, k: int, runs: Runs) -> None:
-    """More slices than all stages run ahead, and fewer."""
+    """There are more slices, or fewer, than all stages run ahead."""
     runs.compare(p, stages(p, m), f"--seq1f1b-slices {k} --seq1f1b-eager")
 
 
 @pytest.mark.parametrize(("p", "m", "k", "words"), [(2, 2, 8, ""), (3, 3, 3, IN_LINE)])
 def test_virtual_stages(p: int, m: int, k: int, words: str, runs: Runs) -> None:
-    """As many micro-batches as stages: what Megatron's own interleaved schedule needs without slices."""
+    """There are as many micro-batches as stages, as Megatron's own interleaved schedule requires without slices."""
     flags = f"{stages(p, m)} --num-layers {2 * p} --num-virtual-stages-per-pipeline-rank 2"
     runs.compare(p, flags, f"--seq1f1b-slices {k} {words}")
 
 
 def test_sequence_parallel(runs: Runs) -> None:
-    """Against tensor parallelism alone: Megatron's local layers know no sequence parallelism."""
+    """Compared with tensor parallelism alone, because Megatron's local layers do not support sequence parallelism."""
     flags = f"{stages(2, 2)} --tensor-model-parallel-size 2"
     runs.compare(4, flags, "--seq1f1b-slices 3 --sequence-parallel")
 
@@ -163,7 +163,7 @@ EXPERT_RANKS = {
 
 @pytest.mark.parametrize("name", EXPERT_RANKS)
 def test_experts(name: str, runs: Runs) -> None:
-    """Auxiliary losses are those of whole samples and micro-batches; gradients of routers show them."""
+    """Auxiliary losses equal the losses of whole samples and micro-batches, as the gradients of routers show."""
     num_ranks, flags = EXPERT_RANKS[name]
     size = "--micro-batch-size 2 --global-batch-size 8"
     outcome = runs.compare(num_ranks, f"{stages(2, 2)} {size} {EXPERTS} {flags}", "--seq1f1b-slices 3")
@@ -179,7 +179,7 @@ def train_and_print_status() -> None:
 
 
 def test_one_slice_is_megatron_itself(corpus: Path) -> None:
-    """Bit by bit: nothing is replaced, so nothing can differ."""
+    """Runs are bitwise equal, because nothing is replaced."""
     words = [*MODEL, *TRAIN, "--seq-length", SEQ_LENGTH, "--train-iters", 2, "--data-path", corpus]
     words += [*stages(2, 2).split(), "--micro-batch-size", 1]
     whole = train(2, *words, entry=train_and_print_status)
@@ -200,5 +200,5 @@ def test_a_run_goes_on_with_another_number_of_slices(corpus: Path, tmp_path: Pat
     resumed = train(2, *words, "--train-iters", 4, "--seq1f1b-slices", 3, "--load", tmp_path)
     assert len(straight.losses) == 4
     assert len(resumed.losses) == 2
-    third, fourth = straight.losses[2:]  # the log line of a run's second step is the mean of its first two
+    third, fourth = straight.losses[2:]  # the log line of a run's second step shows the mean of its first two steps
     assert resumed.losses == pytest.approx([third, (third + fourth) / 2], rel=TOLERANCE)

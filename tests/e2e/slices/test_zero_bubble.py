@@ -1,4 +1,4 @@
-"""Pipelines whose weight gradients run by themselves, against the same pipelines without: losses and every gradient."""
+"""Pipelines with deferred weight gradients equal the same pipelines without, in losses and every gradient."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_training_is_the_same(name: str, runs: Runs) -> None:
 
 
 def test_gradients_are_reduced_once_they_are_complete(runs: Runs) -> None:
-    """In the second step DDP counts the gradients of a bucket, and starts to reduce it when it knows all of them.
+    """In the second step DDP counts the gradients of a bucket, and starts to reduce the bucket when it is complete.
 
-    Both stages wait for their last weight gradients: the first one after its last backward pass, the other one in the
-    exchange that sends its gradient. SGD, whose steps are as far apart as the gradients.
+    Both stages wait for their last weight gradients: the first stage after its last backward pass, the second stage in
+    the exchange that sends its gradient. With SGD, parameters differ as much as gradients.
     """
     flags = f"{stages(2, 6)} --optimizer sgd --seq1f1b-slices 2 --overlap-grad-reduce"
     compared = runs.compare(4, flags, "--seq1f1b-zero-bubble --seq1f1b-eager")

@@ -1,9 +1,9 @@
-"""Compare runs with Adam's states in pages to resident ones, in all combinations: python -m tests.e2e.states.matrix.
+"""Compare runs with paged and with resident Adam states in all combinations: python -m tests.e2e.states.matrix.
 
-A cell is a layout with pages in host memory alone or most of them on a disk. In each cell a paged run of 20 steps, a
-resident run that goes on from the middle of it, and a paged run that goes on from the middle of the resident one are
-compared with the resident run: the losses of all steps, and every tensor of the last checkpoint (parameters, float32
-copies, moments), to the last bit. What is in the file of results is not run again.
+A cell is a layout with all pages in host memory, or most pages on a disk. Each cell compares three runs with a resident
+run: a paged run of 20 steps, a resident run that continues from its middle, and a paged run that continues from the
+middle of the resident run. The losses of all steps, and every tensor of the last checkpoint (parameters, float32
+copies, moments), must be equal bit for bit. Cells with a row in the file of results do not run again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DATA = ("HDP", "plain")
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of a run. HDP is in bf16 with a sharded optimizer, plain in float32 with a replicated one."""
+    """Layout of a run. HDP runs have bf16 and a sharded optimizer; plain runs have float32 and replicas."""
 
     tp: int
     pp: int
@@ -37,17 +37,17 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Key of its results."""
+        """Key of the layout's results."""
         return f"tp {self.tp}, pp {self.pp}, {self.data}"
 
     @property
     def num_ranks(self) -> int:
-        """All ranks; where neither layers nor stages are shared, two share the data."""
+        """Number of ranks; without tensor parallelism and pipelines, two ranks share the data."""
         return max(2, self.tp * self.pp)
 
     @property
     def flags(self) -> list[object]:
-        """Command line of the run, without data and folders."""
+        """Return the command line of the run, without data and folders."""
         hdp = [*HDP, "--hdp-tokens-per-rank", 256, *BF16, "--use-distributed-optimizer"]
         of_data = hdp if self.data == "HDP" else SAMPLES
         return [*MODEL, *TRAIN, *of_data, *(TP if self.tp > 1 else ()), *(PP if self.pp > 1 else ())]
@@ -58,11 +58,12 @@ LAYOUTS = [Layout(*one) for one in itertools.product((1, 2), (1, 2), DATA)]
 
 @dataclass(frozen=True)
 class Cell:
-    """What the runs of a cell have shown.
+    """Result of the runs of a cell.
 
     Attributes:
-        layout, tier: of the cell.
-        num_tensors: of the last checkpoint.
+        layout: layout of the cell.
+        tier: place of most pages.
+        num_tensors: number of tensors in the last checkpoint.
         different: tensors and losses that differ, by run.
     """
 
@@ -84,9 +85,9 @@ def run(layout: Layout, documents: Path, folder: Path, *flags: object) -> list[f
 
 
 def middle_of(folder: Path) -> Path:
-    """Return a folder with the checkpoint of the middle of a run alone.
+    """Return a folder with only the checkpoint of the middle of a run.
 
-    With ``--ckpt-step`` Megatron takes Adam's states of the last one, where the optimizer is sharded.
+    With ``--ckpt-step`` and a sharded optimizer, Megatron would load Adam's states of the last checkpoint.
     """
     saved = f"iter_{SAVED:07d}"
     middle = folder / "middle"
@@ -98,7 +99,7 @@ def middle_of(folder: Path) -> Path:
 
 
 def differences(found: Sequence[float], expected: Sequence[float], folders: tuple[Path, Path]) -> tuple[int, list[str]]:
-    """Return the number of tensors compared, and what differs.
+    """Return the number of compared tensors, and the names of tensors and losses that differ.
 
     Megatron's second log line of a run has the mean of its first two steps.
     """
@@ -110,7 +111,7 @@ def differences(found: Sequence[float], expected: Sequence[float], folders: tupl
 
 
 def try_cells(layout: Layout, tiers: Iterable[str], documents: Path, folder: Path) -> Iterable[Cell]:
-    """Yield the cells of a layout, whose resident run they share."""
+    """Yield the cells of a layout, which share one resident run."""
     resident = run(layout, documents, folder / "resident")
     for tier in tiers:
         place = folder / tier
@@ -151,7 +152,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, attempt: Callable[..., Iterable[Cell]] = try_cells) -> int:
-    """Run the cells that were not run yet, and print the table; return 1 if anything differs."""
+    """Run the cells without a result, and print the table; return 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("runs/states/matrix.json"), help="(%(default)s)")
     args = parser.parse_args(argv)

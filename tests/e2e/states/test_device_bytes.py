@@ -1,4 +1,4 @@
-"""What the device holds between steps is what was forecast: live bytes of tensors by storage, each once, on CPU."""
+"""Device memory between steps equals the forecast, measured on CPU as the live bytes of tensor storages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WINDOW: dict[int, list[object]] = {1: [], 2: [], 3: ["--state-window-layers", 1]
 TINY_PAGES = "--state-policy paged --state-page-mb 0.015625".split()
 
 
-fetched: list[tuple[StorageWeakRef, int]] = []  # storages of parameters that came to a rank's window
-most = [0]  # bytes of those that were alive at a time
+fetched: list[tuple[StorageWeakRef, int]] = []  # storages of parameters that entered a rank's window
+most = [0]  # bytes of the live storages at each time
 
 
 def count_fetched() -> None:
-    """Follow what comes to the window, once in a process."""
+    """Track the storages that enter the window. Called once per process."""
     from bytescale_ext.states.window import HostedParameters
 
     fetch = HostedParameters.fetch
@@ -45,8 +45,9 @@ def count_fetched() -> None:
 
 
 def print_live_bytes(runtime: Any, model: torch.nn.Module) -> None:
-    """Print what is live on the device before the step's first forward pass, with the most that the window of the last
-    step held; what host memory holds, and forecasts.
+    """Print live device bytes before the step's first forward pass, and the peak of the window in the last step.
+
+    Also prints host memory and the forecasts.
     """
     from bytescale_ext.config.memory.states import StateConfig
     from bytescale_ext.plan.states.forecast import StateCase
@@ -85,7 +86,8 @@ def figures(corpus: Path, folder: Path, *flags: object) -> list[list[float]]:
 def test_the_device_holds_what_was_forecast(corpus: Path, tmp_path: Path) -> None:
     resident = figures(corpus, tmp_path / "resident")
     assert len(resident) == 3
-    # (6 + 12 / 2) bytes a parameter, over what stays: parameters and gradients, parameters, or a layer of four and ends
+    # (6 + 12 / 2) bytes per parameter, over the resident bytes: parameters and gradients, only parameters, or one
+    # layer of four and the ends
     for stage, ratio in ((1, 2.0), (2, 6.0), (3, None)):
         paged = figures(corpus, tmp_path / f"{stage}", *TINY_PAGES, "--state-stage", stage, *WINDOW[stage])
         assert len(paged) == 3

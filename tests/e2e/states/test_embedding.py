@@ -1,4 +1,4 @@
-"""An embedding in host memory trains as one process of stock Megatron does with a plain table beside the model."""
+"""An embedding in host memory trains like one process of stock Megatron with a plain table outside the model."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_losses_and_gradients_are_those_of_one_plain_table(name: str, corpus: Pa
     saving = ["--save-interval", 2] if CASES[name].tp_size == 1 else []
     outcomes = check_equals(expected, corpus, tmp_path, CASES[name], [*HOST, *saving])
     assert "token ids is in host memory" in outcomes[0].text
-    if saving:  # of two ranks; one goes on
+    if saving:  # two ranks save; one rank continues
         loading = ["--load", tmp_path, "--ckpt-step", 2, "--hdp-log-dir", tmp_path / "then"]
         run(corpus, None, 1, [*HOST, *loading, "--hdp-tokens-per-rank", "256"], train_and_record)
         assert step_losses(tmp_path / "then") == pytest.approx([expected[0][2]], rel=TOLERANCE)
 
 
 class PlainEmbedding(torch.nn.Module):
-    """Rows of a plain table, by token ids [b, s]."""
+    """Return the rows of a plain table for token ids [b, s]."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class PlainEmbedding(torch.nn.Module):
 
 
 def train_plain_embedding_one_by_one() -> None:
-    """An entry: the oracle, whose embedding is beside the model."""
+    """Entry of the oracle with an embedding outside the model."""
     from megatron.training.models.gpt import GPTModelBuilder
 
     draw_weights_by_name()

@@ -1,5 +1,6 @@
-"""Runs whose updates run beside training: all layouts train alike, and a run goes on from its checkpoint as if it had
-never ended. That an update is the right one is in tests/states/test_lock_free.py.
+"""Updates that overlap with training: all layouts train equally, and a resumed run equals an uninterrupted run.
+
+``tests/states/test_lock_free.py`` tests the updates themselves.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ pytestmark = pytest.mark.ranks
 
 STEPS, SAVED = 6, 3
 LATE = ["--state-update-steps", 1]
-HOST_GB = 1.8e-4  # of which 70,000 bytes of a rank are for gradients and results
+HOST_GB = 1.8e-4  # including 70,000 bytes of a rank for gradients and results
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its own copy: Megatron writes the index of samples beside it."""
+    """Write a private copy, because Megatron writes its sample index next to the data set."""
     return write_documents(tmp_path_factory.mktemp("corpus") / "docs", copies=2)
 
 
@@ -37,8 +38,8 @@ def run(num_ranks: int, documents: Path, folder: Path, *flags: object) -> list[O
 
 
 def test_all_layouts_train_alike_and_runs_go_on(documents: Path, tmp_path: Path) -> None:
-    """Two ranks share the optimizer, with pages on a disk; one rank has all states, gradients and parameters in host
-    memory. Steps after a save or an evaluation see all updates, the others lack one.
+    """Two ranks share the optimizer, with pages on a disk. One rank has all states, gradients and parameters in host
+    memory. Steps after a save or an evaluation see all updates; other steps lack the last update.
     """
     shared = [*LATE, *SHARDED, "--hdp-tokens-per-rank", 128]
     folders = [tmp_path / name for name in ("two", "resumed", "one")]

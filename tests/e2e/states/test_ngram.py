@@ -1,4 +1,4 @@
-"""Models with n-gram memory train as one process of stock Megatron does whose memory is written once more, plainly."""
+"""Models with n-gram memory train like one process of stock Megatron with a simple memory of its own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, 
 
 
 def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> None:
-    """Saved after one step by ranks whose caches hold updates back, and killed in the next; one rank goes on."""
+    """Ranks with delayed updates in their caches save after one step and are killed in the next. One rank continues."""
     losses, _ = oracle_of(corpus, entry=train_plain_table_one_by_one)
     sharded = [*HOST_RUN, "--use-distributed-optimizer", "--hdp-tokens-per-rank", 256]
     saving = [*HOST, "1", "--ngram-staleness-write", 9, *AT_ONCE, "--save", tmp_path, "--save-interval", 1]
@@ -82,7 +82,7 @@ def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> Non
 
 
 def train_until_killed() -> None:
-    """An entry: the process is killed at the end of the second step, before it sends its gradients."""
+    """Entry that kills the process at the end of the second step, before it sends its gradients."""
     from megatron.bytescale.core.models.common.embeddings.host_table import TablesOfStep
 
     end, ended = TablesOfStep.end, []
@@ -112,7 +112,7 @@ def draw_memory(memory: torch.nn.Module) -> None:
 
 
 def train_with_drawn_memory() -> None:
-    """An entry: train from memories drawn by name."""
+    """Entry that trains from memories drawn by name."""
     module = memory_module()
     add_memories = module.add_memories
 
@@ -129,7 +129,7 @@ def train_with_drawn_memory() -> None:
 
 
 def train_plain_memory_one_by_one() -> None:
-    """An entry: the oracle. The memory has the parameters of ours and a forward of its own."""
+    """Entry of the oracle. Its memory has the same parameters as ours and its own forward pass."""
     from megatron.training.models.gpt import GPTModelBuilder
 
     draw_weights_by_name()
@@ -154,14 +154,14 @@ def train_plain_memory_one_by_one() -> None:
 
 
 class PlainTable:
-    """A table beside the model, updated by row-wise Adagrad after each step of 8 documents."""
+    """Table outside the model that row-wise Adagrad updates after each step of 8 documents."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.squares = values.requires_grad_(), torch.zeros(len(values))
         self.num_documents, self.num_labels = 0, 0.0
 
     def count(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Count a document before its forward pass; the first one of a step ends the step before."""
+        """Count a document before its forward pass. The first document of a step ends the previous step."""
         if self.num_documents and self.num_documents % 8 == 0:
             gradient = self.values.grad / self.num_labels
             self.squares += (gradient**2).mean(dim=1)
@@ -172,7 +172,7 @@ class PlainTable:
 
 
 def train_plain_table_one_by_one() -> None:
-    """An entry: the oracle whose tables are beside the model."""
+    """Entry of the oracle with tables outside the model."""
     module = memory_module()
     make = module.NgramMemory
 

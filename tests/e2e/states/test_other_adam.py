@@ -1,6 +1,6 @@
-"""Paged states where Megatron takes Adam from Apex: a run goes on resident, and then paged again, to the last bit.
+"""Paged states with Apex's Adam in Megatron: a run continues with resident and then with paged states, bit for bit.
 
-A class of the tests takes the place of Apex's Adam, which needs a GPU.
+A class of the tests replaces Apex's Adam, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def train_with_apex() -> None:
-    """Train as where Apex is installed (``entry``)."""
+    """Train as if Apex were installed (``entry``)."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,7 +1,7 @@
-"""A run with Adam's states in pages is the resident run, to the last bit, and each goes on from the other's checkpoint.
+"""A run with paged Adam states equals the resident run bit for bit, and each continues from the other's checkpoint.
 
 The layouts cover every pair of tensor parallelism, pipelines and hybrid data parallelism, each precision and optimizer.
-In some runs most pages lie on a disk, and gradients and parameters leave the device too.
+In some runs most pages are on a disk, and gradients and parameters leave the device too.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 STEPS, SAVED = 6, 3
 # A page has 1024 elements: the smallest model has 14,000 on a rank.
 PAGED = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 1".split()
-HOST_GB = 7e-5  # 17 pages, of which most are for those under way
-HOST_GB_OF_STAGE_3 = 2.8e-4  # and gradients, parameters and slots of gradients
+HOST_GB = 7e-5  # 17 pages, mostly for pages in flight
+HOST_GB_OF_STAGE_3 = 2.8e-4  # also gradients, parameters and slots of gradients
 
 # name: (ranks, flags)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -57,12 +57,12 @@ STAGES: dict[str, list[object]] = {
     "samples, tp, bf16, tied": WINDOW,
     "samples in slices, pp, zero1": WINDOW,
     "documents, tp, pp": ["--state-stage", 2],
-}  # the others: stage 1
+}  # all other layouts: stage 1
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its own copy: Megatron writes the index of samples beside it."""
+    """Write a private copy, because Megatron writes its sample index next to the data set."""
     return write_documents(tmp_path_factory.mktemp("corpus") / "docs", copies=2)
 
 
@@ -78,7 +78,7 @@ def run(name: str, documents: Path, folder: Path, *flags: object) -> list[Outcom
 
 
 def with_disk(folder: Path, host_gb: float = HOST_GB) -> list[object]:
-    """Return the flags of pages on a disk, in a folder beside the run's."""
+    """Return the flags of pages on a disk, in a folder next to the run's folder."""
     folder.mkdir()
     if file_system_of(folder) in IN_MEMORY:
         pytest.skip(f"{folder} is host memory")
@@ -95,9 +95,9 @@ def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def compared(rank: int, world: int, folders: tuple[Path, Path], steps: int = STEPS) -> tuple[int, list[str]]:
-    """Return the number of tensors in the last checkpoint of two runs, and the names of those that differ.
+    """Return the number of tensors in the last checkpoint of two runs, and the names of different tensors.
 
-    Random states are left out: nothing draws from them in training, but Megatron's samplers do at the start of a run.
+    Random states are left out. Only Megatron's samplers draw from them, at the start of a run.
     """
     count, different = 0, []
     one, other = (folder / f"iter_{steps:07d}" for folder in folders)
@@ -120,7 +120,9 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
         assert len(losses) in (STEPS, STEPS - SAVED)
     printed, expected = (outcomes[-1].losses for outcomes in runs)
     assert printed[-1] == expected[-1]
-    assert printed == expected or len(printed) == STEPS - SAVED  # the second line of a run has the mean of two steps
+    assert (
+        printed == expected or len(printed) == STEPS - SAVED
+    )  # the second log line of a run shows the mean of two steps steps
     assert runs[0][-1].validation_losses[-2:] == runs[1][-1].validation_losses[-2:]
     if "torch_dist" not in LAYOUTS[name][1]:
         count, different = run_ranks(compared, 1, folders, init_group=False)[0]
@@ -152,7 +154,7 @@ def test_too_little_host_memory_is_one_line(documents: Path) -> None:
     assert "error: model states of each process take 0.001 GB of host memory in pages of 4,096 bytes" in outcome.text
 
 
-steps: list[int] = []  # of a rank's process, so far
+steps: list[int] = []  # page files written so far by this process
 
 
 def fill_the_disk(runtime: Any, model: torch.nn.Module) -> None:
@@ -167,7 +169,7 @@ def fill_the_disk(runtime: Any, model: torch.nn.Module) -> None:
 
 
 def test_a_full_disk_ends_the_run_with_the_step_saved(documents: Path, tmp_path: Path) -> None:
-    """The run saves the step in which the disk is full, and a resident run goes on from it as if nothing had been."""
+    """The run saves the step in which the disk fills up, and a resident run continues from this checkpoint."""
     hdp = [*HDP, "--hdp-tokens-per-rank", 256]
     flags = [*TRAIN, *MODEL, *hdp, *BF16, "--data-path", documents, "--train-iters", STEPS, "--save", tmp_path / "one"]
     pages = [*with_disk(tmp_path / "pages"), "--hdp-log-dir", tmp_path / "full"]
