@@ -42,14 +42,14 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
         wrap=wrap_get_cuda_rng_state,
         features=(CPU,),
-        why="it reads CUDA's generator through torch's C++ bindings, which cannot be replaced",
+        why="it reads CUDA's generator through torch's C++ bindings, which allow no stand-in",
         source_hash="aa26caaa069c",
     ),
     Patch(
         target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         wrap=wrap_set_cuda_rng_state,
         features=(CPU,),
-        why="it sets CUDA's generator through torch's C++ bindings, which cannot be replaced",
+        why="it sets CUDA's generator through torch's C++ bindings, which allow no stand-in",
         source_hash="b179c9d95438",
     ),
     Patch(

@@ -119,7 +119,7 @@ def check_engine(recipe: str, engine: object) -> None:
 
 REFUSALS = (
     refuse("--fp8-recipe delayed or custom", "fp8", "use tensorwise, blockwise or mxfp8: delayed scaling reduces over "
-           "all ranks in each micro-batch, and ranks run different numbers of micro-batches",
+           "all ranks in each micro-batch, and ranks have different micro-batch counts",
            ~equals("fp8_recipe", *RECIPES)),
     refuse("--num-experts", "fp8", "train dense models: the tokens of each expert would need padding too"),
     refuse("--draft-heads", "fp8", "use bf16: heads are trained on states in bf16"),

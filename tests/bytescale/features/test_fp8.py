@@ -47,7 +47,7 @@ def test_only_recipes_that_no_other_rank_waits_for_are_accepted() -> None:
     for recipe in ("delayed", "custom"):
         assert refusal_of(fp8_recipe=recipe) == (
             "--fp8-format does not work with --fp8-recipe delayed or custom: use tensorwise, blockwise or mxfp8: "
-            "delayed scaling reduces over all ranks in each micro-batch, and ranks run different numbers of these"
+            "delayed scaling reduces over all ranks in each micro-batch, and ranks have different micro-batch counts"
         )
 
 

@@ -1,4 +1,4 @@
-"""Run a planned step by Megatron's own schedules, with and without pipelines.
+"""Runs a planned step with Megatron's own schedules, with and without pipelines.
 
 HDP rank r is pipeline r, and all its stages run the micro-batches of rank r, whole or in slices. On each stage the
 rings of a micro-batch run in that stage's dp-cp group. Pipelines may have different numbers of micro-batches. Ranks

@@ -79,7 +79,7 @@ class DocumentRouter(SliceRouter):
 
     @property
     def labels_per_token(self) -> torch.Tensor | float:
-        """The labels of the step divided by its tokens, on all ranks."""
+        """The ratio of the labels of the step to its tokens, over all ranks: a scalar."""
         return self.runtime.step.label_shares.per_token
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
