@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=POLICIES,
         default=POLICIES,
-        help="row to evict: the least recently used, the least frequently used, or the latter with rows that were used "
-        "ten times pinned (all)",
+        help="rows to evict: lru, the least recently used; lfu, the least frequently used; lfuopt, as lfu, but never a "
+        "row that was used ten times (default: all three)",
     )
     parser.add_argument(
         "--staleness",
