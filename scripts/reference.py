@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep
 from bytescale_ext.measure.progress import Progress
@@ -21,6 +22,7 @@ from megatron.bytescale import cli
 from megatron.bytescale.arguments.parse import add_arguments
 from megatron.bytescale.arguments.refusals import ALWAYS
 from megatron.bytescale.features import FEATURES, refusals
+from megatron.bytescale.features.feature import Feature
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -72,8 +74,13 @@ def flags_page() -> str:
     for feature in FEATURES:
         actions = feature.actions()
         table = options_table(shared, actions, "flag") if actions else "Megatron has this flag itself.\n"
-        parts.append(f"## {feature.name}: {feature.summary}\n\nSwitched on by `{feature.flag}`.\n\n{table}")
+        parts.append(f"## {feature.name}: {feature.summary}\n\nSwitched on by {switches_of(feature)}.\n\n{table}")
     return "\n".join([*parts, planners_section()])
+
+
+def switches_of(feature: Feature[Any]) -> str:
+    """Return the flags that switch a feature on."""
+    return " or ".join(f"`{flag}`" for flag in feature.switches)
 
 
 def planners_section() -> str:
@@ -121,12 +128,13 @@ def refusals_page() -> str:
 
 def refusal_rows() -> Iterator[str]:
     """Yield a row for each refused setting and advice, with all that refuse it."""
-    flags = {feature.name: f"`{feature.flag}`" for feature in FEATURES} | {ALWAYS: "every run"}
+    refusers = {feature.name: switches_of(feature) for feature in FEATURES} | {ALWAYS: "every run"}
+    flags = {feature.name: feature.flag for feature in FEATURES} | {ALWAYS: ""}
     refused_by: dict[tuple[str, str], list[str]] = {}
     for row in refusals():
         for name, instead in row.instead.items():
-            advice = cell(instead.format(flags[name].strip("`")))
-            refused_by.setdefault((row.flag, advice), []).append(flags[name])
+            advice = cell(instead.format(flags[name]))
+            refused_by.setdefault((row.flag, advice), []).append(refusers[name])
     for (flag, advice), names in sorted(refused_by.items()):
         yield f"| `{flag}` | {', '.join(names)} | {advice} |\n"
 

@@ -94,7 +94,7 @@ ROWS: dict[str, Has] = {
     "batches by tokens, or that grow": given("--hdp-global-tokens", "--rampup-batch-size"),
     "draft heads": given("--draft-heads"),
     "n-gram memory": given("--ngram-layers"),
-    "embedding in host memory": given("--embedding-storage"),
+    "embedding in host memory": lambda flags: "embedding" in flags.get("--host-tables", ()),
     "evaluation": lambda flags: int(flags.get("--eval-iters", ("0",))[0]) > 0,
 }
 """These features, and features of models and data."""

@@ -1,1 +1,1 @@
-"""Configuration of activation policies and their offloading, and of model states in pages."""
+"""Configuration of activation policies, of model states in pages, and of tables in host memory."""

@@ -58,6 +58,11 @@ def equals(name: str, *values: object) -> Condition:
     return Condition(lambda args: getattr(args, name, None) in values)
 
 
+def includes(name: str, value: object) -> Condition:
+    """Return the condition that an argument is a list with this value; None counts as an empty list."""
+    return Condition(lambda args: value in (getattr(args, name, None) or ()))
+
+
 def above(name: str, limit: float) -> Condition:
     """Return the condition that an argument is a number above ``limit``; None counts as 0."""
     return Condition(lambda args: (getattr(args, name, None) or 0) > limit)

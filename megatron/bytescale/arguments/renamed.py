@@ -30,6 +30,20 @@ class Renamed:
 
 RENAMED: Final = (
     Renamed("--state-update", "--state-update-steps N, 0 for exact updates"),
+    Renamed("--ngram-storage", "--host-tables ngram"),
+    Renamed("--embedding-storage", "--host-tables embedding"),
+    *(
+        Renamed(f"--{table}-{old}", new)
+        for table in ("ngram", "embedding")
+        for old, new in (
+            ("cache-rows", "--table-cache-rows"),
+            ("cache-policy", "--table-cache-policy"),
+            ("staleness-read", "--table-staleness R,W"),
+            ("staleness-write", "--table-staleness R,W"),
+            ("staleness-warmup", "--table-staleness R,W,STEPS"),
+            ("lr", "--table-lr"),
+        )
+    ),
     Renamed("--gpus", "--ranks", "search"),
     Renamed("--gpus-per-node", "--ranks-per-node", "search"),
     Renamed("--world-size", "--ranks", "dry-run"),

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any, Final
 
-from bytescale_ext.config.memory.ngram import memories_of_stages
+from bytescale_ext.config.memory.tables import memories_of_stages
 from bytescale_ext.measure.host_memory import free_host_bytes, local_processes
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
@@ -46,6 +46,7 @@ from megatron.bytescale.features.states.flags import (
     allowed_stages,
     state_options,
 )
+from megatron.bytescale.features.tables.flags import TableOptions
 
 OFFLOADED_PARAMETER_BYTES: Final = 16
 """Bytes of host memory per parameter whose optimizer states Megatron keeps there in float32."""
@@ -166,7 +167,7 @@ def states_of(args: Any, options: StateOptions, mesh: Mesh) -> States:
         update_steps=options.update_steps,
         has_disk=options.nvme is not None,
         ties_embeddings=not args.untie_embeddings_and_output_weights,
-        embedding_in_host=args.embedding_storage == "host",
+        embedding_in_host="embedding" in args.host_tables,
         added_parameters=ngram_parameters(args, mesh),
         offloaded_share=args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 0.0,
     )
@@ -179,12 +180,11 @@ def states_of(args: Any, options: StateOptions, mesh: Mesh) -> States:
 
 def ngram_parameters(args: Any, mesh: Mesh) -> tuple[float, ...]:
     """Return the number of n-gram memory parameters on the device, for each stage."""
-    if not args.ngram_layers:
+    tables = options_of(args, TableOptions).ngram()
+    if tables is None:
         return ()
-    columns = len(args.ngram_orders) * args.ngram_heads
-    each = 2 * args.hidden_size * columns * args.ngram_dim
-    each += args.ngram_rows * args.ngram_dim if args.ngram_storage == "device" else 0
-    return tuple(float(count * each) for count in memories_of_stages(args.ngram_layers, mesh.stage_layers))
+    each = tables.num_parameters(args.hidden_size)
+    return tuple(float(count * each) for count in memories_of_stages(tables.layers, mesh.stage_layers))
 
 
 def optimizer_host_bytes(args: Any, shape: ModelShape) -> float:

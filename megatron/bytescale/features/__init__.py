@@ -33,8 +33,7 @@ from megatron.bytescale.features.sft import SFT
 from megatron.bytescale.features.slices.flags import SLICES
 from megatron.bytescale.features.slices.zero_bubble import ZERO_BUBBLE
 from megatron.bytescale.features.states.flags import STATES
-from megatron.bytescale.features.tables.embedding import EMBEDDING
-from megatron.bytescale.features.tables.ngram import NGRAM
+from megatron.bytescale.features.tables.flags import TABLES
 from megatron.bytescale.features.upcycle.flags import UPCYCLING
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     MEMORY_RECORD,
     STATES,
     EXPERT_TRACE,
-    NGRAM,
-    EMBEDDING,
+    TABLES,
     EXPERTS,
     GATE,
     UPCYCLING,
@@ -92,12 +90,12 @@ def check(args: argparse.Namespace) -> None:
         if feature.name not in names:
             _check_not_given(feature, args, borrowed)
         elif missing := [other for other in FEATURES if other.name in feature.requires and other.name not in names]:
-            raise ValueError(f"{feature.flag} needs {missing[0].flag}")
+            raise ValueError(f"{feature.switch(args)} needs {missing[0].flag}")
     reads_cost = COST_FLAG in borrowed or any(feature.reads_cost for feature in on)
     if args.cost_file is not None and not reads_cost:
         readers = " or ".join(feature.flag for feature in FEATURES if feature.reads_cost)
         raise ValueError(f"{COST_FLAG} needs {readers}")
-    refuse_conflicts(args, {feature.name: feature.flag for feature in on}, refusals())
+    refuse_conflicts(args, {feature.name: feature.switch(args) for feature in on}, refusals())
     for feature in on:
         override(args, feature.before_checks(feature.read(args)))
 
@@ -112,5 +110,5 @@ def _check_not_given(feature: Feature[Any], args: argparse.Namespace, borrowed: 
     """Raise ValueError if flags of a disabled feature are given, except its switch and borrowed flags."""
     for action in feature.actions():
         (flag,) = action.option_strings
-        if flag != feature.flag and flag not in borrowed and getattr(args, action.dest) != action.default:
+        if flag not in (*feature.switches, *borrowed) and getattr(args, action.dest) != action.default:
             raise ValueError(f"{flag} needs {feature.needs or feature.flag}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.config.run import RunConfig
-from megatron.bytescale.arguments.conditions import Condition
+from megatron.bytescale.arguments.conditions import Condition, given
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides, options_of
 from megatron.bytescale.arguments.refusals import Refusal
 
@@ -51,6 +51,7 @@ class Feature[Options: DataclassInstance]:
         build: changes the arguments of Megatron's ``pretrain``.
         before_checks: checks options before Megatron checks its arguments, and returns the arguments to override.
         after_checks: returns the arguments to override after Megatron has checked them.
+        other_flags: flags that enable it without ``flag``.
         needs: flag or setting that its other flags need, as named in messages; default: ``flag``.
         requires: names of features that must also be enabled.
         borrows: returns the flags of other features that it reads; they may be given even if those features are off.
@@ -69,12 +70,23 @@ class Feature[Options: DataclassInstance]:
     build: Callable[[Training, Runtime], Training]
     before_checks: Callable[[Options], Overrides] = _nothing
     after_checks: Callable[[Options], Overrides] = _nothing
+    other_flags: tuple[str, ...] = ()
     needs: str = ""
     requires: tuple[str, ...] = ()
     borrows: Callable[[Options], tuple[str, ...]] = _no_flags
     reads_cost: bool = False
     refusals: tuple[Refusal, ...] = ()
     patches: Callable[[], tuple[Patch, ...]] = _no_patches
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Flags that switch it on."""
+        return (self.flag, *self.other_flags)
+
+    def switch(self, args: argparse.Namespace) -> str:
+        """Return the flag that switches it on in these arguments; ``flag`` if it is off."""
+        given_flags = (flag for flag in self.switches if given(flag[2:].replace("-", "_"))(args))
+        return next(given_flags, self.flag) if self.other_flags else self.flag
 
     def actions(self) -> list[argparse.Action]:
         """Return its flags as argparse actions."""

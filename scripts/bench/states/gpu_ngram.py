@@ -32,7 +32,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.config.memory.tables import HostTables
 from bytescale_ext.states.cache import CacheSettings, RowCache
 from bytescale_ext.states.rows import Push, RowTable
 from megatron.bytescale.cli.shared.inputs import count, size

@@ -57,7 +57,7 @@ def test_memories_of_n_grams_are_parameters_of_their_stages() -> None:
     words = "--ngram-layers 1,8 --ngram-rows 1000 --ngram-dim 8 --ngram-orders 2 --ngram-heads 1".split()
     stages = {"pipeline_model_parallel_size": 2, "world_size": 2}
     assert setup_of(parsed(*words, **stages)).states.added_parameters == (1000 * 8 + 2 * 1024 * 8,) * 2
-    in_host = setup_of(parsed(*words, "--ngram-storage", "host", **stages))
+    in_host = setup_of(parsed(*words, "--host-tables", "ngram", **stages))
     assert in_host.states.added_parameters == (2 * 1024 * 8,) * 2
 
 

@@ -16,7 +16,7 @@ from tests.e2e.training import HDP, step_losses
 pytestmark = pytest.mark.ranks
 
 UNTIED = ["--untie-embeddings-and-output-weights", "--ckpt-format", "torch_dist"]
-HOST = [*HDP, *UNTIED, "--embedding-storage", "host", "--embedding-cache-rows", "0.1"]
+HOST = [*HDP, *UNTIED, "--host-tables", "embedding", "--table-cache-rows", "0.1"]
 CASES = {
     "rings-packs": Layout(2, ["--hdp-tokens-per-rank", "128"]),
     "tensor-parallel": Layout(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.config.memory.tables import NgramConfig
 from bytescale_ext.data.samples.grams import GramRule
 from tests.e2e.oracle import draw_weights_by_name, train_documents_one_by_one
 from tests.e2e.pipelines import (
@@ -44,13 +44,12 @@ CASES = {
     ),
     "tensor-parallel-recompute": Layout(2, TP2, tp_size=2),
 }
-HOST = ["--ngram-storage", "host", "--ngram-cache-rows"]
+HOST = ["--host-tables", "ngram", "--table-cache-rows"]
 HOST_CASES = {
     "rings-packs-policy": Layout(2, [*HOST, "0.3", "--hdp-tokens-per-rank", "128", *POLICY]),
-    "rings-stages-slices": Layout(4, [*HOST, "0.1", "--ngram-cache-policy", "lfuopt", *SLICES], num_stages=2),
-    "tensor-parallel-recompute": Layout(2, [*HOST, "1", "--ngram-cache-policy", "lfu", *TP2], tp_size=2),
+    "rings-stages-slices": Layout(4, [*HOST, "0.1", "--table-cache-policy", "lfuopt", *SLICES], num_stages=2),
+    "tensor-parallel-recompute": Layout(2, [*HOST, "1", "--table-cache-policy", "lfu", *TP2], tp_size=2),
 }
-AT_ONCE = ["--ngram-staleness-warmup", 0]
 HOST_RUN = [*NGRAM, "--ckpt-format", "torch_dist"]
 
 
@@ -71,7 +70,7 @@ def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> Non
     """Ranks with delayed updates in their caches save after one step and are killed in the next. One rank continues."""
     losses, _ = oracle_of(corpus, entry=train_plain_table_one_by_one)
     sharded = [*HOST_RUN, "--use-distributed-optimizer", "--hdp-tokens-per-rank", 256]
-    saving = [*HOST, "1", "--ngram-staleness-write", 9, *AT_ONCE, "--save", tmp_path, "--save-interval", 1]
+    saving = [*HOST, "1", "--table-staleness", "0,9,0", "--save", tmp_path, "--save-interval", 1]
     model = [*MODEL, *TRAIN, *LAYER_FLAGS, "--data-path", corpus, "--make-vocab-size-divisible-by", 128]
     words = [*model, *HDP, *sharded, *saving]
     assert train_to_failure(2, *words, entry=train_until_killed, folder=tmp_path) == [None, None]

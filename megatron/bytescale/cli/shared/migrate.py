@@ -248,7 +248,7 @@ def _heed_refusals(line: _Line) -> None:
     settled: set[str] = set()
     while True:
         args = _parsed(line)
-        on = {feature.name: feature.flag for feature in features.enabled(args)} | {"always": "bytescale"}
+        on = {feature.name: feature.switch(args) for feature in features.enabled(args)} | {"always": "bytescale"}
         rows = [row for row in features.refusals() if row.flag not in settled and on.keys() & row.instead.keys()]
         row = next((row for row in rows if row.applies(args)), None)
         if row is None:

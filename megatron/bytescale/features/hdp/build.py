@@ -20,7 +20,7 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
-from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.config.memory.tables import TablesConfig
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.run import RunConfig
@@ -157,7 +157,7 @@ def dataset_provider(
         )
         slices, depths = runtime.run.find(DocumentSliceConfig), runtime.run.find(MultiTokenConfig)
         drafts = runtime.run.find(DraftConfig)
-        ngram = runtime.run.find(NgramConfig)
+        tables = runtime.run.find(TablesConfig)
         loaders: list[StepsAhead | None] = []
         splits = sources(enough_samples(runtime, num_samples))
         for source, (consumed, size), cyclic in zip(splits, places, (False, True, True), strict=True):
@@ -177,7 +177,7 @@ def dataset_provider(
                 tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
                 future_tokens=next((heads.num_heads for heads in (drafts, depths) if heads is not None), 0),
                 weighs_future=depths is not None,
-                grams=None if ngram is None else ngram.rule,
+                grams=None if tables is None or tables.ngram is None else tables.ngram.rule,
             )
             loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
         return tuple(loaders)

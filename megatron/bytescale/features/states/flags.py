@@ -136,7 +136,7 @@ class StateFlags(HostMemory):
     device_memory_gb: float | None
     num_experts: int | None
     ngram_layers: tuple[int, ...] | None
-    embedding_storage: str
+    host_tables: Sequence[str]
     seq1f1b_slices: int | str | None
     hybrid_data_parallel: bool
     activation_policy: str
@@ -170,7 +170,7 @@ def _check_auto(flags: StateFlags) -> None:
     uncounted = {
         "--num-experts": flags.num_experts,
         "--ngram-layers": flags.ngram_layers,
-        "--embedding-storage host": flags.embedding_storage == "host",
+        "--host-tables embedding": "embedding" in flags.host_tables,
         "--state-update-steps": flags.state_update_steps,
         "--seq1f1b-slices auto": flags.seq1f1b_slices == AUTO,
         "--activation-policy offload by the plan of --hybrid-data-parallel": flags.hybrid_data_parallel

@@ -1,1 +1,1 @@
-"""Tables in host memory, of n-grams and of the vocabulary: their flags, and what they add to the training."""
+"""N-gram tables, and the vocabulary embedding in host memory: flags, and their part in the training."""

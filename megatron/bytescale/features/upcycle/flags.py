@@ -102,7 +102,7 @@ _LATER = "upcycle in a separate run, and continue from its --save"
 _NO_CHUNKS = "remove it: each pipeline stage is upcycled as one model chunk"
 REFUSALS = (
     refuse("dense models", "upcycling", "add --num-experts", ~given("num_experts")),
-    refuse(FLAG, "drafts states embedding ngram", _LATER),
+    refuse(FLAG, "drafts states tables", _LATER),
     refuse("--moe-router-pre-softmax with --moe-use-upcycling", "gate", "remove it (--moe-dts-final top1 sets it): "
            "Megatron then scales experts for top-k scores, but the gate's scores sum to 1", _SCALES_BY_CHOICES),
     refuse("--num-layers-per-virtual-pipeline-stage", "upcycling", _NO_CHUNKS),

@@ -104,7 +104,7 @@ def test_states_count_memories_on_the_device_and_leave_out_what_is_in_host_memor
     memory = [*both, *"--ngram-layers 1,4 --ngram-rows 1000 --ngram-dim 8 --ngram-orders 2 --ngram-heads 1".split()]
     for one, other in zip(predicted(memory, 4, [60] * 8)["memory_gb"], plain, strict=True):
         assert one["states"] - other["states"] == pytest.approx(16e-9 * (1000 * 8 + 2 * 32 * 8))
-    host = predicted([*both, "--embedding-storage", "host", "--ckpt-format", "torch_dist"], 4, [60] * 8)["memory_gb"]
+    host = predicted([*both, "--host-tables", "embedding", "--ckpt-format", "torch_dist"], 4, [60] * 8)["memory_gb"]
     assert host[0]["states"] < 0.9 * plain[0]["states"]
     assert host[1]["states"] == plain[1]["states"]
 

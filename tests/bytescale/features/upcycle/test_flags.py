@@ -87,6 +87,6 @@ def test_a_gate_that_ends_with_one_expert_is_refused(tmp_path: Path) -> None:
 def test_every_row_is_tested() -> None:
     first, other, *rest = REFUSALS
     assert [row.flag for row in (first, *rest)] == list(REFUSED)
-    assert other.instead.keys() == {"drafts", "states", "embedding", "ngram"}
+    assert other.instead.keys() == {"drafts", "states", "tables"}
     with pytest.raises(ValueError, match="--draft-heads does not work with --moe-use-upcycling: upcycle"):
         refuse_conflicts(Namespace(moe_use_upcycling=True), {"drafts": "--draft-heads"}, [other])

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
-from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.config.memory.tables import HostTables
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.states.rows import RowTable
 from megatron.bytescale.core.models.common.embeddings.host_table import HostTable

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch.nn import functional
 
-from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.config.memory.tables import HostTables
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.states.cache import RowCache
 from bytescale_ext.states.rows import RowTable

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
-from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.config.memory.tables import NgramConfig
 from bytescale_ext.states.rows import RowTable
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 

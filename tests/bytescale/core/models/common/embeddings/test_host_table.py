@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.config.memory.tables import HostTables
 from bytescale_ext.states.cache import CacheSettings
 from bytescale_ext.states.rows import RowTable
 from megatron.bytescale.core.models.common.embeddings import host_table

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.config.memory.tables import NgramConfig
 from bytescale_ext.data.samples.grams import GramRule
 from tests.harness import run_ranks
 
