@@ -54,7 +54,7 @@ train() { # train NAME FLAGS
 }
 train dense --train-iters "$DENSE_STEPS"
 ON=(--load "$OUT/dense" --train-iters "$STEPS")
-train gate "${ON[@]}" "${MOE[@]}" --moe-use-upcycling --moe-router-dts --moe-dts-steps "$ANNEAL" \
+train gate "${ON[@]}" "${MOE[@]}" --moe-use-upcycling --moe-dts-steps "$ANNEAL" \
   --moe-dts-noise --moe-dts-temperature 2 0.1 --moe-dts-threshold 0.01
 train topk "${ON[@]}" "${MOE[@]}" --moe-use-upcycling
 # The dense model restarts its steps and its documents, as the other trainings do, so some documents may come again.

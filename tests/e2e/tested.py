@@ -87,7 +87,7 @@ ROWS: dict[str, Has] = {
     "multi-token prediction": given("--mtp-num-layers"),
     "expert parallelism": more_than_one("--expert-model-parallel-size"),
     "replicas of experts": given("--moe-expert-slots"),
-    "gates that start dense": given("--moe-router-dts"),
+    "gates that start dense": given("--moe-dts-steps"),
     "chats": given("--sft"),
     "windows of related documents": given("--sculpt-windows"),
     "text that Ray actors load": is_one_of("--hdp-loader", "ray"),

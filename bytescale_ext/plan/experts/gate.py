@@ -13,10 +13,6 @@ from typing import Final
 EXP: Final = "exp"
 LINEAR: Final = "linear"
 SCHEDULES: Final = (EXP, LINEAR)
-TOPK: Final = "topk"
-TOP1: Final = "top1"
-FINALS: Final = (TOPK, TOP1)
-"""Names of the router that replaces the gate after the last annealing step."""
 
 
 @dataclass(frozen=True)

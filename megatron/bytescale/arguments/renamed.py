@@ -30,6 +30,8 @@ class Renamed:
 
 RENAMED: Final = (
     Renamed("--state-update", "--state-update-steps N, 0 for exact updates"),
+    Renamed("--moe-router-dts", "--moe-dts-steps N"),
+    Renamed("--moe-dts-final", "--moe-router-topk 1 --moe-router-pre-softmax for top1"),
     Renamed("--ngram-storage", "--host-tables ngram"),
     Renamed("--embedding-storage", "--host-tables embedding"),
     *(

@@ -20,11 +20,11 @@ MOE = (
     "--num-experts 4 --moe-ffn-hidden-size 24 "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
 ).split()
-GATE = (
-    f"--moe-router-dts --moe-dts-steps {ANNEALED} --moe-dts-temperature 3 0.02 --moe-dts-threshold 0.02 "
-    "--moe-dts-noise --moe-dts-final top1"
-).split()
 TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax".split()
+GATE = [
+    *f"--moe-dts-steps {ANNEALED} --moe-dts-temperature 3 0.02 --moe-dts-threshold 0.02 --moe-dts-noise".split(),
+    *TOP1,
+]
 # Computing is slow and links are fast, so that replicas pay off even for few tokens.
 SLOTS = "--moe-expert-slots 3 --moe-placement-threshold 1.01 --moe-placement-speeds 1e-6 1000".split()
 EP2 = ["--expert-model-parallel-size", 2]

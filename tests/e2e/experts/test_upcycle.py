@@ -16,7 +16,7 @@ DENSE = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--ckpt-format", "t
 # The first step is almost uniform over equal experts.
 GATED = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
-    "--moe-router-dts --moe-dts-steps 2 --moe-dts-temperature 50 0.1 --expert-model-parallel-size 2"
+    "--moe-dts-steps 2 --moe-dts-temperature 50 0.1 --expert-model-parallel-size 2"
 ).split()
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.plan.experts.gate import EXP, FINALS, SCHEDULES, TOP1, TOPK, DenseToSparse
-from megatron.bytescale.arguments.conditions import equals, given, where
+from bytescale_ext.plan.experts.gate import EXP, SCHEDULES, DenseToSparse
+from megatron.bytescale.arguments.conditions import chosen, equals, where
 from megatron.bytescale.arguments.layer_settings import Balancing
-from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
 
-FLAG = "--moe-router-dts"
+FLAG = "--moe-dts-steps"
 
 
 @dataclass(frozen=True)
@@ -28,24 +27,22 @@ class GateOptions:
     """Flags of the gate, and Megatron's flags of the final router.
 
     Attributes:
+        moe_dts_steps: number of steps until the final router.
         moe_dts_temperature: temperatures of the first and the last step.
         moe_dts_schedule: shape of the fall in temperature.
-        moe_dts_steps: number of steps until the final router.
         moe_dts_threshold: minimum score of an expert that is kept.
-        moe_dts_max_experts: maximum number of experts per token.
-        moe_dts_final: router after the last step.
+        moe_dts_max_experts: maximum number of experts per token; None: all experts.
         moe_dts_noise: whether noise is added to logits.
         num_experts: experts of a layer.
         moe_router_topk: experts per token after the last step.
         seed: seed of the run.
     """
 
+    moe_dts_steps: int
     moe_dts_temperature: Sequence[float]
     moe_dts_schedule: str
-    moe_dts_steps: int | None
     moe_dts_threshold: float
     moe_dts_max_experts: int | None
-    moe_dts_final: str
     moe_dts_noise: bool
     num_experts: int
     moe_router_topk: int
@@ -57,9 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bytescale: gates that start dense")
     group.add_argument(
         FLAG,
-        action="store_true",
-        help="Start with all experts for each token, weighted by a softmax of high temperature. As it falls, experts "
-        "below --moe-dts-threshold are dropped; after --moe-dts-steps Megatron's own top-k router takes over.",
+        type=int,
+        metavar="N",
+        help="Anneal the router in the first N steps. It starts with all experts for each token, weighted by a softmax "
+        "of high temperature. As the temperature falls, experts below --moe-dts-threshold are dropped. After N steps "
+        "Megatron's own router takes over; --moe-router-topk 1 --moe-router-pre-softmax makes it end with one expert.",
     )
     group.add_argument(
         "--moe-dts-temperature",
@@ -70,9 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Temperatures of the first and of the last step (2.0 0.3).",
     )
     group.add_argument(
-        "--moe-dts-schedule", choices=SCHEDULES, default=EXP, help="Fall by a factor each step, or linearly."
+        "--moe-dts-schedule",
+        choices=SCHEDULES,
+        default=EXP,
+        help="Fall of the temperature: by a factor per step (exp, default), or linearly.",
     )
-    group.add_argument("--moe-dts-steps", type=int, metavar="N", help="Steps until Megatron's router takes over.")
     group.add_argument(
         "--moe-dts-threshold",
         type=float,
@@ -84,13 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moe-dts-max-experts", type=int, metavar="K", help="Maximum number of experts per token. Default: all."
     )
     group.add_argument(
-        "--moe-dts-final",
-        choices=FINALS,
-        default=TOPK,
-        help="The router after the last step: topk (default) follows Megatron's flags; top1 sets --moe-router-topk 1 "
-        "--moe-router-pre-softmax.",
-    )
-    group.add_argument(
         "--moe-dts-noise",
         action="store_true",
         help="Add Gumbel noise to the logits while the gate anneals, only in training. It depends on --seed, step, "
@@ -98,18 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def before_checks(options: GateOptions) -> Overrides:
-    """Return Megatron's arguments of the final router if they differ from the command line."""
-    return {"moe_router_topk": 1, "moe_router_pre_softmax": True} if options.moe_dts_final == TOP1 else NO_OVERRIDES
-
-
 def resolve(options: GateOptions, run: RunConfig) -> DenseToSparse:
     """Return the gate's annealing. Raises ValueError for values out of range."""
     high, low = options.moe_dts_temperature
     if not 0 < low <= high < math.inf:
         raise ValueError(f"--moe-dts-temperature {high:g} {low:g}: give two temperatures above 0, in falling order")
-    if options.moe_dts_steps is None or options.moe_dts_steps < 1:
-        raise ValueError(f"{FLAG} needs --moe-dts-steps of at least 1")
+    if options.moe_dts_steps < 1:
+        raise ValueError(f"{FLAG} {options.moe_dts_steps} must be at least 1")
     if not 0 < options.moe_dts_threshold < 1 / options.num_experts:
         raise ValueError(
             f"--moe-dts-threshold {options.moe_dts_threshold:g} must be above 0 and below {1 / options.num_experts:g}, "
@@ -159,10 +148,9 @@ GATE = Feature(
     flag=FLAG,
     summary="routers that start dense and become sparse (DTS-Gate)",
     add_arguments=add_arguments,
-    is_on=given("moe_router_dts"),
+    is_on=chosen("moe_dts_steps"),
     options=GateOptions,
     resolve=resolve,
     build=build,
-    before_checks=before_checks,
     refusals=REFUSALS,
 )

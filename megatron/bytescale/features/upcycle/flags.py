@@ -96,14 +96,14 @@ class _Shards:
         return self.expert_tensor_parallel_size not in (None, self.tensor_model_parallel_size)
 
 
-_SCALES_BY_CHOICES = given("moe_use_upcycling") & (given("moe_router_pre_softmax") | equals("moe_dts_final", "top1"))
+_SCALES_BY_CHOICES = given("moe_use_upcycling") & given("moe_router_pre_softmax")
 """Whether the scores of a token's experts sum to less than 1, which makes Megatron scale the experts up."""
 _LATER = "upcycle in a separate run, and continue from its --save"
 _NO_CHUNKS = "remove it: each pipeline stage is upcycled as one model chunk"
 REFUSALS = (
     refuse("dense models", "upcycling", "add --num-experts", ~given("num_experts")),
     refuse(FLAG, "drafts states tables", _LATER),
-    refuse("--moe-router-pre-softmax with --moe-use-upcycling", "gate", "remove it (--moe-dts-final top1 sets it): "
+    refuse("--moe-router-pre-softmax with --moe-use-upcycling", "gate", "remove it: "
            "Megatron then scales experts for top-k scores, but the gate's scores sum to 1", _SCALES_BY_CHOICES),
     refuse("--num-layers-per-virtual-pipeline-stage", "upcycling", _NO_CHUNKS),
     refuse("--num-virtual-stages-per-pipeline-rank", "upcycling", _NO_CHUNKS),

@@ -1,4 +1,4 @@
-"""``--moe-router-dts`` and its companions: what is resolved, and what is refused before anything is built."""
+"""``--moe-dts-steps`` and its companions: what is resolved, and what is refused before anything is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.bytescale.features.activations.test_flags import parsed
 from tests.bytescale.features.experts.test_flags import READY
 
 FITTING = {**READY, "moe_router_load_balancing_type": "aux_loss", "moe_router_score_function": "softmax"}
-ON = ("--moe-router-dts", "--moe-dts-steps", "100")
+ON = ("--moe-dts-steps", "100")
 
 
 def plan_of(*words: str, **settings: Any) -> DenseToSparse:
@@ -33,11 +33,8 @@ def test_defaults_and_choices() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--moe-dts-temperature", "1", "2"],
-            "--moe-dts-temperature 1 2: give two temperatures above 0",
-        ),
-        (["--moe-dts-steps", "0"], "--moe-router-dts needs --moe-dts-steps of at least 1"),
+        (["--moe-dts-temperature", "1", "2"], "--moe-dts-temperature 1 2: give two temperatures above 0"),
+        (["--moe-dts-steps", "0"], "--moe-dts-steps 0 must be at least 1"),
         (["--moe-dts-threshold", "0.125"], "--moe-dts-threshold 0.125 must be above 0 and below 0.125"),
         (["--moe-dts-max-experts", "1"], "--moe-dts-max-experts 1 must be from --moe-router-topk 2 to 8"),
     ],
@@ -48,20 +45,12 @@ def test_values_out_of_range(words: list[str], message: str) -> None:
 
 
 def test_the_last_router_may_be_that_of_one_expert() -> None:
-    args = parsed(*ON, "--moe-dts-final", "top1", "--moe-dts-max-experts", "1", **FITTING)
-    features.check(args)
-    assert (args.moe_router_topk, args.moe_router_pre_softmax) == (1, True)
-    assert resolve(args).get(DenseToSparse).most_experts == 1
-    args = parsed(*ON, **FITTING)
-    features.check(args)
-    assert args.moe_router_topk == 2
+    assert plan_of(*ON, "--moe-dts-max-experts", "1", moe_router_topk=1, moe_router_pre_softmax=True).most_experts == 1
 
 
-def test_steps_must_be_given() -> None:
-    with pytest.raises(ValueError, match="--moe-router-dts needs --moe-dts-steps"):
-        plan_of("--moe-router-dts")
-    with pytest.raises(ValueError, match="--moe-dts-steps needs --moe-router-dts"):
-        features.check(parsed("--moe-dts-steps", "5", **FITTING))
+def test_steps_switch_it_on() -> None:
+    with pytest.raises(ValueError, match="--moe-dts-noise needs --moe-dts-steps"):
+        plan_of("--moe-dts-noise")
 
 
 REFUSED: dict[str, Any] = {
@@ -81,5 +70,5 @@ def test_refused_by_name(name: str) -> None:
 
 def test_every_row_is_tested() -> None:
     assert len(REFUSED) == len(REFUSALS)
-    with pytest.raises(ValueError, match="--moe-router-dts does not work with dense models"):
+    with pytest.raises(ValueError, match="--moe-dts-steps does not work with dense models"):
         plan_of(*ON, num_experts=None)

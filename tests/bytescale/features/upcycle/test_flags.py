@@ -80,8 +80,8 @@ def test_refused_by_name(flag: str, tmp_path: Path) -> None:
 
 
 def test_a_gate_that_ends_with_one_expert_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--moe-router-dts does not work with --moe-router-pre-softmax with"):
-        config_of(tmp_path, *ON, "--moe-dts-final", "top1")
+    with pytest.raises(ValueError, match="--moe-dts-steps does not work with --moe-router-pre-softmax with"):
+        config_of(tmp_path, *ON, moe_router_pre_softmax=True)
 
 
 def test_every_row_is_tested() -> None:
