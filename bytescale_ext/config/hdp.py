@@ -27,7 +27,6 @@ class HdpConfig:
         expert_share: fraction of the linear part of ``cost`` that routed experts take.
         plan_ahead: number of steps that are planned and read ahead in the background.
         plan_seconds: time limit for the plan of one step, after which the simple plan is used; None means no limit.
-        check_plans_every: number of steps after which all ranks compare their plans.
         kernel: name of the attention kernel, or None to choose a kernel automatically.
         global_tokens: limit of the tokens of a training step, which takes the next documents; None counts documents.
         schedule: (documents trained on before, documents of a step from then on) if steps grow, else empty.
@@ -49,7 +48,6 @@ class HdpConfig:
     expert_share: float = 0.0
     plan_ahead: int = 2
     plan_seconds: float | None = None
-    check_plans_every: int = 100
     kernel: str | None = None
     global_tokens: int | None = None
     schedule: tuple[tuple[int, int], ...] = ()
@@ -65,8 +63,6 @@ class HdpConfig:
             raise ValueError(f"--hdp-plan-ahead must be at least 1, got {self.plan_ahead}")
         if self.plan_seconds is not None and self.plan_seconds <= 0:
             raise ValueError(f"--hdp-plan-seconds must be positive, got {self.plan_seconds:g}")
-        if self.check_plans_every < 1:
-            raise ValueError(f"--hdp-check-plans-every must be at least 1, got {self.check_plans_every}")
         if self.balance not in planner_names():
             raise ValueError(f"--hdp-balance {self.balance}: choose one of auto, {', '.join(planner_names())}")
         if self.aligned and not planner_row(self.balance).aligned:

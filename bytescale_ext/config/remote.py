@@ -24,5 +24,3 @@ class RemoteConfig:
     def __post_init__(self) -> None:
         if self.num_servers < 1:
             raise ValueError(f"--hdp-ray-servers must be at least 1, got {self.num_servers}")
-        if self.server_tokens < 1:
-            raise ValueError(f"--hdp-ray-server-tokens must be at least 1, got {self.server_tokens}")

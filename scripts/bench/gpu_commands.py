@@ -157,7 +157,7 @@ def calibration_headline(figures: dict[str, Any]) -> str:
     """Return the speed of the link in both directions together, and the error of the fitted layer."""
     error = max(figures["largest_fit_error"].values())
     shared = figures["shared_link"]["gpus_per_link"]
-    return f"link {figures['link_gb_per_second']['each_of_both']:.1f} GB/s, --gpus-per-link {shared}, fit {error:.1%}"
+    return f"link {figures['link_gb_per_second']['each_of_both']:.1f} GB/s, {shared} GPUs per link, fit {error:.1%}"
 
 
 def arms_headline(figures: dict[str, Any]) -> str:

@@ -187,7 +187,7 @@ HEADLINES: dict[str, tuple[dict[str, Any], str]] = {
     "calibration": (
         {"largest_fit_error": {"forward": 0.01, "backward": 0.02}, "shared_link": {"gpus_per_link": 2},
          "link_gb_per_second": {"each_of_both": 40.0}},
-        "link 40.0 GB/s, --gpus-per-link 2, fit 2.0%",
+        "link 40.0 GB/s, 2 GPUs per link, fit 2.0%",
     ),
     "activations_128k": (
         {"rows": [

@@ -32,7 +32,6 @@ def test_defaults_and_frozen() -> None:
         ({"longest_sequence": 1000, "rows_multiple": 8}, ["fits is 256"]),
         ({"plan_ahead": 0}, ["--hdp-plan-ahead", "got 0"]),
         ({"plan_seconds": 0.0}, ["--hdp-plan-seconds", "got 0"]),
-        ({"check_plans_every": 0}, ["--hdp-check-plans-every", "got 0"]),
         ({"balance": "even"}, ["--hdp-balance even", "auto, none, dp, pp, bytescale"]),
         ({"num_stages": 2}, ["--hdp-balance dp", "use auto"]),
         ({"expert_ranks": 2}, ["--hdp-balance dp", "use auto"]),

@@ -31,7 +31,6 @@ REFUSED: list[tuple[type, tuple[Any, ...], str]] = [
     (MultiTokenConfig, (-1, 0.1), "--mtp-num-layers -1 must be at least 1"),
     (MultiTokenConfig, (2, -0.1), "--mtp-loss-scaling-factor -0.2 must be 0 or more"),
     (RemoteConfig, (None, 0), "--hdp-ray-servers must be at least 1, got 0"),
-    (RemoteConfig, (None, 1, -1), "--hdp-ray-server-tokens must be at least 1, got -1"),
     (LossChunks, (0,), "--chunked-cross-entropy 0 must be at least 1 token"),
 ]
 

@@ -152,7 +152,7 @@ def budget_of(args: Any, options: PolicyOptions, shape: ModelShape) -> Budget:
         device_bytes=math.inf if options.device_gb is None else options.device_gb * 1e9,
         host_bytes=host * 1e9,
         disk_bytes=(args.state_nvme_gb or 0.0) * 1e9,
-        link_bytes_per_second=link / options.gpus_per_link,
+        link_bytes_per_second=link,
     )
 
 

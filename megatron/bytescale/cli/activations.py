@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--host-memory-gb", default=100.0)
     add_option(parser, "--optimizer-ranks")
     add_option(parser, "--link-gb-per-second")
-    parser.add_argument("--gpus-per-link", type=count, default=1, metavar="N", help="GPUs that share a link (1)")
     add_option(parser, "--chunked-cross-entropy")
     add_plot(parser, "time and memory of all policies against length")
     add_json(parser)
@@ -121,7 +120,7 @@ def setup_of_options(args: argparse.Namespace) -> Setup:
     )
     device_gb = args.device_memory_gb
     device_bytes = stage_state_bytes(setup)[0] + DEFAULT_GB * 1e9 if device_gb is None else device_gb * 1e9
-    link = args.link_gb_per_second * 1e9 / args.gpus_per_link
+    link = args.link_gb_per_second * 1e9
     return replace(setup, budget=Budget(device_bytes, args.host_memory_gb * 1e9, link_bytes_per_second=link))
 
 

@@ -23,13 +23,11 @@ class RayOptions:
     Attributes:
         hdp_ray_address: address of a running Ray cluster.
         hdp_ray_servers: number of actors that read and tokenize.
-        hdp_ray_server_tokens: maximum number of tokens that each actor keeps.
         hdp_json_key: key of the text in each line.
     """
 
     hdp_ray_address: str | None
     hdp_ray_servers: int | None
-    hdp_ray_server_tokens: int | None
     hdp_json_key: str | None
 
 
@@ -47,9 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="A Ray cluster that includes all machines of the run. Default: start Ray on this machine.",
     )
-    group.add_argument("--hdp-ray-servers", type=int, metavar="N", help="Number of actors that read and tokenize (2).")
     group.add_argument(
-        "--hdp-ray-server-tokens", type=int, metavar="N", help="Maximum tokens that each actor keeps (16777216)."
+        "--hdp-ray-servers",
+        type=int,
+        metavar="N",
+        help="Number of actors that read and tokenize (2). Each actor keeps up to 16M tokens.",
     )
     group.add_argument("--hdp-json-key", metavar="KEY", help="Key of the text in each line (text).")
 
@@ -60,7 +60,6 @@ def resolve(options: RayOptions, run: RunConfig) -> RemoteConfig:
     return RemoteConfig(
         address=options.hdp_ray_address,
         num_servers=default.num_servers if options.hdp_ray_servers is None else options.hdp_ray_servers,
-        server_tokens=default.server_tokens if options.hdp_ray_server_tokens is None else options.hdp_ray_server_tokens,
         json_key=default.json_key if options.hdp_json_key is None else options.hdp_json_key,
     )
 

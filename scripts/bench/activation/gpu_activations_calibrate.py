@@ -4,7 +4,8 @@
 
 The link is measured in each direction alone, in both directions at the same time, and in each direction while matrices
 are multiplied. Then one process for each GPU copies at the same time (``--ranks``), which gives
-``--gpus-per-link``. ``--output`` writes a cost file for ``--cost-file``. ``--device cpu --quick`` tests the script.
+``--link-gb-per-second``. ``--output`` writes a cost file for ``--cost-file``. ``--device cpu --quick`` tests the
+script.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def main() -> None:
     shared = figures["shared_link"]
     print(
         f"{num_processes} processes together: {min(shared['together']):.2f} GB/s each; one alone: "
-        f"{min(shared['alone']):.2f} GB/s; --gpus-per-link {shared['gpus_per_link']}"
+        f"{min(shared['alone']):.2f} GB/s, {shared['gpus_per_link']} share a link; give --link-gb-per-second "
+        f"{min(shared['together']):.1f}"
     )
     for row in figures["layer"]:
         forward, backward = (row[f"{way}_seconds"] * 1e3 for way in ("forward", "backward"))

@@ -1,4 +1,4 @@
-"""Measure how many GPUs of a machine share one link to host memory, for ``--gpus-per-link``.
+"""Measure how many GPUs of a machine share one link to host memory, and its speed for each.
 
 One process copies alone, then one process for each GPU copies at the same time. The slowest process shows how many
 processes share its link.

@@ -36,7 +36,6 @@ REFUSED: list[tuple[list[object], str]] = [
     (["--hdp-loader", "ray"], "--hdp-loader needs --hybrid-data-parallel"),
     (["--hdp-ray-servers", 2], "--hdp-ray-servers needs --hdp-loader ray"),
     (["--hdp-ray-address", "host:1"], "--hdp-ray-address needs --hdp-loader ray"),
-    (["--hdp-ray-server-tokens", 7], "--hdp-ray-server-tokens needs --hdp-loader ray"),
     (["--hdp-json-key", "body"], "--hdp-json-key needs --hdp-loader ray"),
     (["--hdp-kept-keys", 5], "--hdp-kept-keys needs --seq1f1b-slices of 2 or more"),
     (["--hdp-kept-keys", 5, "--seq1f1b-slices", 2], "--hdp-kept-keys needs --hybrid-data-parallel"),

@@ -35,7 +35,7 @@ def test_a_launch_line_is_refused_before_it_is_parsed() -> None:
 def test_trainings_know_the_new_flags_and_none_of_the_old() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    rows = [row for row in RENAMED if row.where == TRAINING]
+    rows = [row for row in RENAMED if TRAINING in row.where.split(", ")]
     assert not flags & {row.old for row in rows}
     megatron = re.findall(FLAG, Path(__file__).with_name("flags.toml").read_text())
     assert {flag for row in rows for flag in re.findall(FLAG, row.new)} <= {*flags, *megatron}

@@ -62,12 +62,12 @@ def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["state_bytes"] == 9 * TIED
 
 
-def test_gpus_that_share_a_link_plan_with_their_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_link_has_another_plan(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
-    for link in (["--link-gb-per-second", 40, "--gpus-per-link", 4], ["--link-gb-per-second", 10], []):
+    for link in (["--link-gb-per-second", 10], []):
         assert run("--model-flags", LLAMA, "--seq-length", 65536, "--activation-policy", "memo", "--json", *link) == 0
         found.append(json.loads(capsys.readouterr().out)["plan"])
-    assert found[0] == found[1] != found[2]
+    assert found[0] != found[1]
 
 
 def test_experts_are_said_to_be_left_alone(capsys: pytest.CaptureFixture[str]) -> None:

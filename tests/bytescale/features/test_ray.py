@@ -13,8 +13,8 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 
 @pytest.mark.ranks
 def test_remote_loading() -> None:
-    line = "--hdp-loader ray --hdp-ray-address host:6379 --hdp-ray-servers 5 --hdp-ray-server-tokens 99"
+    line = "--hdp-loader ray --hdp-ray-address host:6379 --hdp-ray-servers 5"
     found = resolved(4, *COMMON, *line.split(), "--hdp-json-key", "body")
-    assert found.features["ray"] == RemoteConfig("host:6379", 5, 99, "body")
+    assert found.features["ray"] == RemoteConfig("host:6379", 5, json_key="body")
     assert resolved(4, *COMMON, "--hdp-loader", "ray").features["ray"] == RemoteConfig()
     assert "ray" not in resolved(4, *COMMON, "--hdp-loader", "local").features

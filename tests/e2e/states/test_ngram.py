@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import zlib
@@ -112,8 +113,8 @@ def draw_memory(memory: torch.nn.Module) -> None:
 
 def train_with_drawn_memory() -> None:
     """Entry that trains from memories drawn by name."""
-    module = memory_module()
-    add_memories = module.add_memories
+    module, build = memory_module(), importlib.import_module("megatron.bytescale.features.tables.build")
+    add_memories = build.add_memories
 
     def add_and_draw(settings: NgramConfig, make: Any, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         add_memories(settings, make, model_chunks)
@@ -123,7 +124,7 @@ def train_with_drawn_memory() -> None:
                     draw_memory(part)
         return model_chunks
 
-    module.add_memories = add_and_draw  # type: ignore[attr-defined]
+    build.add_memories = add_and_draw  # type: ignore[attr-defined]
     train_and_record()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from megatron.training.utils import print_rank_0
 
@@ -11,11 +12,14 @@ from bytescale_ext.errors import PlanError
 from bytescale_ext.parallel.agreement import compare_plans, digests_by_rank
 from megatron.bytescale.runtime import Runtime
 
+COMPARED_EVERY: Final = 100
+"""Steps from one comparison of plans to the next."""
+
 
 def agree_on_plan(runtime: Runtime, step: StepBatch, simple_step: Callable[[StepBatch], StepBatch]) -> StepBatch:
     """Return the step that all ranks run: ``step``, or ``simple_step(step)``. Collective on all processes.
 
-    Plans are compared in the first step of a run and every ``--hdp-check-plans-every`` steps after it. With
+    Plans are compared in the first step of a run and in every ``COMPARED_EVERY``-th step after it. With
     ``--hdp-plan-seconds`` they are compared in every step, since some ranks may not finish planning in time. In other
     steps nothing is sent.
 
@@ -24,7 +28,7 @@ def agree_on_plan(runtime: Runtime, step: StepBatch, simple_step: Callable[[Step
     """
     config = runtime.hdp
     timed = config.plan_seconds is not None
-    if not timed and runtime.log.plans_compared and step.step_index % config.check_plans_every:
+    if not timed and runtime.log.plans_compared and step.step_index % COMPARED_EVERY:
         return step
     runtime.log.plans_compared = True
     digest = step.plan.digest()

@@ -53,20 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "optimizer states, and prints what remains for activations. Leave headroom: CUDA, NCCL and fragmentation are "
         "not included. priced, offload and auto need it, except offload with --hybrid-data-parallel, where "
         "--hdp-tokens-per-rank sets the limit.",
-        "--link-gb-per-second B": "Speed of a link between device and pinned host memory in one direction while a "
-        "single GPU uses it (55).",
+        "--link-gb-per-second B": "Speed of each GPU's link to pinned host memory in one direction (55). GPUs that "
+        "share a link, for example behind a PCIe switch, share its speed. "
+        "scripts/bench/activation/gpu_activations_calibrate.py measures it.",
     }
     for words, text in texts.items():
         flag, metavar = words.split()
         group.add_argument(flag, type=float, metavar=metavar, help=text)
-    group.add_argument(
-        "--gpus-per-link",
-        type=int,
-        metavar="N",
-        help="GPUs of this run that share one link to host memory, for example behind a PCIe switch; each is planned "
-        "with an equal share of its speed (1). Speeds measured at start already include sharing. "
-        "scripts/bench/activation/gpu_activations_calibrate.py measures the link.",
-    )
     group.add_argument(
         "--no-measured-speeds",
         action="store_true",
@@ -84,8 +77,7 @@ class PolicyFlags:
         activation_policy: name of the policy.
         swap_fraction, recompute_fraction: shares of the tokens.
         device_memory_gb, host_memory_gb: memory of the device, and host memory of a process.
-        link_gb_per_second: speed of a link to host memory while a single GPU uses it.
-        gpus_per_link: GPUs that share a link.
+        link_gb_per_second: speed of each GPU's link to host memory.
         no_measured_speeds: whether speeds that are not given are assumed instead of measured.
         memory_plan, record_memory_plan: files of memory plans.
         hybrid_data_parallel: whether documents are planned.
@@ -98,7 +90,6 @@ class PolicyFlags:
     device_memory_gb: float | None
     host_memory_gb: float | None
     link_gb_per_second: float | None
-    gpus_per_link: int | None
     no_measured_speeds: bool
     memory_plan: Path | None
     record_memory_plan: Path | None
@@ -119,8 +110,7 @@ class PolicyOptions:
         policy: name of a policy, or given shares.
         device_gb: memory of the device; None: not given.
         host_gb: host memory of a process; None: not given.
-        link_gb: speed of a link to host memory while a single GPU uses it, in GB/s; None: not given.
-        gpus_per_link: GPUs that share a link.
+        link_gb: speed of each GPU's link to host memory, in GB/s; None: not given.
         may_measure: whether speeds that are not given may be measured when training starts.
     """
 
@@ -128,7 +118,6 @@ class PolicyOptions:
     device_gb: float | None = None
     host_gb: float | None = None
     link_gb: float | None = None
-    gpus_per_link: int = 1
     may_measure: bool = True
 
 
@@ -140,7 +129,6 @@ def policy_options(flags: PolicyFlags) -> PolicyOptions:
         device_gb=flags.device_memory_gb,
         host_gb=flags.host_memory_gb,
         link_gb=flags.link_gb_per_second,
-        gpus_per_link=1 if flags.gpus_per_link is None else flags.gpus_per_link,
         may_measure=not (flags.no_measured_speeds or has_memory_plan),  # a memory plan needs equal shares in two runs
     )
     _check_shares(options.policy)
@@ -177,8 +165,6 @@ def _check_budgets(options: PolicyOptions, plans_offload: bool) -> None:
             raise ValueError(f"{flag} {value:g} is not an amount of memory")
     if options.link_gb is not None and not 0 < options.link_gb < math.inf:
         raise ValueError(f"--link-gb-per-second {options.link_gb:g} must be positive")
-    if options.gpus_per_link < 1:
-        raise ValueError(f"--gpus-per-link {options.gpus_per_link} must be at least 1")
 
 
 def check_planned_offload(setup: Setup, options: PolicyOptions) -> None:

@@ -77,12 +77,6 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
         help="Time limit for the plan of one step. After it all ranks use the plan of balance none. Default: no limit.",
     )
     group.add_argument(
-        "--hdp-check-plans-every",
-        type=int,
-        metavar="N",
-        help="Compare the plans of all ranks in the first step and every N steps (100).",
-    )
-    group.add_argument(
         "--hdp-attention-kernel", metavar="NAME", help="Attention kernel; `bytescale doctor` lists them. Default: best."
     )
     group.add_argument(
@@ -118,7 +112,6 @@ class HdpOptions(StepSizes):
     hdp_ranks_per_node: int | None
     hdp_plan_ahead: int | None
     hdp_plan_seconds: float | None
-    hdp_check_plans_every: int | None
     hdp_attention_kernel: str | None
     hdp_static_width: int | None
     hdp_log_dir: Path | None
@@ -213,7 +206,7 @@ def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
     """Return the settings of the planner and of its plan checks. Raises ValueError for an unsuitable kernel."""
     check_kernel(options.hdp_attention_kernel, run)
     names = (
-        "global_tokens", "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step",
+        "global_tokens", "plan_ahead", "plan_seconds", "static_width", "log_dir", "timeline_step",
         "memory_step",
     )  # fmt: skip
     given = {name: getattr(options, f"hdp_{name}") for name in names}

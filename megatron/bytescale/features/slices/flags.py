@@ -317,7 +317,7 @@ def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[flo
 
 def borrowed_flags(flags: SliceFlags) -> tuple[str, ...]:
     """Return the flags of activation policies that slices read: memory, and the link for swapped keys."""
-    link = ("--host-memory-gb", "--link-gb-per-second", "--gpus-per-link")
+    link = ("--host-memory-gb", "--link-gb-per-second")
     is_chosen = flags.seq1f1b_slices == AUTO
     return (*("--device-memory-gb",) * is_chosen, *(link if is_chosen or flags.hdp_swapped_keys else ()))
 

@@ -353,7 +353,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 def borrowed_flags(flags: StateFlags) -> tuple[str, ...]:
     """Return the flags of activations and costs with which states are chosen."""
-    of_choice = ("--host-memory-gb", "--device-memory-gb", "--link-gb-per-second", "--gpus-per-link", COST_FLAG)
+    of_choice = ("--host-memory-gb", "--device-memory-gb", "--link-gb-per-second", COST_FLAG)
     return of_choice if flags.state_policy == "auto" else ()
 
 

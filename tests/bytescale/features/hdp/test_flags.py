@@ -85,9 +85,9 @@ def test_a_new_planner_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks
 def test_each_planner_flag_reaches_the_configuration() -> None:
-    line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5 --hdp-check-plans-every 7"
+    line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5"
     found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3, "--hdp-hierarchical-rings", "off")
-    expected = hdp_of(ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5, check_plans_every=7)
+    expected = hdp_of(ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5)
     cluster = replace(expected.cluster, hierarchical_rings="off")
     assert found.features["hdp"] == replace(expected, cluster=cluster)
     found = resolved(4, *COMMON, *"--seq1f1b-slices 3 --hdp-kept-keys 0".split())
@@ -155,7 +155,6 @@ REFUSED = (
     ),
     (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
     (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
-    (4, "--hdp-check-plans-every 0", "--hdp-check-plans-every must be at least 1, got 0"),
     (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
     (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp |use auto, which is pp"),
     (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
