@@ -30,7 +30,7 @@ class Renamed:
 
 RENAMED: Final = (
     Renamed("--state-update", "--state-update-steps N, 0 for exact updates"),
-    Renamed("--gpus-per-link", "--link-gb-per-second, the speed of each GPU's share", "training, activations"),
+    Renamed("--gpus-per-link", "--link-gb-per-second, the speed of each GPU's share"),
     Renamed("--hdp-check-plans-every", "100 in every run"),
     Renamed("--hdp-ray-server-tokens", "16777216 in every run; give --hdp-ray-servers"),
     Renamed("--moe-router-dts", "--moe-dts-steps N"),
@@ -59,6 +59,7 @@ RENAMED: Final = (
     Renamed("--tp", "--tensor-parallel", "schedule"),
     Renamed("--stages", "--pipeline-parallel", "plan, schedule, simulate, states"),
     Renamed("--policy", "--activation-policy", "activations"),
+    Renamed("--gpus-per-link", "--link-gb-per-second", "activations"),
     Renamed("--output-prefix", "--output", "data sculpt"),
 )
 
