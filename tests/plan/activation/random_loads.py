@@ -1,4 +1,4 @@
-"""Random loads and machines, and the load of a 7B model: for the tests of activation plans."""
+"""Random loads and machines, and the load of a 7B model, for tests of activation plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_load(dice: random.Random) -> LayerLoad:
 
 
 def random_sliced_load(dice: random.Random) -> LayerLoad:
-    """Return a random load that is a slice, on a stage that holds two to four of them and their keys."""
+    """Return the random load of a slice on a stage with two to four slices in flight and their keys."""
     load = random_load(dice)
     moments = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Every law of activation plans: a good plan keeps it, and a plan damaged in that one way is refused by name."""
+"""Validator of activation plans: valid plans pass, and a violation of each rule is refused with its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIGHT = replace(H200, device_bytes=40e9)
 
 
 def damaged(plan: ActivationPlan, **changes: Any) -> ActivationPlan:
-    """Return a copy with fields that its constructor may refuse."""
+    """Return a copy with other fields, without the checks of the constructor."""
     copy = replace(plan)
     for name, value in changes.items():
         object.__setattr__(copy, name, value)
@@ -74,7 +74,7 @@ def test_inputs_and_attention_are_never_recomputed(name: str) -> None:
 
 
 def test_budgets_are_those_of_the_machine() -> None:
-    """The walk through the layers and the forecast agree to the byte, so a budget less than that is refused."""
+    """The walk through the layers and the forecast agree to the byte, so a smaller budget is refused."""
     dice = random.Random(5)
     refused = {"host": 0, "device": 0}
     for number in range(200):

@@ -9,7 +9,7 @@ from tests.plan.activation.random_loads import load_of
 
 
 def test_device_memory_at_its_two_peaks() -> None:
-    """By hand, in layers: 8 of them, 2 resident; what is kept of the others is a quarter."""
+    """By hand, in layers: 2 of 8 layers are resident, and the others keep a quarter."""
     load = load_of(65536, 8)
     layer, edge = load.bytes_of(), max(load.working_bytes, load.head_bytes)
     need = DeviceNeed.of(load, 2, moves=True)
@@ -24,7 +24,7 @@ def test_device_memory_at_its_two_peaks() -> None:
 
 
 def test_what_is_gathered_and_messages_are_beside_all_passes() -> None:
-    """Of 16 bits: a hidden state that two ranks gather, and in virtual stages four messages of half a state."""
+    """With 16 bits: a hidden state that two ranks gather and, with virtual stages, four messages of half a state."""
     cost = cost_of_rates(LLAMA_7B, 1e12, 1e12, 1e12, tensor_parallel=2)
 
     def need(num_layers: int, **how: bool) -> float:

@@ -18,7 +18,7 @@ def test_products_to_rebuild_are_all_but_the_last_of_the_mlp() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_prices_under_tensor_parallelism_count_the_collectives_of_rebuilding(sequence_parallel: bool) -> None:
-    """By hand: 4 ranks receive 3/4 of a hidden state of 8 KiB to gather it, and twice that to reduce it."""
+    """By hand: 4 ranks receive 3/4 of an 8 KiB hidden state to gather it, and twice as much to reduce it."""
     cost = cost_of_rates(LLAMA2_7B, 650e12, 600e12, 500e12, tensor_parallel=4)
     load = layer_load(cost, 1000, LayerSettings(sequence_parallel=sequence_parallel))
     alone = load_of(1000)

@@ -1,4 +1,4 @@
-"""ByteScale's Eq. 3 with its limits put right."""
+"""ByteScale's Eq. 3 with corrected limits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_bad_limits_are_named() -> None:
 def test_offload_pays_where_rings_would_wait_for_keys(
     num_ranks: int, capacity: int, global_tokens: int, least_gain: float
 ) -> None:
-    """Byted, documents up to 2M tokens: with a small C a ring is so wide that attention does not hide its exchange."""
+    """For Byted with documents up to 2M tokens and a small C, rings are too wide for their exchange to overlap."""
     cost = shipped("bytescale_7b")
     stage = cost.whole()
     limits = OffloadLimits(32, cost.layer_bytes, 50e9, 100e9)

@@ -1,4 +1,4 @@
-"""What operators save that are no single kernel, against bytes counted by hand for Megatron's layer on CPU."""
+"""Bytes that unfused operators save, against bytes counted by hand for Megatron's layer on CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_fused_kernels_save_nothing_in_between() -> None:
 
 @pytest.mark.parametrize(("element_bytes", "expected"), [(4, 12184), (2, 7128)])
 def test_a_layer_on_cpu(element_bytes: int, expected: int) -> None:
-    """What autograd kept of the model of ``scripts/bench/search/truth.py``: in float32, and in bfloat16."""
+    """Bytes that autograd kept for the model of ``scripts/bench/search/truth.py``, in float32 and in bfloat16."""
     assert bytes_of(SPLIT, element_bytes) == pytest.approx(expected, rel=0.01)
     if element_bytes == 4:
         assert bytes_of(SPLIT) == expected
@@ -59,7 +59,7 @@ def test_queries_are_copied_only_where_groups_share_keys() -> None:
 
 
 def test_policies_keep_parts_of_products_that_are_saved() -> None:
-    """With a view, autograd holds all of the memory behind it; a policy stores the part, or the whole product."""
+    """With a view, autograd keeps the whole memory behind it. A policy stores the part, or the whole product."""
     (view,) = (tensor for tensor in layer_tensors(SHAPE, 4, operators=SPLIT) if tensor.kind == "view")
     assert view.bytes_per_token == 352 * 4
     assert ActivationPlan("shares", 1.0, 0.0, 1.0).shares(view) == (0.0, 0.0, 1.0)

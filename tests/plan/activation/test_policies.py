@@ -1,4 +1,4 @@
-"""What must be true of every policy on any machine: more of anything never hurts, and nothing is over its bounds."""
+"""Properties of every policy on any machine: larger budgets never hurt, and no bound is exceeded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cases(count: int = 40) -> list[tuple[LayerLoad, Machine]]:
 
 
 def seconds(policy: str, load: LayerLoad, machine: Machine) -> float:
-    """Predicted time of a policy; infinite where it does not fit."""
+    """Return the predicted time of a policy; infinite if it does not fit."""
     try:
         found = forecast(make_plan(policy, load, machine), load, machine)
     except ValueError:

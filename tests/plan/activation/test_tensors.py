@@ -39,7 +39,10 @@ def test_tensor_parallel_ranks_share_what_they_share() -> None:
 
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_a_layer_of_latents_keeps_no_keys_and_values(has_norms: bool) -> None:
-    """32 heads of 192 for queries; 576 numbers in place of keys and values, and the norm's output only for these."""
+    """Queries have 32 heads of 192.
+
+    Latents have 576 numbers instead of keys and values, and only they have a norm's output.
+    """
     latent = LatentShape(query_rank=100, key_rank=512, position_dim=64, value_dim=128, has_norms=has_norms)
     shape = replace(LLAMA2_7B, num_kv_heads=32, head_dim=192, latent=latent)
     sizes = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(shape)}

@@ -66,7 +66,7 @@ def test_micro_batch_cost_counts_real_tokens_and_g_once() -> None:
 )
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_shares_end_where_the_sum_over_tokens_does(cost: CostModel, width: int) -> None:
-    """Against a sum over small steps of what each token costs."""
+    """The end of a share equals the end from a sum of token costs in small steps."""
     length, shares = 50.0, np.array([0.1, 0.5, 0.9])
     middles = (np.arange(100_000) + 0.5) * length / 100_000
     costs = np.cumsum(np.maximum(2 * cost.a * middles, cost.c * (width - 1)) + cost.b)
@@ -101,7 +101,7 @@ def test_expanded_latents_cost_a_ring_as_received_keys_do() -> None:
 
 
 def test_windows_make_work_linear() -> None:
-    """A quarter of the layers see every key; in the others a token beyond the window costs as much as the one at it."""
+    """A quarter of the layers see every key. In the others all tokens beyond the window cost the same."""
     full = replace(WINDOWED, window_share=0.0)
     assert WINDOWED.squares(8.0) == full.squares(8.0) == 64.0
     assert WINDOWED.squares(20.0) == 0.25 * 400 + 0.75 * (2 * 8 * 20 - 64)
@@ -109,13 +109,13 @@ def test_windows_make_work_linear() -> None:
     assert only.squares(101.0) - only.squares(100.0) == only.squares(21.0) - only.squares(20.0) == 16.0
     lengths = np.array([1.0, 8.0, 20.0, 300.0])
     assert only.squares(lengths).tolist() == [only.squares(length) for length in lengths.tolist()]
-    # Pairs of a query and a key in the window, each counted twice as in s^2.
+    # Pairs of a query and a key in the window, each counted twice, as in s^2.
     band = sum(min(token, 8) for token in range(1000))
     assert 2 * band == pytest.approx(only.squares(1000.0), rel=0.01)
 
 
 def test_a_ring_fetches_the_window_before_each_part() -> None:
-    """On 4 ranks: layers with a window receive 15 of the 20 tokens, fewer than two windows, and hide nothing."""
+    """On 4 ranks, layers with a window receive 15 of the 20 tokens, fewer than two windows, without overlap."""
     full = replace(WINDOWED, window_share=0.0).sequence_cost(20.0, 4.0)
     attention = 0.25 * (full - 3.0 * 5) + 0.75 * (2.0 * 256 / 4 + 0.75 * 15)
     assert WINDOWED.sequence_cost(20.0, 4.0) == pytest.approx(attention + 3.0 * 5)

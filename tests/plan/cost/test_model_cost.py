@@ -1,4 +1,4 @@
-"""Cost files as values: what comes back from JSON, what is refused, and how stages add up."""
+"""Cost files as values: JSON round trip, refused values, and sums over stages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_flops_of_one_stage_are_those_of_the_model() -> None:
 
 
 def test_flops_of_latents_are_those_of_their_expansions() -> None:
-    """DeepSeek-V2-Lite's attention: 2 x 512 x 16 x (128 + 128) FLOPs expand a token; MFU does not count them again."""
+    """DeepSeek-V2-Lite's attention expands a token with 2 x 512 x 16 x (128 + 128) FLOPs. MFU counts them once."""
     latent = LatentShape(query_rank=0, key_rank=512, position_dim=64, value_dim=128)
     shape = ModelShape(27, 2048, 16, 16, 192, 10944, True, 102400, latent=latent)
     one = 2 * 512 * 16 * 256

@@ -31,7 +31,7 @@ def test_an_mlp_without_gate_has_two_matrices() -> None:
 
 
 def test_a_layer_of_experts_counts_those_of_one_token() -> None:
-    # in one of the two layers: 2 experts of width 4 for each token and a shared one of 6, chosen from 16
+    # in one of two layers: each token has 2 of 16 experts of width 4, and a shared expert of width 6
     sparse = replace(TINY, num_expert_layers=1, expert_ffn_hidden=2 * 4 + 6, num_experts=16)
     assert linear_flops_per_token(sparse) - linear_flops_per_token(TINY) == 2 * (3 * 8 * (14 - 10) + 8 * 16)
 
@@ -52,7 +52,7 @@ def test_flops_of_the_experts_that_ran() -> None:
 
 def test_layers_of_multi_token_prediction_count_with_their_output_layer() -> None:
     deeper = replace(TINY, later_layers=2)
-    # a projection of two hidden states to one, a layer, and the output layer once more
+    # a projection of two hidden states to one, a layer, and a second output layer
     weights = 8 * 16 + (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 10) + 8 * 20
     assert later_layer_weights(TINY) == weights - 8 * 20
     assert linear_flops_per_token(deeper) - linear_flops_per_token(TINY) == 2 * 2 * weights
@@ -64,7 +64,7 @@ def test_layers_of_multi_token_prediction_count_with_their_output_layer() -> Non
 
 
 def test_projections_of_latent_attention_by_hand() -> None:
-    # keys and values of 4 heads from 7 numbers and 2 with a position; 3 = 1 + 2 numbers of a key, 5 of a value
+    # keys and values of 4 heads from 7 numbers and 2 with a position; a key has 3 = 1 + 2 numbers, a value 5
     one = LatentShape(query_rank=6, key_rank=7, position_dim=2, value_dim=5, has_norms=True)
     latent = replace(TINY, num_kv_heads=4, latent=one)
     weights = 8 * 6 + 6 * 4 * 3 + 8 * (7 + 2) + 7 * 4 * (1 + 5) + 4 * 5 * 8
@@ -78,7 +78,7 @@ def test_projections_of_latent_attention_by_hand() -> None:
 def test_later_layers_with_experts_have_those_of_one_token() -> None:
     routed = {"expert_ffn_hidden": 2 * 4 + 6, "num_experts": 16, "experts_per_token": 2, "shared_ffn_hidden": 6}
     sparse = replace(TINY, num_expert_layers=1, later_layers=1, later_experts=True, **routed)
-    # a dense MLP of 3 x 8 x 10, or a router of 16 experts and the two of a token beside shared ones
+    # a dense MLP of 3 x 8 x 10, or a router of 16 experts, two experts of a token and the shared experts
     assert later_layer_weights(sparse) - later_layer_weights(TINY) == 3 * 8 * (14 - 10) + 8 * 16
     assert later_layer_weights(replace(sparse, later_experts=False)) == later_layer_weights(TINY)
 
@@ -96,7 +96,7 @@ def test_a_ring_has_latents_where_sending_keys_takes_longer_than_expanding_them(
     assert key_value_bytes(shape, 1, 4) == 2 * key_value_bytes(shape)
     engine = replace(shape, latent=replace(LITE, is_plain=False))
     assert (has_latents(engine), key_value_bytes(engine)) == (False, 2 * 2 * 16 * 192)
-    # 300 numbers saved are worth 2 x 300 x 8,000 FLOPs, more than the product; 10 are not, and none are not
+    # saving 300 numbers is worth 2 x 300 x 8,000 FLOPs, more than the product; saving 10 or none is not
     narrow = LatentShape(0, 300, 0, 100)
     assert [replace(narrow, key_rank=rank).travels(3, 100) for rank in (300, 590, 600)] == [True, False, False]
 
@@ -104,5 +104,5 @@ def test_a_ring_has_latents_where_sending_keys_takes_longer_than_expanding_them(
 def test_numbers_of_keys_and_values() -> None:
     assert [replace(LITE, position_dim=dim).ring_numbers for dim in (63, 64)] == [576, 576]  # two equal halves
     assert (has_latents(TINY), key_value_numbers(TINY), key_value_numbers(TINY, 4)) == (False, 2 * 2 * 3, 3)
-    wide = replace(TINY, latent=LatentShape(0, 50, 0, 5, is_plain=False))  # keys of 3 numbers are filled up to 5
+    wide = replace(TINY, latent=LatentShape(0, 50, 0, 5, is_plain=False))  # keys of 3 numbers are padded to 5
     assert key_value_numbers(wide) == 2 * 2 * 5

@@ -1,4 +1,4 @@
-"""Rings over several nodes: when they may consist of inner rings, and how long their exchange takes."""
+"""Rings over several nodes: number of inner rings, and time of the exchange."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def integers(*values: int) -> np.ndarray:
         (0, 4, 1),  # one node
         (0, 8, 2),  # two nodes
         (4, 12, 3),  # three nodes
-        (2, 4, 2),  # two ranks of each of two nodes
-        (2, 6, 3),  # half a node and a whole one
+        (2, 4, 2),  # two ranks on each of two nodes
+        (2, 6, 3),  # half a node and a whole node
         (0, 6, 3),
         (2, 8, 4),
         (1, 6, 1),  # begins at an odd rank
@@ -36,7 +36,7 @@ def test_inner_rings_tile_nodes_of_four(first: int, width: int, inner_rings: int
 
 
 def slowest_hops(route: Route, nodes: Nodes) -> float:
-    """Count hops step by step: of a step, the slower of the message inside a node and the part between nodes."""
+    """Count hops step by step. A step takes the slower of the message inside a node and the part between nodes."""
     total, inner = 0.0, route.inner_width
     for step in range(route.width - 1 if route.inner_rings == 1 else route.width):
         number, hop = divmod(step, inner)
@@ -76,7 +76,7 @@ def test_no_ring_takes_fewer_hops_than_the_floor(node: int, slowdown: float) -> 
 
 
 def test_wide_rings_cost_the_hops_of_their_faster_form() -> None:
-    """A ring of 8 on two nodes of 4 with links of a third: 21 hops when plain, 3 + 3 / 4 + 3 in two inner rings."""
+    """A ring of 8 on two nodes of 4 with links of 1/3 of the speed takes 21 hops, or 3 + 3 / 4 + 3 with inner rings."""
     plain, nested = (CostModel(1e-9, 1.0, c=1.0, nodes=Nodes(4, 3.0, form)) for form in (False, True))
     assert (plain.hops(8.0), nested.hops(8.0)) == (21.0, 6.75)
     assert plain.hops(4.0) == nested.hops(4.0) == 3.0

@@ -1,4 +1,4 @@
-"""Sums over arrays against sums over micro-batches, one by one."""
+"""Sums over arrays against sums over single micro-batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_exposed_is_what_an_exchange_adds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_coupled_groups_are_joined_by_rings(seed: int) -> None:
-    """Against groups that are joined ring by ring; their numbers are free."""
+    """Groups equal groups that are joined ring by ring, up to their numbers."""
     plan = plan_of(seed)
     rows = rows_of(plan)
     group = list(range(len(rows)))
@@ -94,7 +94,7 @@ def test_padded_ranks_keep_their_micro_batches(seed: int) -> None:
 
 
 def test_rings_in_any_order_of_ranks() -> None:
-    """A hand-made ring that goes down: members are places in the ring, not ranks."""
+    """In a ring with descending ranks, members are positions in the ring, not ranks."""
     shards = [MicroBatch((Shard(0, ranges, (1, 0)),)) for ranges in (((1, 3),), ((0, 1), (3, 4)))]
     table = ShardTable.of(StepPlan(2, 8, (4,), tuple((one,) for one in shards)))
     assert table.members.tolist() == [1, 0]
@@ -111,7 +111,7 @@ def test_a_plan_of_nothing_is_an_empty_table() -> None:
 
 @pytest.mark.parametrize(("first", "width", "inner_rings"), [(0, 8, 1), (0, 8, 2), (0, 12, 3), (2, 4, 2), (4, 3, 1)])
 def test_peers_and_messages_between_nodes_are_those_of_the_route(first: int, width: int, inner_rings: int) -> None:
-    """Every rank sends D - 1 shares of its ring's keys; counted step by step on nodes of 4."""
+    """Every rank sends D - 1 shares of its ring's keys, counted step by step on nodes of 4."""
     columns = (np.array([number]) for number in (64, first, width, 0))
     placed = PlacedRanks(16, *columns, inner_rings=np.array([inner_rings]))
     table = ShardTable.of(StepPlan(16, 64, (64,), placed))

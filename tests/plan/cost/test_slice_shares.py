@@ -48,15 +48,15 @@ def test_slices_by_hand() -> None:
     assert exposed[1].tolist() == [0, 0]
     kept = SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=12))
     costs, exposed = kept.costs(cost)
-    # Now its own keys alone travel, for all tokens longer than their attention takes: 50 > 2 * 2 * 12. Equal halves.
+    # Only own keys travel, which takes longer than attention for all tokens (50 > 2 * 2 * 12), so halves are equal.
     np.testing.assert_allclose(costs[0], [50 * 6 / 2 + 3 * 6 / 2] * 2)
     np.testing.assert_allclose(exposed[0], [150 - 6**2, 150 - (12**2 - 6**2)])
-    # Backward their gradients alone travel: what c has beyond the forward's.
+    # Backward only their gradients travel: the difference of the backward and the forward c.
     stage = StageCost(cost, replace(cost, c=80.0))
     (forward, _), (backward, _) = kept.stage_costs(stage)
     assert (forward == costs).all()
     np.testing.assert_allclose(backward, kept.costs(replace(cost, c=30.0))[0])
-    # Or the gradients of all keys up to the slice's end.
+    # Without sums the gradients of all keys up to the slice's end travel.
     sent = SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=12, summed_tokens=11))
     (forward, _), (backward, exposed) = sent.stage_costs(stage)
     assert (forward == costs).all()
@@ -68,7 +68,7 @@ def test_slices_by_hand() -> None:
 
 @pytest.mark.parametrize("kept", [0, 12])
 def test_slices_expand_the_latents_of_all_earlier_ones_again(kept: int) -> None:
-    """12 tokens on 2 ranks in halves: the second expands all but its own 3, and the other rank's first 3 twice."""
+    """With 12 tokens on 2 ranks, the second half expands all but its own 3 tokens, and the other's first 3 twice."""
     cost = CostModel(a=0.0, b=4.0, e=10.0)
     tokens, widths = np.array([12.0, 12.0]), np.array([2.0, 1.0])
     cut = SliceShares.of(cost, tokens, widths, Slicing(2, kept))
@@ -83,14 +83,14 @@ def test_slices_expand_the_latents_of_all_earlier_ones_again(kept: int) -> None:
 
 
 def test_copies_of_swapped_keys_hide_behind_all_work_of_their_slice() -> None:
-    """12 tokens on 2 ranks in equal halves: forward reads 6 tokens or writes as many, backward reads 6, then 12."""
+    """For 12 tokens on 2 ranks in equal halves, forward reads or writes 6 tokens, and backward reads 6, then 12."""
     cost = CostModel(a=0.0, b=4.0)  # a slice takes 4 * 6 / 2 = 12
     tokens, widths = np.array([12.0, 12.0, 10.0]), np.array([2.0, 1.0, 2.0])
     cut = SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=10, swapped_tokens=12))
     assert cut.swapped.tolist() == [True, False, False]
     assert cut.kept.tolist() == [True] * 3
     (forward, exposed), (backward, more) = cut.stage_costs(StageCost(cost, cost.scaled(2.0), key_read=2.0))
-    assert forward.tolist() == [[12, 12], [24, 24], [10, 10]]  # 2 * 6 hides
+    assert forward.tolist() == [[12, 12], [24, 24], [10, 10]]  # 2 * 6 overlaps
     assert backward.tolist() == [[24, 24], [48, 48], [20, 20]]
     assert not exposed.any()
     assert not more.any()
@@ -115,7 +115,7 @@ def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
 
 
 def test_slices_with_windows_cost_the_sequence_and_what_they_fetch_again() -> None:
-    """Attention and linear work add up to the whole; each slice fetches the windows before its own parts."""
+    """Attention and linear work sum to the whole. Each slice fetches the windows before its own parts."""
     cost = CostModel(a=2.0, b=3.0, c=0.5, h=0.25, window=8, window_share=0.75)
     lengths, widths = np.array([400.0, 400.0, 6.0]), np.array([4.0, 1.0, 2.0])
     for kept in (0, 1000):
@@ -126,7 +126,8 @@ def test_slices_with_windows_cost_the_sequence_and_what_they_fetch_again() -> No
         np.testing.assert_allclose(costs.sum(axis=1), free.sequence_cost(lengths, widths))
         assert not exposed.any()
         costs, exposed = shares.costs(cost)
-        # Full layers of the first sequence hide their exchange; 3 windows of 16 tokens and one of the first slice.
+        # The exchange of full layers overlaps in the first sequence; 3 windows of 16 tokens and one of the first slice
+        # do not.
         assert exposed[0].tolist() == [0.75 * 0.5 * 16.0] * 4
         assert not exposed[1].any()
         assert (costs.sum(axis=1) >= cost.sequence_cost(lengths, widths) - 1e-9).all()

@@ -71,13 +71,13 @@ def test_no_plan_with_pipelines_is_faster() -> None:
             bounds = lower_bounds(plan.lengths, Cluster(plan.num_ranks, TOKENS_PER_RANK), stages, Slicing(num_slices))
             assert bounds.largest <= makespan * (1 + 1e-9)
             tightest[num_slices] = min(tightest.get(num_slices, np.inf), makespan / bounds.largest)
-    assert tightest[1] == pytest.approx(1.0)  # one micro-batch alone is reached exactly
+    assert tightest[1] == pytest.approx(1.0)  # the bound of a single micro-batch is exact
     assert max(tightest.values()) < 1.1
 
 
 @pytest.mark.parametrize(("num_ranks", "tokens"), [(1, 8), (3, 24)])
 def test_one_sequence_in_slices_takes_the_longest_way(num_ranks: int, tokens: int) -> None:
-    """On all ranks, as it fits on no fewer: a slice after the other, down the stages and up again."""
+    """The sequence needs all ranks. Its slices run one after another, down the stages and up again."""
     zigzag = tuple((MicroBatch((Shard(0, zigzag_ranges(tokens, num_ranks, rank), tuple(range(num_ranks))),)),)
                    for rank in range(num_ranks))  # fmt: skip
     plan = StepPlan(num_ranks, 8, (tokens,), zigzag, aligned=True)
@@ -93,6 +93,6 @@ def test_slices_have_launches_and_exchanges_of_their_own() -> None:
     one, two = (
         lower_bounds([30, 2], Cluster(4, 10), forward_only(a=0.01, b=1.0, c=5.0, g=1.0), Slicing(k)) for k in (1, 2)
     )
-    assert two.work - one.work == pytest.approx(4 / 4)  # 32 tokens are 4 micro-batches, twice the launches
+    assert two.work - one.work == pytest.approx(4 / 4)  # 32 tokens are 4 micro-batches, with twice the launches
     assert two.capacity - one.capacity == 1
     assert two.area > one.area + 1

@@ -16,7 +16,7 @@ COST = CostModel(a=0.05, b=1.0, c=0.4)
 
 
 def every_schedule(lengths: list[int], num_ranks: int, capacity: int, cost: CostModel) -> float:
-    """All orders and all places, one after the other, nothing left out."""
+    """Return the best makespan of all orders and all positions, without pruning."""
     places = [
         [(first, width) for width in range(-(-length // capacity), num_ranks + 1)
          for first in range(num_ranks - width + 1)]

@@ -26,7 +26,7 @@ def test_a_seed_is_a_step(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mean", "shares"),
-    [  # share of documents of at most so many tokens
+    [  # share of documents up to each length
         ("byted", 6650, {2048: 0.5836, 4096: 0.7807, 65536: 0.9895, 1 << 20: 0.99947}),
         ("github", 2100, {2048: 0.8312, 4096: 0.9325, 32768: 0.9946}),
         ("wikipedia", 1015, {347: 0.50, 862: 0.75, 3720: 0.95, 10900: 0.99}),

@@ -1,4 +1,4 @@
-"""The linear programs' bound on pipelines: exact where it can be known, below every plan."""
+"""Bound on pipelines by linear programs: exact in known cases, and below every plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COST = StageCost(CostModel(4e-8, 1.6e-3), CostModel(1e-7, 3.2e-3))
 
 
 def one_pipeline(sizes: list[tuple[float, float]], num_stages: int) -> float:
-    """1F1B time of slots of (forward, backward) seconds: actions in order, by relaxation until nothing changes."""
+    """Return the 1F1B time of slots of (forward, backward) seconds, by relaxation of start times."""
     ends: dict[tuple[str, int, int], float] = {}
     for _ in range(2 * len(sizes) * num_stages + 2):
         for stage, actions in enumerate(seq1f1b_schedule(num_stages, len(sizes)).stages):

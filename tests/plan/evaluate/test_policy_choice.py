@@ -1,4 +1,4 @@
-"""Slices under an activation policy: the fastest of those in which it fits, each at its own cost."""
+"""Slices under an activation policy: the fastest option that fits, with the cost of each option."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = (ONE_SLICE, Slicing(4, 60_000), Slicing(8, 60_000))
 
 
 def planned(*slower: float) -> StepPlan:
-    """The plan where the stages of each option take so many times as long."""
+    """Choose slices for options with slower stages, and return the plan. ``factors``: slowdown of each option."""
     options = tuple(
         PolicyOption(option, replace(COSTS[-1], backward=COSTS[-1].backward.scaled(factor)))
         for option, factor in zip(OPTIONS, slower, strict=True)
@@ -54,7 +54,7 @@ def test_what_the_policy_costs_decides() -> None:
 
 
 def test_a_step_keeps_the_nodes_of_its_cluster() -> None:
-    """The cost of an option is that of one node; a step on several nodes pays for the links between them."""
+    """The cost of an option is for one node. A step on several nodes also pays for the links between them."""
     seen: list[Problem] = []
 
     def place(problem: Problem, thorough: bool) -> PlacedRanks:
@@ -72,7 +72,7 @@ def test_a_step_keeps_the_nodes_of_its_cluster() -> None:
 
 
 def test_steps_that_are_placed_alike_are_placed_once() -> None:
-    """Options that keep keys of longer sequences than the step has differ in nothing but their budgets."""
+    """Options with length limits beyond the longest sequence of the step differ only in their budgets."""
     seen: list[Problem] = []
 
     def place(problem: Problem, thorough: bool) -> PlacedRanks:

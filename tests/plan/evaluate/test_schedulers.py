@@ -43,7 +43,7 @@ def scenario(num_ranks: int, tokens_per_rank: int, context: int, *stages: StageC
 
 
 def test_static_by_hand() -> None:
-    """Context 16 at C = 8 is 2 ranks; packs of 16 tokens in order: [10, 4], [14], [5, 3, 2] on two groups."""
+    """Context 16 with C = 8 needs 2 ranks. Packs of 16 tokens in order are [10, 4], [14], [5, 3, 2] on two groups."""
     outcome = static([10, 4, 14, 5, 3, 2], scenario(4, 8, 16))
     assert outcome.makespan == 3 * (7 + 6) + 2 * 2  # group 0: the first pack of 7 and the third of 3 + 2 + 1 tokens
     assert (outcome.forwards_per_rank, outcome.peak_tokens, outcome.distinct_peers) == (2, 7, 1)
@@ -68,7 +68,7 @@ def test_static_needs_ranks_that_divide() -> None:
 
 
 def test_groups_wait_for_each_other_and_pay_for_each_sample() -> None:
-    """Group 0: sequence 0 on ranks 0-1, 1 and 2 on rank 2. Group 1: sequence 3 on rank 2, 4 on 0, 5 on 1."""
+    """Group 0 has sequence 0 on ranks 0-1, 1 and 2 on rank 2. Group 1 has sequence 3 on rank 2, 4 on 0, 5 on 1."""
     lengths = [8, 3, 3, 9, 1, 2]
     groups = [[[0], [0], [1, 2]], [[4], [5], [3]]]
     outcome = run_groups(groups, lengths, scenario(3, 16, 16), 0.25)
@@ -109,7 +109,7 @@ def test_ours_is_near_the_bound_and_naive_is_not() -> None:
 
 
 def test_the_table_is_the_plan() -> None:
-    """Arrays and micro-batches give the same table, costs, classes and replay."""
+    """Arrays and micro-batches give the same table, costs, coupled groups and replay."""
     lengths = sample_lengths("byted", 1 << 16, 1 << 20, seed=2).tolist()
     plan = plan_naive(lengths, 16, 8192)
     kept = StepPlan(16, 8192, plan.lengths, tuple(tuple(rank) for rank in plan.ranks))

@@ -1,4 +1,4 @@
-"""The slices that the planner chooses: never slower than those tried by hand, never more memory than the budget."""
+"""Slices chosen by the planner: never slower than options tried separately, and never over the memory budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = [500] * 300
 
 @pytest.fixture(autouse=True, scope="module")
 def few_arrangements() -> Iterator[None]:
-    """A short search for each placement."""
+    """Planner with a short search for each placement."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelines, "_MAX_ARRANGEMENTS", 4)
         yield
@@ -48,7 +48,7 @@ def planner(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> HdpPlan
 
 @cache
 def planned(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> StepPlan:
-    """The plan of LENGTHS, made once for all tests."""
+    """Return the plan of LENGTHS, made once for all tests."""
     return planner(gigabytes, options)(LENGTHS)
 
 
@@ -77,8 +77,8 @@ def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) ->
 
 
 def test_plans_hold_their_budget(free: StepPlan) -> None:
-    """Between the least that slices take and what the fastest plan takes."""
-    one_option = planned(1, OPTIONS[-2:-1])  # nothing fits: the one that holds least
+    """Budgets are between the least memory of slices and the memory of the fastest plan."""
+    one_option = planned(1, OPTIONS[-2:-1])  # nothing fits, so the option with the least memory
     assert one_option.slicing == OPTIONS[-2]
     least = gigabytes(one_option)
     for share in (0.9, 0.5):
@@ -90,7 +90,7 @@ def test_plans_hold_their_budget(free: StepPlan) -> None:
 
 
 def test_the_slices_depend_on_the_step() -> None:
-    """Launches cost more than the bubble where all documents are short; nothing is in a ring."""
+    """If all documents are short, launches cost more than the bubble. There are no rings."""
     chosen = {planner(1000)(lengths).slicing for lengths in (LENGTHS, SHORT, [500] * 8)}
     assert len(chosen) > 1
     assert planner(1000)(SHORT).slicing.kept_tokens == 0  # type: ignore[union-attr]
@@ -120,7 +120,7 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
 
 
 def test_a_stage_in_the_middle_may_hold_most() -> None:
-    """Half of all layers on the third stage: it holds fewer slices than the first, in more layers."""
+    """With half of all layers, the third stage stores fewer slices than the first stage, but in more layers."""
     uneven = replace(MEMORY, num_layers=(4, 4, 20, 4))
     choice = SlicingChoice(uneven, 46e9)
     plan = HdpPlanner(CLUSTER, COSTS, balance="pp", choice=choice)(LENGTHS)
@@ -129,7 +129,7 @@ def test_a_stage_in_the_middle_may_hold_most() -> None:
 
 
 def test_out_of_time_leaves_no_half_chosen_plan() -> None:
-    """Ranks stop at different moments, so a plan that depends on the moment could differ between them."""
+    """Ranks run out of time at different moments, so a plan that depends on the moment could differ between ranks."""
     asked = iter([False] * 10 + [True] * 1000)
     with pytest.raises(OutOfTime):
         planner(1000)(LENGTHS, lambda: next(asked))
@@ -137,7 +137,7 @@ def test_out_of_time_leaves_no_half_chosen_plan() -> None:
 
 @cache
 def in_host(host_gigabytes: float, key_read: float) -> StepPlan:
-    """The plan of 12 eager slices within what they hold without kept keys and 0.3 GB more."""
+    """Return the plan of 12 eager slices. The budget is their memory without kept keys and 0.3 GB."""
     option, costs = OPTIONS[-1:], tuple(replace(cost, key_read=key_read) for cost in COSTS)
     budget = gigabytes(planned(1, option)) + 0.3
     choice = SlicingChoice(MEMORY, budget * 1e9, option, host_gigabytes * 1e9)
@@ -147,7 +147,7 @@ def in_host(host_gigabytes: float, key_read: float) -> StepPlan:
 
 
 def test_keys_go_to_host_memory_where_that_is_faster() -> None:
-    """Over a fast link all keys are kept; over a slow one the longest travel again."""
+    """With a fast link all keys are kept. With a slow link the keys of the longest sequences travel again."""
     fast, slow, without = in_host(1000, 0.0), in_host(1000, 1.0), in_host(0, 0.0)
     assert fast.slicing is not None
     assert slow.slicing is not None
@@ -162,7 +162,7 @@ def test_keys_go_to_host_memory_where_that_is_faster() -> None:
 
 @pytest.mark.parametrize("gigabytes", [40.0, 1000.0])
 def test_only_options_that_may_be_fastest_are_fitted(gigabytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest three of a placement are those that fitting all of the options finds."""
+    """The three fastest options of a placement equal the result of fitting all options."""
     choice = SlicingChoice(MEMORY, gigabytes * 1e9)
     lengths = np.array(LENGTHS)
     problem = Problem(lengths, -(-lengths // CLUSTER.tokens_per_rank), CLUSTER, COSTS, OPTIONS[-1], aligned=True)

@@ -1,4 +1,4 @@
-"""Every law of placements: a good one keeps it, and one damaged in that one way is refused by name."""
+"""Validator of placements: valid placements pass, and a violation of each rule is refused with its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.experts.check import check_placement
 from bytescale_ext.plan.experts.placement import EMPTY, PARTS, PlacementPlan
 
-# 6 experts on 3 ranks: rank 0 holds a replica of 5, rank 2 of 0 and 1.
+# 6 experts on 3 ranks: rank 0 has a replica of expert 5, rank 2 has replicas of 0 and 1.
 PLAN = PlacementPlan(
     6,
     ((0, 1, 5, EMPTY), (2, 3, EMPTY, EMPTY), (4, 5, 0, 1)),

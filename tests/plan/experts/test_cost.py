@@ -13,7 +13,7 @@ SHAPE = replace(
     LLAMA_7B, num_expert_layers=32, num_experts=8, experts_per_token=2, expert_ffn_hidden=2 * 1000 + 96,
     shared_ffn_hidden=96,
 )  # fmt: skip
-LOADS = np.array([[10, 0, 30, 0], [10, 20, 0, 0]])  # of ranks 0 and 1, for experts 0 to 3
+LOADS = np.array([[10, 0, 30, 0], [10, 20, 0, 0]])  # tokens of ranks 0 and 1 for experts 0 to 3
 
 
 def test_constants_of_a_model() -> None:

@@ -12,7 +12,11 @@ def test_popular_experts_have_most_copies() -> None:
     loads = np.array([[90, 4, 3, 3, 2, 2]] * 3)
     plan = packed(PlacementPlan.static(6, 3, 3), loads)
     check_placement(plan, 6, 3)
-    assert plan.slots == ((0, 1, -1), (2, 3, 0), (4, 5, 0))  # the third replica, of expert 1, is of no use at home
+    assert plan.slots == (
+        (0, 1, -1),
+        (2, 3, 0),
+        (4, 5, 0),
+    )  # the third replica, of expert 1, is useless on its home rank
     assert plan.quotas[0][0] == 342
     assert plan.quotas[1][2] == plan.quotas[2][2] == 341
     assert balance_ratio(plan.parts(), loads) < 1.1

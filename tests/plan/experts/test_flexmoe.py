@@ -1,4 +1,4 @@
-"""FlexMoE's scheduler beside the true optimum of small layers, and what each kind of change is for."""
+"""FlexMoE's scheduler against the optimum of small layers, and cases for each kind of change."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_popular_expert_expands_into_an_empty_slot() -> None:
 
 
 def test_a_replica_migrates_from_a_busy_rank() -> None:
-    """Expert 0 has a replica on rank 1, whose own expert has become popular. Its other slots cannot help."""
+    """Expert 0 has a replica on rank 1, but the home expert of rank 1 is now popular. Its other slots cannot help."""
     before = home_parts(3, 3)
     before[:, 0] = [PARTS // 2, PARTS // 2, 0]
     loads = np.array([[60, 60, 0]] * 3)
@@ -80,7 +80,7 @@ def test_copies_that_cost_more_than_they_gain_are_not_made() -> None:
 
 
 def test_the_replica_goes_where_the_tokens_are() -> None:
-    """Ranks 1 and 2 have equally little to do, and rank 2 sends most of the tokens for expert 0."""
+    """Ranks 1 and 2 have equally little work, and rank 2 sends most of the tokens for expert 0."""
     loads = np.array([[100, 0, 0], [100, 60, 0], [700, 0, 60]])
     cost = ExpertCost(1e-6, 1e-6, 0.0)
     plan = follow(PlacementPlan.static(3, 3, 2), loads, cost, 2.0)

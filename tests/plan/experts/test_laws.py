@@ -1,4 +1,4 @@
-"""What holds for the plans of both planners, whatever the loads are and however they change."""
+"""Properties of the plans of both planners, for any loads and any change of loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLANNERS: dict[str, Planner] = {"flexmoe": flexmoe, "eplb": packed}
 
 @st.composite
 def layers(draw: Callable[..., int]) -> tuple[int, list[Ints]]:
-    """Slots of a rank, and the loads [ranks, experts] of some steps, a few experts far ahead of the others."""
+    """Return the slots of a rank and the loads, [ranks, experts], of some steps with a few popular experts."""
     ranks, of_rank = draw(st.integers(2, 4)), draw(st.integers(1, 4))
     slots = draw(st.integers(of_rank, ranks * of_rank))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
@@ -54,7 +54,7 @@ def test_plans_keep_every_law_step_by_step(name: str, layer: tuple[int, list[Int
 @given(layer=layers())
 @settings(max_examples=20, deadline=None)
 def test_equal_loads_give_equal_plans(name: str, layer: tuple[int, list[Ints]]) -> None:
-    """So ranks need not tell each other."""
+    """Equal loads give equal plans, so ranks need no communication."""
     slots, steps = layer
     num_ranks, num_experts = steps[0].shape
     static = PlacementPlan.static(num_experts, num_ranks, slots)
@@ -65,7 +65,7 @@ def test_equal_loads_give_equal_plans(name: str, layer: tuple[int, list[Ints]]) 
 @given(layer=layers())
 @settings(max_examples=40, deadline=None)
 def test_flexmoe_is_never_slower_than_no_replicas(layer: tuple[int, list[Ints]]) -> None:
-    """On the loads that it has seen, but for the rounding of quotas."""
+    """The plan is not slower on the measured loads, except for the rounding of quotas."""
     slots, steps = layer
     num_ranks, num_experts = steps[0].shape
     static = PlacementPlan.static(num_experts, num_ranks, slots)

@@ -14,7 +14,7 @@ from bytescale_ext.plan.experts.placement import (
 
 
 def shared(rank: int, expert: int, parts: int) -> np.ndarray:
-    """Parts of 8 experts on 2 ranks, of which ``rank`` has some of an expert whose home is the other one."""
+    """Return parts of 8 experts on 2 ranks; ``rank`` has parts of an expert with its home on the other rank."""
     found = home_parts(8, 2)
     found[rank, expert] = parts
     found[1 - rank, expert] -= parts

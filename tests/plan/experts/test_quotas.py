@@ -23,7 +23,7 @@ def test_pouring_raises_the_lowest(tokens: float, levels: list[float]) -> None:
 
 
 def test_ranks_are_levelled_through_others() -> None:
-    """Rank 0 shares with rank 1 alone, and rank 1 with rank 2: tokens move on in two steps."""
+    """Rank 0 shares an expert only with rank 1, and rank 1 with rank 2, so tokens move in two steps."""
     held = homes_of(3, 3)
     held[1, 0] = held[2, 1] = True
     tokens = np.diag([70.0, 50.0, 0.0])
@@ -39,6 +39,6 @@ def test_parts_are_exact() -> None:
     parts = as_parts(tokens, homes)
     assert parts.sum(0).tolist() == [PARTS] * 4
     assert parts[:, 0].tolist() == [341, 683]
-    assert parts[:, 1].tolist() == [PARTS, 0]  # nobody asks for it: it stays at home
+    assert parts[:, 1].tolist() == [PARTS, 0]  # an expert without tokens stays at home
     assert parts[:, 2].tolist() == [PARTS, 0]
     assert parts[:, 3].tolist() == [0, PARTS]

@@ -1,4 +1,4 @@
-"""The cost model counts the tokens that a dispatch one by one would compute, send and receive on each rank."""
+"""The cost model counts the tokens that a token-by-token dispatch computes, sends and receives on each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_tokens_one_by_one(name: str, seed: int) -> None:
     plan = PlacementPlan.static(EXPERTS, RANKS, SLOTS)
     if name != "static":
         plan = packed(plan, loads) if name == "eplb" else follow(plan, loads, COST, 1.05)
-    now = rng.multinomial(150, rng.dirichlet([0.5] * EXPERTS), size=RANKS)  # the loads have moved since
+    now = rng.multinomial(150, rng.dirichlet([0.5] * EXPERTS), size=RANKS)  # loads after the plan have changed
     tokens = tokens_of_ranks(plan.parts(), now.sum(0))
     sent, received = np.zeros(RANKS), np.zeros(RANKS)
     computed = np.zeros((RANKS, EXPERTS), np.int64)
@@ -42,7 +42,7 @@ def test_tokens_one_by_one(name: str, seed: int) -> None:
 
 def test_own_tokens_come_first() -> None:
     plan = PlacementPlan.of(np.array([[1024, 256], [0, 768]]), 2)
-    loads = np.array([[0, 10], [4, 10]])  # of expert 1 rank 0 computes 5 of its own tokens, and rank 1 the others
+    loads = np.array([[0, 10], [4, 10]])  # rank 0 computes 5 of its own tokens for expert 1, and rank 1 the others
     found = destinations(plan, loads)
     assert found[0, 1] == [0] * 5 + [1] * 5
     assert found[1, 1] == [1] * 10

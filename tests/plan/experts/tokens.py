@@ -1,4 +1,4 @@
-"""Send tokens to slots one by one, in plain loops: what the arrays of cost model and dispatch are compared with."""
+"""Token-by-token dispatch to slots in simple loops, as a reference for the cost model and the dispatcher."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from bytescale_ext.plan.experts.placement import EMPTY, PARTS, PlacementPlan
 
 
 def destinations(plan: PlacementPlan, loads: np.ndarray) -> dict[tuple[int, int], list[int]]:
-    """Return the ranks that the tokens of (source, expert) go to, in the order of the tokens.
+    """Return the target ranks of the tokens of (source, expert), in the order of the tokens.
 
-    Each copy of an expert has room for its quota, rounded so that all tokens fit. Tokens go to the copy on their own
-    rank as long as it has room. The others, source by source, fill the rooms that are left, rank by rank.
+    Each copy of an expert has room for its quota, rounded so that all tokens fit. Tokens go to the
+    copy on their source rank while it has room. The remaining tokens, source by source, fill the remaining room, rank
+    by rank.
 
     Args:
-        plan: of the layer.
-        loads: [sources, experts] tokens; sources are ranks.
+        plan: plan of the layer.
+        loads: tokens of each rank for each expert, [sources, experts].
     """
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for expert in range(plan.num_experts):
@@ -39,7 +40,7 @@ def destinations(plan: PlacementPlan, loads: np.ndarray) -> dict[tuple[int, int]
 
 
 def rooms_of(plan: PlacementPlan, expert: int, num_tokens: int) -> list[int]:
-    """Return how many tokens of an expert each rank computes: rank by rank, up to the rounded sum of quotas so far."""
+    """Return the tokens of an expert that each rank computes, from rounded cumulative quotas."""
     rooms, parts, given = [], 0, 0
     for experts, quotas in zip(plan.slots, plan.quotas, strict=True):
         parts += sum(quota for one, quota in zip(experts, quotas, strict=True) if one == expert != EMPTY)

@@ -12,6 +12,6 @@ from bytescale_ext.plan.step.sizes import Cluster
 def problem(
     lengths: np.ndarray, min_widths: np.ndarray, cluster: Cluster, cost: CostModel, aligned: bool = False
 ) -> Problem:
-    """Return a problem of one stage whose forward and backward cost ``cost`` together."""
+    """Return a problem with one stage; forward and backward together cost ``cost``."""
     free = CostModel(a=0.0, b=0.0)
     return Problem(lengths, min_widths, cluster, (StageCost(cost, free),), aligned=aligned)

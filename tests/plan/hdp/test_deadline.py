@@ -1,4 +1,4 @@
-"""Planners give up when they are told to."""
+"""Planners stop when they are asked to."""
 
 from __future__ import annotations
 

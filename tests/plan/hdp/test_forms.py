@@ -1,4 +1,4 @@
-"""The form of rings: chosen by the cost of the links between nodes, kept by the check, and counted by the replay."""
+"""Form of rings: chosen by the cost of links between nodes, accepted by the check, and counted by the replay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLUSTER = Cluster(16, 64, 4)
 
 
 def placed(*rings: tuple[int, int, int, int]) -> PlacedRanks:
-    """Return a placement of sequences: tokens, first rank, width and order of each."""
+    """Return a placement of sequences, given tokens, first rank, width and order of each."""
     return PlacedRanks(16, *np.array(rings, dtype=np.int64).T)
 
 
@@ -37,7 +37,7 @@ def forms_of(found: PlacedRanks) -> list[int]:
 
 
 def test_rings_with_exposed_exchange_get_inner_rings() -> None:
-    """The exchange of a plain ring of 8 takes 20 s x 35 hops and hides behind s^2 from 700 tokens on; nested, 8."""
+    """The exchange of a plain ring of 8 takes 20 s x 35 hops and overlaps from 700 tokens on; a nested ring takes 8."""
     exposed, hidden, inside, odd = (300, 0, 8, 0), (2000, 8, 8, 0), (100, 0, 4, 1), (300, 5, 8, 2)
     assert forms_of(with_ring_forms(placed(exposed, hidden, inside, odd), STAGE, CLUSTER, ONE_SLICE)) == [2, 1, 1, 1]
     always = replace(CLUSTER, hierarchical_rings="always")
@@ -66,7 +66,7 @@ def test_plans_name_their_forms_and_the_check_knows_nodes(balance: str) -> None:
 
 
 def test_a_static_mesh_over_nodes_has_inner_rings() -> None:
-    """As in the run that ``tests/e2e/hdp/test_oracle.py`` compares with one process."""
+    """The plan is from the run that ``tests/e2e/hdp/test_oracle.py`` compares with one process."""
     cluster = Cluster(4, 64, 2, "always")
     plan = HdpPlanner(cluster, (STAGE.on(None),), static_width=4)([256, 200, 5, 3, 1])
     assert isinstance(plan.ranks, PlacedRanks)
@@ -84,7 +84,7 @@ def test_no_plan_over_nodes_is_faster_than_the_bounds(slowdown: float) -> None:
 
 
 def test_the_replay_counts_the_form() -> None:
-    """100 tokens on 8 ranks: exchange of 20 s x hops / 8 beyond attention of s^2 / 8."""
+    """For 100 tokens on 8 ranks, the exchange takes 20 s x hops / 8 and attention s^2 / 8."""
     seconds, exposed = {}, {}
     for name, forms in (("plain", None), ("nested", np.array([2]))):
         ring = replace(placed((100, 0, 8, 0)), inner_rings=forms)

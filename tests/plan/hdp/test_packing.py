@@ -10,7 +10,7 @@ from bytescale_ext.plan.hdp.packing import fill_slots, pack_best_fit, split_into
 
 
 def packed_slowly(lengths: list[int], indices: list[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Best-fit-decreasing by its definition, quadratic."""
+    """Return packs by the definition of best-fit-decreasing, in quadratic time."""
     packs: list[list[int]] = []
     for index in sorted(indices, key=lambda index: (-lengths[index], index)):
         room = [capacity - sum(lengths[other] for other in pack) for pack in packs]
@@ -38,7 +38,7 @@ def test_each_item_once_within_capacity_and_few_packs(lengths: list[int], capaci
     assert sorted(index for pack in packs for index in pack) == sorted(indices)
     sums = [sum(lengths[index] for index in pack) for pack in packs]
     assert all(0 < total <= capacity for total in sums)
-    # two packs that are at most half full would have been one
+    # two packs that are at most half full would be one pack
     assert sum(2 * total <= capacity for total in sums) <= 1
     assert packs == packed_slowly(lengths, indices, capacity)
 
@@ -46,9 +46,9 @@ def test_each_item_once_within_capacity_and_few_packs(lengths: list[int], capaci
 def test_the_fullest_pack_that_fits_is_chosen_and_then_the_oldest() -> None:
     # 6 | 5 | then 3 fits pack 0 (4 left) tighter than pack 1 (5 left)
     assert pack_best_fit([6, 5, 5, 3], [0, 1, 3], 10) == ((0, 3), (1,))
-    # packs 0 and 1 have the same room: the older one
+    # packs 0 and 1 have the same room, so the older pack
     assert pack_best_fit([6, 6, 2], [0, 1, 2], 10) == ((0, 2), (1,))
-    # equal lengths: the lower index first, whatever the order of the indices
+    # among equal lengths the lower index is first, for any order of the indices
     assert pack_best_fit([4, 4, 4], [2, 0, 1], 8) == ((0, 1), (2,))
 
 
@@ -90,7 +90,7 @@ def test_slots_are_filled_by_what_they_miss_and_hold() -> None:
         0,
         0,
     ]
-    # the second one: slot 0 is closed, slot 1 is too small
+    # the second owner: slot 0 is closed, slot 1 is too small
     assert fill_slots(tokens, work, np.ones(4, dtype=np.int64), room, missing).tolist() == [-1] * 4
     assert room.tolist() == [[8, 8], [9, 2]]
     assert fill_slots(tokens[:0], work[:0], tokens[:0], room, missing).tolist() == []

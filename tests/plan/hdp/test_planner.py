@@ -1,4 +1,4 @@
-"""The planner as users call it: every kind of balance on random steps, checked by what knows nothing of planning."""
+"""Planner as users call it: every kind of balance on random steps, checked by independent validators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def varied(planner: HdpPlanner, num_stages: int = 1, num_slices: int = 1, **changes: Any) -> HdpPlanner:
-    """Return the planner with so many equal stages and slices, and other changes."""
+    """Return the planner with this number of equal stages and slices, and other changes."""
     return replace(planner, stages=planner.stages[:1] * num_stages, slicing=Slicing(num_slices), **changes)
 
 
@@ -45,7 +45,7 @@ def placed_of(plan: StepPlan) -> PlacedRanks:
 
 
 def random_steps(seed: int, count: int) -> Iterator[tuple[HdpPlanner, list[int]]]:
-    """Planners (kind none) with random costs, some of them far from any hardware, and lengths that fit."""
+    """Return planners (kind none) with random costs, some of them unlike any hardware, and lengths that fit."""
     random = np.random.default_rng(seed)
     for _ in range(count):
         num_ranks, multiple = int(random.integers(1, 20)), int(random.choice([1, 2, 4]))
@@ -70,7 +70,7 @@ def random_steps(seed: int, count: int) -> Iterator[tuple[HdpPlanner, list[int]]
 
 @pytest.fixture
 def few_arrangements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short search: more steps in the same time."""
+    """Return the planner with a short search, to plan more steps in the same time."""
     monkeypatch.setattr(pipelines, "_MAX_ARRANGEMENTS", 4)
 
 
@@ -147,7 +147,10 @@ def test_offload_shares_are_the_least_that_fit(kind: dict[str, Any]) -> None:
 
 
 def test_offloading_is_a_lower_limit_and_not_the_choice() -> None:
-    """One giant among shorts: with a share of 1 two ranks would hold it, which would take for ever."""
+    """A giant sequence is among short sequences.
+
+    With a share of 1 it would be on two ranks, which is extremely slow.
+    """
     lengths = [64 * 8192, *[2000] * 2000]
     limits = OffloadLimits(32, 139_000.0, 1e12, 1e12)
     slow = StageCost(FORWARD, BACKWARD)
@@ -209,7 +212,7 @@ DIGESTS: tuple[tuple[dict[str, Any], str], ...] = (
 def test_a_planner_stops_when_it_is_told(balance: str) -> None:
     lengths = np.random.default_rng(5).integers(1, 3000, 60).tolist()
     planner = HdpPlanner(Cluster(8, 1024), (STAGE,), tokens_multiple=8, balance=balance)
-    if balance == "none":  # the simple plan: it is quick, and never stops
+    if balance == "none":  # the simple plan is quick, and never stops
         assert planner(lengths, lambda: True) == planner.fallback(lengths)
     else:
         with pytest.raises(OutOfTime):
@@ -245,7 +248,7 @@ def test_a_sequence_that_no_width_holds_is_named() -> None:
     planner = HdpPlanner(Cluster(4, 20), (STAGE,), tokens_multiple=4)
     with pytest.raises(ValueError, match=r"sequence 1 has 81 tokens, more than 4 ranks of 20 .* at least 24, or cut"):
         planner([5, 81, 3])
-    tight = replace(planner, offload=OffloadLimits(10, 1.0, 1e9, host_bytes=20.0))  # the host takes two tokens
+    tight = replace(planner, offload=OffloadLimits(10, 1.0, 1e9, host_bytes=20.0))  # host memory takes two tokens
     with pytest.raises(ValueError, match=r"hold, 20 with offloading; .* at least 28 \(28 without offloading\)"):
         tight([5, 100, 3])
     wide = replace(planner, offload=OffloadLimits(10, 1.0, 1e9, host_bytes=1e9))
@@ -274,7 +277,7 @@ def test_small_steps_are_near_the_true_optimum() -> None:
 
 @pytest.mark.parametrize("kind", [{"balance": "dp"}, {"balance": "pp", "num_stages": 4}])
 def test_windows_change_plans(kind: dict[str, Any]) -> None:
-    """Where layers have windows, a plan for them is faster than the plan for the quadratic work of full attention."""
+    """If layers have windows, a plan for windows is faster than a plan for full attention."""
     limited = StageCost(*(replace(one, window=1024, window_share=1.0) for one in (FORWARD, BACKWARD)))
     lengths = [131072, *[8192] * 32, *[1000] * 200]
     planners = [varied(HdpPlanner(Cluster(64, 8192, 8), (stage,)), **kind) for stage in (STAGE, limited)]
@@ -287,14 +290,14 @@ def test_windows_change_plans(kind: dict[str, Any]) -> None:
 
 
 def slot_seconds(plan: StepPlan, stage: StageCost) -> float:
-    """Return the time of a step in which all ranks wait for the slowest one in each slot."""
+    """Return the time of a step if all ranks wait for the slowest rank in each slot."""
     slots = max(map(len, plan.ranks))
     costs = [[stage.both.micro_batch_cost(one, plan.lengths) for one in rank] for rank in plan.ranks]
     return sum(max(cost[slot] for cost in costs if slot < len(cost)) for slot in range(slots))
 
 
 def test_plans_follow_the_load_of_experts() -> None:
-    """Uneven experts make tokens dearer beside attention; each of the two plans is the shorter one at its own load."""
+    """Uneven experts raise the cost of tokens relative to attention. Each of two plans is faster at its own load."""
     planner = HdpPlanner(Cluster(4, 4096), (STAGE,), balance="pp", aligned=True, expert_share=0.8)
     loaded = planner.with_expert_imbalance(3.0)
     (stage,) = loaded.stages

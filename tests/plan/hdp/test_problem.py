@@ -1,4 +1,4 @@
-"""The costs that planners balance: the run's, with padding."""
+"""Costs that planners balance: the costs of the run, with padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.plan.hdp.test_planner import KINDS, STAGE, varied
 
 
 def test_the_mean_padding_counts_as_a_cost_of_each_micro_batch() -> None:
-    """Plans that pad to 64 rows are those of micro-batches that cost 31.5 tokens more; to 1 row, they are as before."""
+    """Padding to 64 rows gives the plans of micro-batches that cost 31.5 tokens more.
+
+    Padding to 1 row changes nothing.
+    """
     lengths = np.random.default_rng(7).integers(1, 600, 300).tolist()
     base = HdpPlanner(Cluster(16, 2048), (STAGE,), tokens_multiple=64)
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Every law of memory plans: a good plan keeps it, and a plan damaged in that one way is refused by name."""
+"""Validator of memory plans: valid plans pass, and a violation of each rule is refused with its name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TWO = TwoLevelPlan({"forward": LEVEL, "backward": LEVEL}, MODEL)
 
 
 def moved(plan: MemoryPlan, index: int, address: int) -> MemoryPlan:
-    """Return the plan with one other address."""
+    """Return the plan with one address changed."""
     return replace(plan, addresses=(*plan.addresses[:index], address, *plan.addresses[index + 1 :]))
 
 
 def changed(plan: MemoryPlan, index: int, **changes: Any) -> MemoryPlan:
-    """Return the plan with one other request."""
+    """Return the plan with one request changed."""
     requests = (*plan.requests[:index], replace(plan.requests[index], **changes), *plan.requests[index + 1 :])
     return replace(plan, requests=requests)
 

@@ -13,7 +13,7 @@ from tests.plan.memory.traces import random_requests
 
 
 def best_peak(requests: list[Request]) -> int:
-    """By brute force: each order in turn, every request as low as it goes; some order gives the optimum."""
+    """Return the optimum by brute force: for every order, each request is placed as low as possible."""
 
     def lowest(order: tuple[Request, ...]) -> int:
         placed: list[tuple[int, Request]] = []

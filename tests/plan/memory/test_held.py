@@ -1,4 +1,4 @@
-"""What stages hold, against a walk through their schedule with a set of slices, and by hand."""
+"""Peak memory of stages, against a walk through their schedule with a set of slices, and by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def memory_of(num_stages: int, layer: LayerBytes = BYTES) -> StageMemory:
 
 
 def plan_of(lengths: tuple[int, ...], *ranks: tuple[tuple[tuple[int, ...], ...], ...]) -> StepPlan:
-    """A plan of two ranks or one; each micro-batch lists its sequences, those on both ranks first."""
+    """Return a plan of one or two ranks. Each micro-batch lists its sequences, sequences on both ranks first."""
     owners = [
         {rank for rank, rows in enumerate(ranks) if any(seq in row for row in rows)} for seq in range(len(lengths))
     ]
@@ -79,7 +79,7 @@ def test_documents_of_a_rank_are_cut_as_the_rule_cuts_them() -> None:
 
 
 def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
-    """Two slices of micro-batches of 8 and 4 tokens; F0.0 F0.1 B0.1 F1.0: at most slices 0.0 and 0.1."""
+    """Micro-batches of 8 and 4 tokens have two slices. F0.0 F0.1 B0.1 F1.0 stores at most slices 0.0 and 0.1."""
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0, head=7.0)), state_bytes=(1.0, 2.0))
     table, even = ShardTable.of(local(8, 4)), CostModel(a=0.0, b=1.0)
     found = peak_memory(table, Slicing(2), even, memory)
@@ -107,7 +107,7 @@ def test_only_moments_that_no_other_exceeds_count(seed: int) -> None:
 
 
 def test_a_slice_computes_its_layer_again_alone() -> None:
-    """Micro-batches of 8 tokens on one stage: what is computed again has 8 tokens, or 4 in two slices."""
+    """For micro-batches of 8 tokens on one stage, the recomputed layer has 8 tokens, or 4 with two slices."""
     passes = PassBytes(8, hidden=0.0, in_mlp=0.0, of_keys=5 / 8, logits=0.0, loss_tokens=np.inf)
     again = replace(memory_of(1, LayerBytes(10.0, 0.0, 0.0)), passes=passes).recomputing(4.0)
     even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
@@ -119,7 +119,7 @@ def test_a_slice_computes_its_layer_again_alone() -> None:
 
 
 def test_rotary_angles_are_held_once_on_a_stage() -> None:
-    """Micro-batches of 8 tokens on one stage of four layers, or on two virtual stages of two layers each."""
+    """Micro-batches of 8 tokens run on one stage of four layers, or on two virtual stages of two layers each."""
     layer, even, table = LayerBytes(10.0, 0.0, 0.0), CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
     memory = replace(memory_of(1, layer), num_layers=(4,))
     with_angles = replace(memory, layer=replace(layer, angles=3.0))
@@ -135,9 +135,9 @@ def test_rotary_angles_are_held_once_on_a_stage() -> None:
 
 @pytest.mark.parametrize(("eager", "ahead"), [(True, 2.0), (False, 0.0)])
 def test_an_eager_stage_has_received_its_next_input_by_hand(eager: bool, ahead: float) -> None:
-    """Micro-batches of 8 and 4 tokens on two stages; the last runs F0.0 F0.1 B0.1 F1.0 B0.0 and so on.
+    """Micro-batches of 8 and 4 tokens run on two stages; the last stage runs F0.0 F0.1 B0.1 F1.0 B0.0 and so on.
 
-    B0.1 takes most: slices 0.0 and 0.1 of 4 tokens are held, and slice 1.0 of 2 tokens has arrived.
+    B0.1 is the peak: slices 0.0 and 0.1 of 4 tokens are in memory, and slice 1.0 of 2 tokens has arrived.
     """
     passes = PassBytes(8, hidden=0.0, in_mlp=5.0, of_keys=0.0, logits=0.0, loss_tokens=np.inf, message=7.0)
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0)), passes=passes)
@@ -147,9 +147,10 @@ def test_an_eager_stage_has_received_its_next_input_by_hand(eager: bool, ahead: 
 
 
 def test_a_pass_adds_to_what_is_held_while_it_runs_by_hand() -> None:
-    """Two stages, micro-batches of 2, 8 and 4 tokens: the first stage runs F0 F1 B0 F2 B1 B2.
+    """With two stages and micro-batches of 2, 8 and 4 tokens, the first stage runs F0 F1 B0 F2 B1 B2.
 
-    B1 takes most of passes, 8, and finds the micro-batches 1 and 2; the last stage holds one micro-batch at a time.
+    B1 is the largest pass, with 8 tokens, while micro-batches 1 and 2 are in memory. The last stage has one
+    micro-batch at a time.
     """
     passes = PassBytes(8, hidden=0.0, in_mlp=5.0, of_keys=0.0, logits=9.0, loss_tokens=6.0, buffer=2.0)
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0)), passes=passes)
@@ -173,7 +174,7 @@ def test_full_recompute_keeps_keys_in_slices_alone() -> None:
 
 @pytest.mark.parametrize(("multiple", "of_whole", "of_slice"), [(1, 5, 2.5), (4, 8, 4), (16, 16, 16)])
 def test_padding_is_held_as_activations(multiple: int, of_whole: float, of_slice: float) -> None:
-    """A micro-batch of 5 tokens on one stage; padding has no keys whose gradients are summed."""
+    """A micro-batch of 5 tokens runs on one stage. Padding has no keys, so no gradients of padding are summed."""
     memory, table, even = replace(memory_of(1), rows_multiple=multiple), ShardTable.of(local(5)), CostModel(0.0, 1.0)
     found = peak_memory(table, ONE_SLICE, even, memory)
     assert found.layer_bytes.tolist() == [[of_whole * 10]]
@@ -211,9 +212,9 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
 def _share(
     plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing, of_ranks: dict[int, Any]
 ) -> tuple[float, ...]:
-    """Tokens of a slice: own, of others with keys on the device, of others with sums; swapped own, swapped of all.
+    """Return tokens of each slice: own, others with keys on the device, others with sums, swapped own, all swapped.
 
-    ``of_ranks``: the shares of sequences that are on one rank.
+    ``of_ranks``: shares of sequences that are on one rank.
     """
     own = kept = with_sums = own_swapped = swapped = 0.0
     for shard in micro_batch.shards:
@@ -245,7 +246,7 @@ def _walk(shares: list[list[tuple[float, ...]]], num_stages: int, stage: int, sl
             sums = {one for one in sums if one[0] != number} | {(number, earlier) for earlier in range(index)}
         own, kept, own_swapped, in_host = (sum(shares[a][b][part] for a, b in live) for part in (0, 1, 3, 4))
         summed = sum(shares[a][b][0] + shares[a][b][2] for a, b in sums)
-        on_device = kept - own_swapped + read + max(read, following)  # read: in this layer and in the next
+        on_device = kept - own_swapped + read + max(read, following)  # keys read back, in this layer and in the next
         now = own, kept, 10 * own + 3 * on_device + 6 * summed, in_host
         most = [max(pair) for pair in zip(most, now, strict=True)]
     return most
@@ -253,14 +254,14 @@ def _walk(shares: list[list[tuple[float, ...]]], num_stages: int, stage: int, sl
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_slices_with_swapped_keys_hold_two_layers_of_them(num_chunks: int) -> None:
-    """Against the same slices with keys on the device: activations and sums are equal."""
+    """Activations and sums equal the same slices with keys on the device."""
     schedule = seq1f1b_schedule(2, 4, Slicing(2), num_chunks)
     kept, swapped = (
         held_slices(schedule, 0, [6.0, 4.0], 30.0, LayerBytes(0.0, 3.0, 6.0), is_swapped)
         for is_swapped in (False, True)
     )
     assert len(kept) == len(swapped) > 1
-    attended = {6.0: 6.0, 4.0: 10.0}  # tokens up to the end of the slice, by its tokens
+    attended = {6.0: 6.0, 4.0: 10.0}  # tokens up to the end of a slice, by the tokens of the slice
     for one, other in zip(
         sorted(kept, key=lambda held: (held.running, held.tokens, held.bytes)),
         sorted(swapped, key=lambda held: (held.running, held.tokens, held.bytes)),

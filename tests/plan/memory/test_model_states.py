@@ -44,7 +44,7 @@ def test_latent_attention_and_later_layers_have_their_parameters() -> None:
     assert last == num_parameters(deeper), "the last stage has an embedding for later tokens"
     first = stage_parameters(deeper, 1, has_embedding=True, has_head=False)
     assert first == stage_parameters(LLAMA2_7B, 1, has_embedding=True, has_head=False)
-    # A layer of DeepSeek-V3's kind after the others: shared experts and a router, and its experts where it lies.
+    # A further layer like DeepSeek-V3's: shared experts and a router, and experts on the stage of the layer.
     routed = {"expert_ffn_hidden": 2 * 4 + 6, "num_experts": 16, "experts_per_token": 2, "shared_ffn_hidden": 6}
     sparse = replace(LLAMA2_7B, num_expert_layers=8, **routed)
     later = replace(sparse, later_layers=1, later_experts=True)

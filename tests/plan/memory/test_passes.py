@@ -1,4 +1,4 @@
-"""Plans of whole steps: passes that repeat are planned once, and every request has its address in the replay."""
+"""Plans of whole steps: repeated passes are planned once, and every request has its address in the replay."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_addresses_that_share_memory_and_peaks_that_are_not_reached_are_noticed(
 
 
 def test_the_replay_reaches_the_planned_peak() -> None:
-    """A block that is larger than what its pass needs reserves memory that the replay never touches."""
+    """A block that is larger than its pass reserves memory that the replay never uses."""
     requests = [Request("a", 512, 1, 2), Request("b", 512, 6, 7)]
     level = plan_memory([Request("a", 512, 1, 2)])
     blocks = [Request("layer 0 forward", 1024, 0, 4), Request("layer 1 forward", 1024, 5, 9)]
@@ -140,7 +140,7 @@ def test_a_plan_is_no_worse_than_an_allocator_that_does_not_know_the_future() ->
         requests = random_requests(dice, dice.randint(1, 30))
         addresses = place_online(requests)
         online = max(a + r.num_bytes for a, r in zip(addresses, requests, strict=True))
-        for i, one in enumerate(requests):  # no two that exist together share memory
+        for i, one in enumerate(requests):  # requests that exist together share no memory
             for j in range(i):
                 other, first, second = requests[j], addresses[i], addresses[j]
                 assert not one.overlaps(other) or first + one.num_bytes <= second or second + other.num_bytes <= first
@@ -153,7 +153,7 @@ def test_a_plan_is_no_worse_than_an_allocator_that_does_not_know_the_future() ->
 def test_the_smallest_free_part_is_taken_and_neighbours_are_joined() -> None:
     requests = [
         Request("a", 4, 0, 4), Request("b", 1, 1, 99), Request("c", 2, 2, 4), Request("d", 1, 3, 99),
-        Request("e", 2, 5, 99),  # in the place of c, which fits
+        Request("e", 2, 5, 99),  # fits in the place of c
         Request("f", 3, 6, 8), Request("g", 4, 9, 99),  # in the place of a
         Request("h", 5, 10, 99),  # on top
     ]  # fmt: skip

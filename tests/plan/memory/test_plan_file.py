@@ -1,4 +1,4 @@
-"""The file of the plans of a pipeline."""
+"""File of the plans of a pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_equal_plans_are_kept_once_and_come_back() -> None:
     assert PlanFile.from_json(json.loads(json.dumps(FILE.to_json()))) == FILE
     assert FILE.plan_of(1, 0) == LAST
     assert FILE.plan_of(1, 1) == FILE.plan_of(0, 0) == FIRST
-    assert FILE.plan_of(7, 7) == FIRST  # whose layout names the difference
+    assert FILE.plan_of(7, 7) == FIRST  # its layout differs
 
 
 def test_the_plan_of_one_process_is_a_file_of_one_role() -> None:

@@ -13,7 +13,7 @@ def random_requests(dice: random.Random, count: int, largest: int = 6) -> list[R
 
 
 def layer_trace(num_layers: int) -> list[Request]:
-    """Two saved tensors and three transient ones in each layer's forward pass, two transient ones in its backward."""
+    """Return requests: two saved and three transient tensors per forward pass, two transient per backward pass."""
     requests, end = [], num_layers * 16
     for layer in range(num_layers):
         begin, back = layer * 8, end - (layer + 1) * 8

@@ -1,4 +1,4 @@
-"""Schedules of slices: their order, their text, and the formulas for idle time and memory, exact for equal costs."""
+"""Schedules of slices: order, text, and exact formulas for idle time and memory with equal costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_formulas_are_the_papers() -> None:
 
 
 def test_one_slice_is_1f1b() -> None:
-    """What Megatron runs with 3 stages and 4 micro-batches; test_schedules.py of pipeline_parallel/ runs Megatron."""
+    """Orders equal Megatron's for 3 stages and 4 micro-batches; pipeline_parallel/test_schedules.py runs Megatron."""
     assert [" ".join(f"{one.kind}{one.micro_batch}" for one in stage) for stage in seq1f1b_schedule(3, 4).stages] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -68,7 +68,7 @@ def test_one_slice_is_1f1b() -> None:
     ("p", "k", "v", "eager"), [(4, 1, 1, False), (3, 2, 1, True), (4, 1, 2, False), (3, 2, 3, False)]
 )
 def test_a_shorter_pipeline_leaves_micro_batches_of_a_longer_one_out(p: int, k: int, v: int, eager: bool) -> None:
-    """This keeps rings between pipelines from waiting in a circle."""
+    """Equal orders prevent circular waits of rings between pipelines."""
     slicing, per_group = Slicing(k, eager=eager), slice_group_size(p, k) // k if v > 1 else 1
     longest = seq1f1b_schedule(p, 6 * per_group, slicing, v)
     for count in range(per_group, 6 * per_group, per_group):
@@ -110,7 +110,7 @@ def test_sizes_are_positive(sizes: tuple[int, int, int]) -> None:
 
 
 def test_the_eager_order_of_two_stages() -> None:
-    """Stage 0 is two forwards ahead of stage 1, and holds a slice more."""
+    """Stage 0 is two forward passes ahead of stage 1, and stores one more slice."""
     schedule = seq1f1b_schedule(2, 2, Slicing(2, eager=True))
     assert str(schedule).splitlines() == [
         "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 1 zero_bubble 0",
@@ -140,5 +140,5 @@ def test_balanced_slices_leave_little_idle_time(num_slices: int, partition: str,
     assert least <= figures.bubble <= most
     schedule, lengths = seq1f1b_schedule(4, 8, Slicing(num_slices)), [float(length) for length in figures.slices]
     assert figures.peak_micro_batches == peak_in_flight(schedule, 0, lengths) / 131072
-    sums = [length * 8 / 34 for length in lengths]  # 8 bytes per unit of the hidden size, of 34
+    sums = [length * 8 / 34 for length in lengths]  # 8 of 34 bytes per unit of the hidden size
     assert figures.activation_bytes == pytest.approx(peak_in_flight(schedule, 0, lengths, sums) * 8 * 34 * 4096 / 8)

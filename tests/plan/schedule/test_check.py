@@ -1,4 +1,4 @@
-"""The validator of schedules of slices: it accepts a thousand good ones and refuses every broken one."""
+"""Validator of slice schedules: it accepts a thousand valid schedules and refuses every invalid schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_RANDOM = 300
 
 
 def random_schedule(rng: random.Random) -> SliceSchedule:
-    """Any sizes without virtual stages, and eager or not; whole groups and half-full last ones with them."""
+    """Draw any sizes and orders without virtual stages; with virtual stages, whole groups and half-full last groups."""
     while True:
         p, m, k = rng.randint(1, 6), rng.randint(1, 5), rng.randint(1, 8)
         v = rng.choice((1, 1, 2, 3)) if p > 2 and m * k < 24 else 1
@@ -72,7 +72,7 @@ def with_stage(schedule: SliceSchedule, stage: int, actions: list[Action]) -> Sl
     ],
 )
 def test_every_swap_of_neighbours_is_refused(sizes: tuple[Any, ...]) -> None:
-    """No two neighbouring actions of a stage may change places: the order is the only one that Megatron runs."""
+    """Swapping any two neighbouring actions of a stage is refused, because Megatron runs only this order."""
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
     for stage in range(schedule.num_stages):
@@ -80,7 +80,7 @@ def test_every_swap_of_neighbours_is_refused(sizes: tuple[Any, ...]) -> None:
             actions = list(schedule.stages[stage])
             actions[index : index + 2] = reversed(actions[index : index + 2])
             if actions[index].micro_batch != actions[index + 1].micro_batch and sizes[0] == 1:
-                continue  # one stage alone may take its micro-batches in any order
+                continue  # a single stage may run its micro-batches in any order
             with pytest.raises(PlanError):
                 check_slice_schedule(with_stage(schedule, stage, actions))
 
@@ -106,7 +106,7 @@ def test_broken_rows_are_marked(change, message: str) -> None:
 
 
 def test_neighbours_with_other_orders_are_refused() -> None:
-    """Both rows are sound alone; together one side sends a slice where the other takes another one."""
+    """Both rows are valid separately, but one side sends a slice when the other expects another slice."""
     schedule = seq1f1b_schedule(2, 2)
     other = [a._replace(micro_batch=1 - a.micro_batch) for a in schedule.stages[1]]
     with pytest.raises(PlanError, match=r"it takes B0.0 where its neighbour sends B1.0"):
@@ -114,7 +114,7 @@ def test_neighbours_with_other_orders_are_refused() -> None:
 
 
 def test_a_group_that_cuts_micro_batches_is_refused() -> None:
-    """The order that Megatron would run for 4 stages, 3 slices and its own group of 4: backward meets wrong slices."""
+    """Megatron's order for 4 stages, 3 slices and its own group of 4 is refused: backward passes get wrong slices."""
     uncut = seq1f1b_schedule(4, 12, num_chunks=2)  # groups of 4 units
     stages = tuple(
         tuple(
@@ -136,7 +136,7 @@ def test_a_circle_of_waiting_stages_is_found() -> None:
 
 
 def test_messages_that_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group smaller than the pipeline: with messages in a buffer all would go well, with blocking ones nothing."""
+    """A group smaller than the pipeline works with buffered messages, but not with blocking messages."""
     monkeypatch.setattr("bytescale_ext.plan.schedule.actions.check_groups", lambda *sizes: None)
     schedule = seq1f1b_schedule(3, 4, num_chunks=2, group_size=2)
     simulate_slices(schedule, lambda stage, action: 1.0)

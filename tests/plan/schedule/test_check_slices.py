@@ -1,4 +1,4 @@
-"""The validators of slices: they accept what the cutters make and refuse every kind of damage."""
+"""Validators of slices: they accept valid slices and refuse every kind of damage."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def cuts_of(slicing: Slicing = SLICING, multiple: int = 1, cost: CostModel | Non
 
 
 class Damaged(DocumentSlices):
-    """A cut of which a rank reads other tokens than it should."""
+    """Slices with a rank that reads wrong tokens."""
 
     def slice(self, index: int, rank: int) -> MicroBatch:
         return damage(index, super().slice(index, rank))
 
 
 def damage(index: int, piece: MicroBatch) -> MicroBatch:
-    """Set by the tests."""
+    """Ranges to read, set by the tests."""
     raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ def damaged(cut: DocumentSlices) -> DocumentSlices:
 def test_cuts_are_accepted(slicing: Slicing, multiple: int, cost: CostModel | None) -> None:
     cuts = cuts_of(slicing, multiple, cost)
     check_document_slices(cuts, LENGTHS, slicing, multiple)
-    for rank, row in cuts.items():  # a rank checks what it runs alone
+    for rank, row in cuts.items():  # a rank checks its own micro-batches separately
         check_document_slices({rank: row}, LENGTHS, slicing, multiple)
 
 
@@ -112,7 +112,10 @@ def test_damaged_ends_are_refused(change: Callable[[DocumentSlices], DocumentSli
 
 
 def test_keys_that_are_not_swapped_as_planned_are_refused() -> None:
-    """Sequence 0 of 301 tokens has its keys in host memory, sequence 1 of 130 tokens on the device."""
+    """The keys of sequence 0, of 301 tokens, are in host memory.
+
+    The keys of sequence 1, of 130 tokens, are on the device.
+    """
     slicing = replace(SLICING, swapped_tokens=301)
     cuts = cuts_of(slicing)
     assert cuts[4][0].swapped == {0}

@@ -1,4 +1,4 @@
-"""Figures of schedules side by side."""
+"""Comparison of schedules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_activations_are_those_of_the_slices_held() -> None:
     assert figures.slices == (4096,) * 4
     assert figures.peak_micro_batches == pytest.approx(7 / 4)
     layers = GPT.shape.num_layers / 4
-    # Sums of the gradients of 3 slices' keys and values: float32, as many heads as queries.
+    # Sums of the gradients of keys and values of 3 slices, in float32, with as many heads as queries.
     sums = 3 * 4096 * layers * 2 * GPT.shape.hidden * 4 / 8
     assert figures.activation_bytes == pytest.approx(7 * 4096 * layers * 34 * GPT.shape.hidden / 8 + sums)
     measured = schedule_figures(MEASURED, 4, 8, Slicing(4), 1, "even")

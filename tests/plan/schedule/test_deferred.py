@@ -1,4 +1,4 @@
-"""Weight gradients that run where a stage would be idle: their places, and what stages hold."""
+"""Deferred weight gradients: their positions, and the memory of stages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_order_of_two_stages() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 8)])
 def test_whole_micro_batches_of_equal_times_are_zb_h1(p: int, m: int) -> None:
-    """Qi et al. 2023, Table 2: the idle time is (p - 1)(F + B - W), a third of that of 1F1B."""
+    """The idle time is (p - 1)(F + B - W), a third of 1F1B's idle time (Qi et al. 2023, Table 2)."""
     assert makespan(seq1f1b_schedule(p, m, WHOLE)) == 3 * m + p - 1
     assert makespan(seq1f1b_schedule(p, m), backward=2.0) == 3 * (m + p - 1)
 
 
 @pytest.mark.parametrize(("p", "m", "k", "eager"), SIZES)
 def test_no_stage_holds_more_than_the_first_without(p: int, m: int, k: int, eager: bool) -> None:
-    """Slice for slice, so whatever the tokens of slices; and it is never slower."""
+    """The peak is not exceeded slice by slice, so it holds for any tokens of slices. The schedule is never slower."""
     slicing = Slicing(k, eager=eager)
     plain, split = (seq1f1b_schedule(p, m, replace(slicing, zero_bubble=on)) for on in (False, True))
     check_slice_schedule(split)

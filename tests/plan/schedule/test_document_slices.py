@@ -1,4 +1,4 @@
-"""Cuts of micro-batches: every token once, the same on all ranks of a ring, equal in cost."""
+"""Slices of micro-batches: every token once, equal on all ranks of a ring, and of equal cost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_slices_hold_every_token_once_and_cost_the_same(multiple: int) -> None:
 
 
 def test_local_documents_make_up_the_row_multiple() -> None:
-    """A slice's ring tokens and local tokens together are a multiple, as far as there are local tokens."""
+    """Ring tokens and local tokens of a slice sum to a multiple, if there are enough local tokens."""
     ring = (0, 1)
     held = MicroBatch((Shard(0, zigzag_ranges(90, 2, 0), ring), local(1, 31)))
     cut = SliceRule(Slicing(2), None, 8)(held, (90, 31))
@@ -84,7 +84,10 @@ def test_keys_of_sequences_up_to_a_length_are_kept() -> None:
 
 
 def test_kept_keys_take_no_more_memory_than_1f1b() -> None:
-    """4 stages, 4 slices: 7/4 C instead of 4 C, less float32 sums of 3/4 C; kept keys in 7 slices, and sums of 3/4."""
+    """4 stages with 4 slices store 7/4 C instead of 4 C, and float32 sums of 3/4 C.
+
+    Kept keys are in 7 slices, sums in 3.
+    """
     kept = affordable_tokens(4, Slicing(4), 1000, 170.0, 5.0)
     assert kept == int((2.25 * 1000 * 170 - 1.5 * 1000 * 5) / (7 / 4 * 5 + 1.5 * 5))
     eager = affordable_tokens(4, Slicing(4, eager=True), 1000, 170.0, 5.0)  # 10/4 C
@@ -98,7 +101,7 @@ def test_kept_keys_take_no_more_memory_than_1f1b() -> None:
 @pytest.mark.parametrize(("num_stages", "eager"), [(2, False), (4, False), (7, False), (4, True), (8, True)])
 @pytest.mark.parametrize("num_slices", [2, 3, 8, 12])
 def test_what_the_first_stage_holds_is_that_of_its_schedule(num_stages: int, num_slices: int, eager: bool) -> None:
-    """What the rule counts with, slice by slice: kept keys of 1 byte in each, and sums of 2 bytes."""
+    """The rule counts slice by slice: kept keys of 1 byte in each slice, and sums of 2 bytes."""
     slicing = Slicing(num_slices, eager=eager)
     begun: set[tuple[int, int]] = set()
     summed, most = 0, 0.0

@@ -1,4 +1,4 @@
-"""Where the output of each slice goes, and what a stage receives, against the needs of the simulator."""
+"""Target of each slice's output, and messages that a stage receives, against the dependencies of the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def all_messages(schedule: SliceSchedule) -> list:
 
 
 def test_messages_are_what_actions_need(schedule: SliceSchedule) -> None:
-    """One message for each need of another stage's output, and none beside."""
+    """There is one message for each dependency on another stage's output, and no other message."""
     wanted = [
         (stage, action)
         for stage, row in enumerate(schedule.stages)

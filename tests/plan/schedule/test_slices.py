@@ -1,4 +1,4 @@
-"""Slices of a sequence: equal in what they should be equal in, and refusals with the nearest that fits."""
+"""Slices of a sequence: equal in the chosen quantity, and refusals that name the nearest valid sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_partitions_cover_the_sequence_and_are_equal_in_cost(seed: int) -> None:
         assert all(length > 0 and length % multiple == 0 for length in lengths)
         unit = CostModel(0.0, 1.0) if partition == "even" else cost
         costs = slice_costs(lengths, unit)
-        # Each bound is off by half a multiple (or tile) at most, so a slice by the cost of one at its end.
+        # Each bound is off by at most half a multiple (or tile), so a slice is off by the cost of one multiple at its
+        # end.
         one = (2 * unit.a * num_tokens + unit.b) * (128 if num_tokens >= 64 * 128 * num_slices else multiple)
         assert max(costs) - min(costs) <= 2 * one + 1e-9 * sum(costs)
 

@@ -1,4 +1,4 @@
-"""Builders that windows are compared with: each token once, and what each is known for."""
+"""Simpler builders of windows: each token is used once, and typical properties of each builder."""
 
 from __future__ import annotations
 

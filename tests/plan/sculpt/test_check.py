@@ -1,4 +1,4 @@
-"""The validator of windows accepts what is right and names each law that a changed table breaks."""
+"""Validator of windows: it accepts valid tables, and names the rule that a changed table violates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def changed(rows: list[tuple[int, ...]], index: int, column: int, value: int) ->
     return [tuple(row) for row in made]
 
 
-MUTATIONS = {  # overflow, row, column, value, law, bad row
+MUTATIONS = {  # overflow, row, column, value, rule, invalid row
     "a gap": ("none", 4, 0, 5, "not numbered one after the other", 4),
     "back": ("none", 3, 0, 0, "not numbered one after the other", 3),
     "not from 0": ("none", 0, 0, -1, "not numbered one after the other from 0", 0),

@@ -1,4 +1,4 @@
-"""Clusters find the topics of documents, equal seeds give equal ones, and none is too small to fill a window."""
+"""Clusters match the topics of documents, equal seeds give equal clusters, and every cluster fills a window."""
 
 from __future__ import annotations
 

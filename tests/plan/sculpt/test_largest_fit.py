@@ -1,4 +1,4 @@
-"""The two greedy fits, on cases that can be followed by hand, and against a slow best fit."""
+"""Both greedy fits, on cases computed by hand, and against a slow best fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_long_pieces_open_windows_and_short_ones_join_what_they_are_like() -> No
 
 
 def test_room_counts_as_much_as_likeness() -> None:
-    both = (0.8, 0.6)  # 0.8 like the window that EAST has opened, 0.6 like that of NORTH
+    both = (0.8, 0.6)  # similarity 0.8 to the window that EAST has opened, 0.6 to the window of NORTH
     window, _ = fit([7, 3, 1, *[1] * 9], [EAST, NORTH, both, *[EAST] * 9])
     assert window[:3] == [0, 1, 1]  # 0.8 x 3 tokens of room against 0.6 x 7
     window, _ = fit([7, 7, 1, *[1] * 5], [EAST, NORTH, both, *[EAST] * 5])
@@ -45,7 +45,7 @@ def test_pieces_too_few_for_a_window_are_left_over() -> None:
 
 
 def fit_best(lengths: list[int], room: list[int], context: int, vectors: np.ndarray | None = None) -> list[int]:
-    """Return the windows by best fit, among windows that hold EAST but for the last one, which holds NORTH."""
+    """Return the windows by best fit. Open windows contain EAST, except the last window, which contains NORTH."""
     sums = np.array([*[EAST] * (len(room) - 1), NORTH][: len(room)], dtype=np.float32).reshape(-1, 2)
     windows = OpenWindows(context, np.array(room, dtype=np.int64), sums)
     if vectors is None:
@@ -62,7 +62,7 @@ def test_best_fit_takes_the_least_room_that_suffices() -> None:
 def test_best_fit_may_choose_the_most_similar_of_several() -> None:
     assert fit_best([2], [3, 4, 9, 5], 10, np.array([EAST])) == [0]
     assert fit_best([2], [3, 9, 9, 4], 10, np.array([NORTH])) == [3]
-    assert fit_best([2], [3, 4, 9, 5], 10, np.array([NORTH])) == [0]  # only the two fullest are looked at
+    assert fit_best([2], [3, 4, 9, 5], 10, np.array([NORTH])) == [0]  # only the two fullest windows are compared
     assert fit_best([9, 1], [1, 1], 10, np.array([NORTH, NORTH])) == [2, 1]
 
 

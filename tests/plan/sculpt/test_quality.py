@@ -1,4 +1,4 @@
-"""Figures of windows, against sums over all pairs."""
+"""Quality of windows, against sums over all pairs."""
 
 from __future__ import annotations
 

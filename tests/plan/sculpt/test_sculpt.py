@@ -1,4 +1,4 @@
-"""Windows keep the laws in every mode, are related, and depend on the seed alone."""
+"""Windows pass the check in every mode, are related, and depend only on the seed."""
 
 from __future__ import annotations
 

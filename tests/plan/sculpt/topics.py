@@ -1,4 +1,4 @@
-"""Made-up corpora whose documents are about known topics."""
+"""Synthetic corpora of documents with known topics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pieces_of(lengths: Sequence[int], topics: Sequence[int], context: int = CONT
 
 
 def corpus(num_documents: int = 300, num_topics: int = 6, longest: int = 250) -> tuple[Pieces, np.ndarray, np.ndarray]:
-    """Return pieces, lengths of documents and topics of documents; lengths are from 1 to ``longest``, most short."""
+    """Return pieces, and lengths and topics of documents. Lengths are from 1 to ``longest``, mostly short."""
     random = np.random.RandomState(3)
     lengths = np.minimum(longest, random.lognormal(3, 1, num_documents).astype(np.int64) + 1)
     topics = random.randint(0, num_topics, num_documents)

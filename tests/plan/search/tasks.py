@@ -23,12 +23,12 @@ STEPS = ((3000, 200, 900, 40, 2500, 700, 64, 1200), (100, 4000, 300, 600, 90, 15
 
 
 def small_task(**changes: float) -> Task:
-    """Return a task of 8 devices in nodes of 4; ``changes``: of the devices, for example ``memory_bytes``."""
+    """Return a task of 8 devices in nodes of 4; ``changes``: fields of the devices, for example ``memory_bytes``."""
     return Task(COST, replace(Devices(8, 4, 1e9), **changes), 4096, STEPS)
 
 
 def random_task(seed: int) -> Task:
-    """Return a task of 4 devices with costs, lengths and memory drawn at random."""
+    """Return a task of 4 devices with random costs, lengths and memory."""
     random = np.random.default_rng(seed)
     forward = CostModel(*(10.0 ** random.uniform(low, low + 2) for low in (-10, -7, -9, -6)))
     cost = replace(COST, forward=forward, backward=forward.scaled(2.2), collective=10.0 ** random.uniform(-11, -9))

@@ -9,7 +9,7 @@ from bytescale_ext.plan.search.balance import balanced_layers
 
 
 def partitions(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
-    """Return all ways to cut layers into stages of at least one."""
+    """Return all divisions of layers into stages with at least one layer."""
     ways = product(range(1, num_layers + 1), repeat=num_stages)
     return [way for way in ways if sum(way) == num_layers]
 

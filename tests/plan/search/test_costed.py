@@ -71,7 +71,7 @@ def test_full_micro_batches_take_the_activations_of_all_layers() -> None:
     case = CostedStrategy.of(TASK, WHOLE)
     memory, kept = stage_memory(case.forecast.setup), 1024 * COST.layer_bytes * SHAPE.num_layers
     assert case.full_bytes[0] == pytest.approx(memory.state_bytes[0] + memory.working_bytes[0] + kept)
-    piped = CostedStrategy.of(TASK, PIPED)  # the first stage holds two micro-batches
+    piped = CostedStrategy.of(TASK, PIPED)  # the first stage has two micro-batches in flight
     table = full_micro_batches(8, 1024)
     memory = stage_memory(piped.forecast.setup)
     of_schedule = peak_memory(table, ONE_SLICE, COST.whole().both, memory).device_bytes(memory)
@@ -125,7 +125,7 @@ def test_virtual_stages_run_groups_of_micro_batches() -> None:
 
 @pytest.mark.parametrize("strategy", [PIPED, SLICED])
 def test_each_message_between_stages_takes_its_latency(strategy: Strategy) -> None:
-    """Fill and drain have a message in each direction at least, however few bytes a slice has."""
+    """Fill and drain have at least one message in each direction, for slices of any size."""
     latency = 1.0
     slow = replace(TASK, cost=replace(COST, latency=latency))
     figures = [CostedStrategy.of(task, strategy).run(STEPS[0]) for task in (TASK, slow)]
@@ -148,7 +148,7 @@ def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
     task = replace(TASK, cost=replace(COST, shape=SPARSE))
     apart, shared = (CostedStrategy.of(task, replace(WHOLE, expert_parallel=ranks)) for ranks in (1, 4))
     dense = SPARSE.hidden * 3 * SPARSE.ffn_hidden  # an expert is as wide as the MLP of the dense model
-    saved = 6 * 8 * dense * (1 - 1 / 4) * (2 + 4)  # parameters and gradients; optimizer states are shared anyway
+    saved = 6 * 8 * dense * (1 - 1 / 4) * (2 + 4)  # parameters and gradients; optimizer states are shared in both cases
     states = [stage_state_bytes(case.forecast.setup)[0] for case in (apart, shared)]
     assert states[0] - states[1] == pytest.approx(saved)
     assert shared.planner.needs_aligned
@@ -172,7 +172,10 @@ def test_no_step_takes_more_than_full_micro_batches(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", [WHOLE, PIPED, replace(PIPED, stage_layers=(4, 2))], ids=str)
 def test_full_micro_batches_take_what_the_search_assumes(strategy: Strategy) -> None:
-    """A document on all ranks fills the micro-batches; without a second one, a stage has one of them in flight."""
+    """A document on all ranks fills the micro-batches.
+
+    Without a second document, a stage has one micro-batch in flight.
+    """
     case = CostedStrategy.of(TASK, strategy)
     document = case.forecast.setup.cluster.num_ranks * 1024
     assert case.step_bytes((document,) * 4) == pytest.approx(case.full_bytes[0])

@@ -37,7 +37,7 @@ def test_other_ranks_and_models_cost_what_their_rates_say(shape: object, before:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_latents_cost_a_model_without_them_their_expansions(ranks: int) -> None:
-    """Rings are measured with the expansion of what they receive, so it is work for each received token."""
+    """Measured rings include the expansion of received latents, so expansion is work per received token."""
     target = replace(LLAMA_7B, num_kv_heads=32, head_dim=192, latent=LatentShape(0, 512, 64, 128))
     found = scaled_cost(cost_of_rates(LLAMA_7B, *RATES), target, ranks)
     expected = cost_of_rates(target, *RATES, tensor_parallel=ranks)
@@ -62,7 +62,7 @@ def test_exchange_and_memory_scale_with_their_bytes() -> None:
 
 
 def test_measured_collectives_take_their_bytes_and_their_latency() -> None:
-    """Of float32 a rank receives half of 64 elements of 4 bytes for each token, four times in each pass of a layer."""
+    """In float32 a rank receives half of 64 elements of 4 bytes per token, four times in each pass of a layer."""
     measured = replace(COST, dtype="float32", collective=1e-9, latency=2e-4)
     split = scaled_cost(measured, SHAPE, 2)
     for one, whole in ((split.forward, COST.forward), (split.backward, COST.backward)):
@@ -75,7 +75,7 @@ def test_measured_collectives_take_their_bytes_and_their_latency() -> None:
 
 
 def test_copies_of_tokens_go_to_experts_and_back() -> None:
-    """Half of them stay where two ranks share the experts; a token has two copies of 64 elements of 2 bytes."""
+    """If two ranks share the experts, half of the tokens stay. A token has two copies of 64 elements of 2 bytes."""
     inside = byte_seconds(COST, Cluster(2, 1024))
     assert exchange_seconds(replace(COST, shape=SPARSE), 2, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.5 * inside)
     slow = replace(COST, shape=SPARSE, slowdown=8.0)

@@ -29,7 +29,7 @@ TASK = small_task()
 
 @pytest.fixture(autouse=True)
 def plan_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share the figures of a step between the search and the run of everything: the planner is pure."""
+    """Cache the figures of a step for the search and for the exhaustive run, because the planner is pure."""
     monkeypatch.setattr(CostedStrategy, "run", cache(CostedStrategy.run))
 
 
@@ -39,7 +39,7 @@ def last(task: Task, space: Space, count: int, opens_all: bool = False) -> Explo
 
 
 def exhaustive(task: Task, space: Space) -> list[Scored]:
-    """Run every step of every strategy that fits; fastest first, ties in order."""
+    """Run every step of every fitting strategy, and return them by time, then in their order."""
     cases = fitting_cases(task, space.strategies(task), Exploration())
     scored = [Scored(case.strategy, tuple(case.run(step) for step in task.steps), task) for case in cases]
     return sorted(scored, key=lambda one: one.seconds)
@@ -55,7 +55,7 @@ def test_the_search_finds_what_running_everything_finds(seed: int) -> None:
     assert found.found == opened.found
     assert found.fitting <= opened.fitting == len(everything)
     assert opened.closed == []
-    # Pruned strategies and branches are never better: each of them was run here.
+    # Pruned strategies and branches are never better, because all of them were run here.
     ran = {one.strategy for one in found.found} | {one.case.strategy for one in found.waiting if one.steps}
     assert len(ran) == found.replayed
     worst = found.found[-1].seconds if found.found else 0.0
@@ -74,7 +74,7 @@ def test_slices_too(activations: str, memory_bytes: float) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sizes_of_steps_compete_by_the_time_of_all_documents(seed: int) -> None:
-    """The winners are those of separate searches, each in steps of one size of the same documents."""
+    """The winners equal the winners of separate searches with steps of one size of the same documents."""
     drawn = random_task(seed)
     together = replace(drawn, steps=(drawn.steps[0] + drawn.steps[1],))
     tasks = in_sizes(together, (4, 8))

@@ -20,7 +20,7 @@ TASK = small_task()
 
 
 def in_all_ways(layers: list[tuple[Choice, ...]], capacity: float) -> float | None:
-    """Return the least time of all choices that fit, tried one by one."""
+    """Return the least time of all choices that fit, by brute force."""
     fitting = [way for way in product(*layers) if sum(one.bytes for one in way) <= capacity]
     return min((sum(one.seconds for one in way) for way in fitting), default=None)
 

@@ -28,7 +28,7 @@ def test_the_device_memory_that_is_named_suffices() -> None:
 
 
 def test_more_devices_and_a_shorter_context() -> None:
-    """C is what 8 ranks need for the context, so more ranks, or a shorter context, need less memory."""
+    """8 ranks need this C for the context, so more ranks, or a shorter context, need less memory."""
     space = replace(SPACE, tokens_per_rank=())
     needed = []
     for context in (65536, 32768):

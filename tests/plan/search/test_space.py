@@ -77,7 +77,7 @@ def test_stages_are_balanced_in_time_and_within_memory() -> None:
 
 
 def test_memory_limits_the_first_stage() -> None:
-    """The first stage holds most micro-batches, so with little memory it gets fewer layers."""
+    """The first stage has the most micro-batches in flight, so with little memory it gets fewer layers."""
     heavy = Task(replace(COST, head_forward=1e-5, head_backward=2e-5), TASK.devices, TASK.context, TASK.steps)
     one, found = Strategy(1, (1, 1), 4096), []
     for megabytes in range(200, 0, -4):
@@ -112,7 +112,7 @@ def test_no_strategy_undercuts_the_bound_of_its_branch(shape: ModelShape) -> Non
 
 
 def test_the_slowest_of_the_best_stages() -> None:
-    """Against all ways to split six layers over three stages; the last stage also has the head."""
+    """The result equals the best of all divisions of six layers into three stages. The last stage also has the head."""
     for head in (0.0, 1.5, 4.0):
         ways = [(one, two, 6 - one - two) for one in range(1, 5) for two in range(1, 6 - one)]
         every = [max(one * 2.0, two * 2.0, three * 2.0 + head) for one, two, three in ways]

@@ -17,7 +17,7 @@ from bytescale_ext.plan.search.strategy import (
 
 @st.composite
 def strategies(draw: st.DrawFn) -> Strategy:
-    """Any strategy whose flags are whole: what needs a budget has one."""
+    """Return a random strategy with complete flags: features that need a budget have one."""
     layers = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)))
     chunks = draw(st.integers(1, 3)) if len(layers) > 1 and len(set(layers)) == 1 else 1
     slices = chunks == 1 and len(layers) > 1 and draw(st.booleans())

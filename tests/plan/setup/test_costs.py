@@ -1,4 +1,4 @@
-"""What stages cost, and which one planners balance."""
+"""Cost of stages, and the stage that planners balance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_slowest_stage_is_named() -> None:
 
 
 def test_costs_are_of_the_slowest_stage() -> None:
-    """The last one with its head, unless another one has many more layers."""
+    """The slowest stage is the last stage with its head, unless another stage has many more layers."""
     hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
     assert stage_cost(run_of(hdp)) == flops_stage_cost(SHAPE, 1)
     cost = cost_of_rates(shape, 1e12, 1e12, 1e12)

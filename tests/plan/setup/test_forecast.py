@@ -8,7 +8,7 @@ from bytescale_ext.plan.setup.forecast import coupling
 
 
 def replayed(num_stages: int, *ranks: list[float]) -> StageReplay:
-    """Return a replay in which each rank has slots of these seconds, equally long on all stages and in both passes."""
+    """Return a replay with slots of these seconds on each rank, equally long on all stages and in both passes."""
     seconds = np.repeat(np.array([slot / 2 for rank in ranks for slot in rank]), 2 * num_stages)
     stops = seconds.reshape(-1, 2, num_stages)
     counts = np.array([len(rank) for rank in ranks])

@@ -1,4 +1,4 @@
-"""``--activation-policy offload`` with hybrid data parallelism: the limits of the plan, and what is refused."""
+"""``--activation-policy offload`` with hybrid data parallelism: the limits of the plan, and refused settings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_pipelines_share_host_memory_and_swap_all_layers() -> None:
     assert one is not None
     assert four is not None
     assert one.limits.host_bytes == 2e9
-    # Two micro-batches in flight of four layers each, of which the plan counts two as swapped and all are.
+    # Two micro-batches of four layers are in flight. The plan counts two layers as swapped, but all are swapped.
     assert four.limits.num_layers == 4
     assert four.limits.host_bytes == 2e9 * 2 / 4
     share = float(four.limits.min_shares(np.array([12000.0]), 8192)[0])

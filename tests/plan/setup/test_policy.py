@@ -1,4 +1,4 @@
-"""The policy in whole micro-batches and in slices: what fits, what it holds, and that bounds and budgets hold."""
+"""The policy in whole micro-batches and in slices: fitting options, memory, bounds and budgets."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LINK = 1e9
 TASK = small_task(link_bytes_per_second=LINK)
 PIPED = Strategy(1, (3, 3), 1024, shares_optimizer=True, chooses_slices=True, activations=PRICED)
 SLICED, TIGHT, AMPLE = 0.004, 0.006, 0.5
-"""Gigabytes of activations in which slices alone fit, whole micro-batches fit under the policy, and all fits."""
+"""Activation memory in GB: only slices fit, whole micro-batches fit under the policy, and everything fits."""
 STEP = STEPS[0][:4]
 
 
 def strategy_of(device_gb: float, host_gb: float = 0.01, strategy: Strategy = PIPED) -> Strategy:
-    """Return a strategy whose fullest stage has so much memory for activations."""
+    """Return a strategy with ``gigabytes`` of memory for activations on its fullest stage."""
     states = max(stage_state_bytes(setup_of_strategy(TASK, strategy)))
     return replace(strategy, device_gb=states / 1e9 + device_gb, host_gb=host_gb)
 
@@ -120,7 +120,7 @@ def test_slices_fit_where_whole_micro_batches_do_not() -> None:
 
 @pytest.mark.parametrize("device_gb", [TIGHT, SLICED])
 def test_a_strategy_runs_the_slices_that_the_policy_chose(device_gb: float) -> None:
-    """The step is within the budgets, costs what the policy costs in these slices, and keeps to its bound."""
+    """The step is within the budgets, has the cost of the policy in these slices, and is not below its bound."""
     costed = CostedStrategy.of(TASK, strategy_of(device_gb))
     slices = costed.forecast.decision.slices
     assert isinstance(slices, PolicySlices)

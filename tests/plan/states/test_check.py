@@ -1,4 +1,4 @@
-"""Every law of page tables and moves: a good one keeps it, and one damaged in that one way is refused by name."""
+"""Validator of page tables and moves: valid values pass, and a violation of each rule is refused with its name."""
 
 from __future__ import annotations
 

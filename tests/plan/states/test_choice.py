@@ -1,4 +1,4 @@
-"""The choice of model states with activations: against all options and plans of a grid, and what more memory does."""
+"""Choice of model states with activations, against all options and plans of a grid, and effects of more memory."""
 
 from __future__ import annotations
 
@@ -82,9 +82,11 @@ def plans(num_layers: int) -> Iterator[ActivationPlan]:
 def pass_seconds(
     option: StateOption, one: StageProblem, machine: Machine, speeds: Speeds
 ) -> tuple[float, float, float]:
-    """Return the least time of both passes of a layer beside its states, and what a byte of activations takes."""
+    """Return the least time of both passes of a layer with paged states, and the seconds per activation byte."""
     matrices = 2 * 4 * SHAPE.hidden**2 + 3 * SHAPE.hidden * SHAPE.ffn_hidden
-    count = matrices - 4 * SHAPE.hidden**2 + 2 * SHAPE.hidden  # with as many key and value heads as query heads
+    count = (
+        matrices - 4 * SHAPE.hidden**2 + 2 * SHAPE.hidden
+    )  # the model has as many key and value heads as query heads
     assert one.case.num_parameters - one.case.with_layers(0).num_parameters == count * one.case.shape.num_layers
     fetched = 2 * count / machine.link_bytes_per_second if option.stage == 3 else 0.0
     sums = max(2 * count / machine.link_bytes_per_second, 10 * count / speeds.adam_bytes_per_second)
@@ -96,7 +98,7 @@ def pass_seconds(
 
 
 def layers_seconds(plan: ActivationPlan, load: LayerLoad, times: tuple[float, float, float], machine: Machine) -> float:
-    """Return the time of a micro-batch, layer by layer."""
+    """Return the time of a micro-batch, computed layer by layer."""
     forward, backward, per_byte = times
     resident = load.num_layers if plan.is_off else min(plan.resident_layers, load.num_layers)
     swapped = load.num_tokens * sum(tensor.bytes_per_token * plan.shares(tensor)[0] for tensor in load.tensors)
@@ -113,7 +115,7 @@ def layers_seconds(plan: ActivationPlan, load: LayerLoad, times: tuple[float, fl
 
 
 def least_by_grid(what: StateProblem) -> float:
-    """Return the least time of all options, with any plan of the grid on each stage; infinite where none fits."""
+    """Return the least time of all options, with any plan of the grid on each stage; infinite if none fits."""
     best = float("inf")
     for option in what.options:
         cases = [one.case for one in what.stages]
@@ -159,7 +161,7 @@ def problems() -> tuple[StateProblem, ...]:
 
 
 def test_no_option_with_any_plan_of_a_grid_is_faster() -> None:
-    """Each option, each pair of shares: where one fits, the choice fits too and is as fast."""
+    """If any option with any pair of shares fits, the choice fits too and is at least as fast."""
     fitted, kinds = 0, set()
     for what in problems():
         found, least = chosen(what), least_by_grid(what)
@@ -187,7 +189,7 @@ def test_more_memory_is_never_slower(name: str) -> None:
 
 
 def test_what_fits_resident_stays_resident() -> None:
-    """With room for all states and activations, no option is as fast; with less, the reason says how much it takes."""
+    """With memory for all states and activations, resident states are fastest. With less, the reason names the need."""
     for what in problems()[:5]:
         ample = replace(what, machine=replace(what.machine, device_bytes=1e12))
         found = choose_states(ample)

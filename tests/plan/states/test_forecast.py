@@ -1,4 +1,4 @@
-"""What paging takes and saves, by formula."""
+"""Memory and copies of paged states, by formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASE = StateCase(LLAMA_7B, 1, True, True, 2, 1, 4 * MIB)
 
 
 def test_a_7b_model_in_bf16() -> None:
-    """Of 18 bytes a parameter 12 leave the device."""
+    """12 of the 18 bytes per parameter leave the device."""
     parameters = num_parameters(LLAMA_7B)
     assert CASE.num_parameters == parameters
     assert CASE.resident_bytes == state_bytes(LLAMA_7B) == 18 * parameters
@@ -35,7 +35,7 @@ def test_host_memory_is_that_of_the_table(changes: dict[str, int]) -> None:
 
 
 def test_the_largest_model() -> None:
-    """With enough host memory the device holds 18 / 6 times as many parameters; else the host is the limit."""
+    """With enough host memory the device stores 18 / 6 times as many parameters; otherwise the host is the limit."""
     resident = most_layers(CASE, Room(140e9, 0.0), Tier.DEVICE)
     paged = most_layers(CASE, Room(140e9, 1e12), Tier.HOST)
     assert CASE.with_layers(resident).resident_bytes <= 140e9 < CASE.with_layers(resident + 1).resident_bytes
@@ -58,7 +58,10 @@ def test_the_file_is_that_of_the_table(changes: dict[str, int]) -> None:
 
 
 def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
-    """The device is the limit again; without space of the disk, or of the host for pages under way, nothing is won."""
+    """With a disk the device is the limit again.
+
+    Without disk space, or host memory for pages in flight, nothing is gained.
+    """
     host = most_layers(CASE, Room(140e9, 100e9), Tier.HOST)
     disk = most_layers(CASE, Room(140e9, 100e9, 1e12), Tier.DISK)
     assert disk == most_layers(CASE, Room(140e9, 1e12), Tier.HOST) > host
@@ -69,7 +72,10 @@ def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
 
 
 def test_what_each_stage_leaves_on_the_device() -> None:
-    """Gradients of 4 bytes leave in stage 2; in stage 3 all but a window of layers and what is in none."""
+    """Gradients of 4 bytes leave in stage 2.
+
+    In stage 3 only a window of layers, and parameters outside layers, stay.
+    """
     parameters = CASE.num_parameters
     second, third = replace(CASE, stage=2), replace(CASE, stage=3, window_layers=3)
     assert second.paged_bytes == 2 * parameters
@@ -83,7 +89,10 @@ def test_what_each_stage_leaves_on_the_device() -> None:
 
 
 def test_what_a_step_copies_in_each_stage() -> None:
-    """Gradients come once a micro-batch, in stage 3 parameters go twice; the update copies nothing over the link."""
+    """Gradients are copied once per micro-batch, in stage 3 parameters twice.
+
+    The update copies nothing over the link.
+    """
     parameters = CASE.num_parameters
     assert CASE.link_bytes(5) == StateTraffic(4 * parameters, 2 * parameters)
     assert replace(CASE, stage=2).link_bytes(5) == StateTraffic(5 * 2 * int(parameters), 2 * parameters)
@@ -96,7 +105,7 @@ def test_what_a_step_copies_in_each_stage() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_largest_model_of_each_stage(stage: int) -> None:
-    """What Megatron itself holds while it builds the model is a limit too."""
+    """The memory that Megatron needs to build the model is a limit too."""
     case = replace(CASE, stage=stage)
     layers = most_layers(case, Room(140e9, 1e13), Tier.HOST)
     assert case.with_layers(layers).paged_bytes <= 140e9
@@ -106,7 +115,7 @@ def test_the_largest_model_of_each_stage(stage: int) -> None:
 
 
 def test_what_the_build_holds() -> None:
-    """Parameters and, in stage 1, gradients and the buffer that parameters are copied to where ranks share states."""
+    """The build needs parameters and, in stage 1, gradients; with shared states also a copy of the parameters."""
     assert CASE.build_bytes == 6 * CASE.num_parameters
     assert replace(CASE, optimizer_ranks=2).build_bytes == 8 * CASE.num_parameters
     assert replace(CASE, element_bytes=4, optimizer_ranks=2).build_bytes == 12 * CASE.num_parameters

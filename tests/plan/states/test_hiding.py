@@ -1,4 +1,4 @@
-"""What of a step's copies hides, at lengths whose micro-batches compute long or not."""
+"""Overlap of a step's copies, for long and short documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG, NONE = (Computing(1.0, 100.0, 200.0),), (Computing(1.0, 0.0, 0.0),)
 
 
 def test_micro_batches_of_a_corpus() -> None:
-    """A document on three ranks is three micro-batches; 16 short ones of half the tokens are eight."""
+    """A document on three ranks is three micro-batches; 16 short documents of half the tokens are eight."""
     long, short = computing_of(COST, [24576, *[4096] * 16, 0], 8192)
     assert (long.share, short.share) == (pytest.approx(3 / 11), pytest.approx(8 / 11))
     assert (long.forward_seconds, long.backward_seconds) == layer_seconds(COST, 24576, 3)
@@ -37,7 +37,7 @@ def test_copies_of_the_first_stage_hide_behind_adam_alone() -> None:
     assert found.computing_bytes == 0
     assert found.adam_bytes == pytest.approx(found.num_bytes)
     slow_link = hiding(CASE, LONG, 4, replace(SPEEDS, link_bytes_per_second=1e9))
-    adam_bytes = 28 / 20e9 * 1e9 * CASE.num_parameters  # each way, while Adam runs
+    adam_bytes = 28 / 20e9 * 1e9 * CASE.num_parameters  # in each direction, while Adam runs
     assert slow_link.adam_bytes == pytest.approx(2 * min(adam_bytes, 2 * CASE.num_parameters), rel=0.4)
     assert slow_link.waited_bytes > 0
 
@@ -60,7 +60,7 @@ def test_parameters_hide_behind_both_passes_of_a_window() -> None:
     assert found.num_bytes == pytest.approx(2 * 2 * CASE.num_parameters + 2 * 2 * OF_LAYERS + 2 * ENDS)
     assert found.computing_bytes == pytest.approx(2 * 3 * OF_LAYERS)
     alone = hiding(replace(case, window_layers=1), LONG, 2, SPEEDS)
-    assert alone.computing_bytes == pytest.approx(2 * OF_LAYERS)  # gradients alone
-    seconds = OF_LAYERS / 4 / 50e9  # of a layer
+    assert alone.computing_bytes == pytest.approx(2 * OF_LAYERS)  # only gradients
+    seconds = OF_LAYERS / 4 / 50e9  # bytes of a layer
     short = hiding(case, (Computing(1.0, seconds / 4, seconds / 2),), 2, SPEEDS)
     assert short.computing_bytes == pytest.approx(2 * (1 / 4 + 1 / 2 + 1 / 2) * OF_LAYERS)

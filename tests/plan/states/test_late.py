@@ -1,4 +1,4 @@
-"""Bytes of the buffers of late updates, in words."""
+"""Bytes of the buffers of late updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The moves of a step: while a page is updated, the next one is fetched."""
+"""Moves of a step: while a page is updated, the next page is fetched."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_a_slot_is_read_again_as_soon_as_it_is_written() -> None:
 
 
 def test_bytes_of_a_step() -> None:
-    """Of 16-bit parameters gradients are fetched and results returned; others travel both ways in float32."""
+    """For 16-bit parameters, gradients are fetched and results returned.
+
+    Other parameters are copied both ways in float32.
+    """
     half, single = (lay_out([StateTensor("a", 100, 0, has_copy)], 32) for has_copy in (True, False))
     assert traffic(half, 2) == StateTraffic(fetched=400, returned=200)
     assert traffic(single, 4) == StateTraffic(fetched=800, returned=400)

@@ -10,7 +10,7 @@ from tests.plan.states.tables import PAGE_BYTES, TABLE, TENSORS, random_table
 
 
 def test_a_table_by_hand() -> None:
-    """Short tensors b and f come first; c has another group, e no copy."""
+    """Short tensors b and f come first. c is in another group, and e has no copy."""
     b, f = PagePart(1, 0, 0, 3), PagePart(5, 0, 3, 2)
     assert TABLE.pages == (
         Page(0, True, (b, f, PagePart(0, 0, 5, 3))),

@@ -1,4 +1,4 @@
-"""The time that paged states take in a step, by hand."""
+"""Time of paged states in a step, by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_resident_states_are_updated_in_device_memory() -> None:
 
 @pytest.mark.parametrize("disk_share", [0.0, 1.0])
 def test_larger_pages_predict_the_same_update(disk_share: float) -> None:
-    """Against the replay of every page of the real size."""
+    """The prediction is close to the replay of every page of the real size."""
     table = CASE.table
     on_disk = range(len(table.pages)) if disk_share else ()
     exact = optimizer_step_seconds(time_moves(table, 2, SPEEDS.of_stage(1), on_disk))
@@ -41,7 +41,7 @@ def test_larger_pages_predict_the_same_update(disk_share: float) -> None:
 
 
 def test_the_update_of_stages_in_host_memory() -> None:
-    """Gradients are read once, read and written once more, and cross the link twice where ranks sum them."""
+    """Gradients are read once, then read and written, and cross the link twice if ranks sum them."""
     second, third = update(StateOption(2)), update(StateOption(3))
     table = CASE.table
     moved = optimizer_step_seconds(time_moves(table, 2, SPEEDS.of_stage(2)))
@@ -65,7 +65,7 @@ def test_computing_hides_traffic_or_waits_for_it() -> None:
     assert quick.longer(LOAD, 2) == LOAD
     longer = slow.longer(LOAD, 2)
     assert (longer.forward_seconds, longer.backward_seconds) == (1.0, 2.0)
-    alone = quick.longer(LOAD, 1)  # nothing hides the parameters of a single layer
+    alone = quick.longer(LOAD, 1)  # parameters of a single layer do not overlap
     assert alone.forward_seconds == 1.5 * LOAD.forward_seconds
     assert alone.backward_seconds == LOAD.backward_seconds + LOAD.forward_seconds / 2
 

@@ -1,4 +1,4 @@
-"""Which pages lie on a disk, and where in its file."""
+"""Choice of pages on a disk, and their places in its file."""
 
 from __future__ import annotations
 

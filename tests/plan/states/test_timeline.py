@@ -1,4 +1,4 @@
-"""When moves run: by hand where the processor, or the link, is the limit."""
+"""Times of moves, by hand, if the processor or the link is the limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_slow_link_is_the_limit() -> None:
 
 
 def test_float32_parameters_wait_for_their_buffer() -> None:
-    """1 s to fetch, 1 s to update, half a second to return: the third fetch comes after the first return."""
+    """With 1 s to fetch, 1 s to update and half a second to return, the third fetch comes after the first return."""
     table = lay_out([StateTensor("a", 24, 0, False)], 32)
     speeds = Speeds(2 * FETCH_BYTES, UPDATE_BYTES)
     found = [(one.move.kind, one.move.page, one.start) for one in time_moves(table, 4, speeds)]
@@ -57,7 +57,7 @@ def test_a_step_takes_at_least_what_each_part_takes(seed: int) -> None:
 
 
 def test_a_slow_disk_is_the_limit() -> None:
-    """Six pages of three planes on the disk: 96 bytes of each take 3 s to read and 6 s to write, all else 1 s or less.
+    """Six pages of three planes are on the disk. 96 bytes take 3 s to read and 6 s to write, other moves at most 1 s.
 
     Four are read before the step. Page 4 waits until page 0, and page 5 until page 1, is written.
     """
@@ -71,7 +71,7 @@ def test_a_slow_disk_is_the_limit() -> None:
     ]  # fmt: skip
     updates = {one.move.page: one.start for one in moves if one.move.kind is Kind.UPDATE}
     assert (updates[3], updates[4], updates[5]) == (4, 11, 20)
-    assert optimizer_step_seconds(moves) == 20 + 1 + 0.5  # the last writes end later
+    assert optimizer_step_seconds(moves) == 20 + 1 + 0.5  # the final writes end later
 
 
 def test_a_fast_disk_hides_behind_the_processor() -> None:

@@ -1,4 +1,4 @@
-"""A good plan, and each way to break it that a law of the validator forbids."""
+"""A valid plan, and a damaged plan for each rule of the validator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def local(seq: int, rank: int) -> Shard:
 
 
 def good_rows() -> Rows:
-    """Four ranks, C = 8: rings of two and three ranks, two rings in one micro-batch, a ring beside a local."""
+    """Return a plan of four ranks with C = 8.
+
+    It has rings of two and three ranks, two rings in one micro-batch, and a ring with a local sequence.
+    """
     pair, triple, last = (0, 1), (0, 1, 2), (2, 3)
     return [
         [[member(0, pair, 0), local(1, 0)], [member(2, triple, 0), member(6, triple, 0)]],
@@ -181,7 +184,7 @@ def swap_shared_micro_batches(rows: Rows) -> None:
 
 
 def tie_two_micro_batches(rows: Rows) -> None:
-    """Sequence 6 moves beside sequence 0 on one rank, and stays beside sequence 2 on the others."""
+    """Sequence 6 moves to the micro-batch of sequence 0 on one rank, and stays with sequence 2 on the others."""
     rows[1][0].append(rows[1][1].pop(1))
 
 

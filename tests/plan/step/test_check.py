@@ -1,4 +1,4 @@
-"""The validator: it accepts good plans, and refuses a good plan broken in each way that a law forbids."""
+"""Validator of step plans: it accepts valid plans, and refuses a violation of each rule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_good_plan_is_accepted() -> None:
 
 @pytest.mark.parametrize(("mutate", "law"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
 def test_each_broken_plan_is_refused_and_its_rows_are_marked(mutate: Callable[[Rows], None], law: str) -> None:
-    """A marked row names a rank whose micro-batches changed, or one that shares a sequence with them."""
+    """Marked rows are ranks with changed micro-batches, or ranks that share a sequence with them."""
     rows = good_rows()
     mutate(rows)
     held = [[{shard.seq for shards in rank for shard in shards} for rank in each] for each in (rows, good_rows())]
@@ -46,7 +46,7 @@ def test_each_broken_plan_is_refused_and_its_rows_are_marked(mutate: Callable[[R
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.data())
 def test_any_moved_boundary_is_found(lengths: list[int], data: st.DataObject) -> None:
-    """Each single change of one number of a plan breaks a law."""
+    """Every change of a single number of a plan violates a rule."""
     plan = plan_naive(lengths, 4, 15)
     rank = data.draw(st.sampled_from([rank for rank in range(4) if plan.ranks[rank]]))
     index = data.draw(st.integers(0, len(plan.ranks[rank]) - 1))
@@ -120,7 +120,7 @@ def test_aligned_slots_may_be_empty_and_must_agree() -> None:
 
 
 def test_offloading_counts_the_tokens_that_stay() -> None:
-    """Rank 0's first micro-batch with 16 tokens of C = 8: of 10 layers 2 + 8 (1 - r) may keep half: r = 5 / 8."""
+    """Rank 0's first micro-batch has 16 tokens for C = 8. So 2 + 8 (1 - r) of 10 layers may keep half: r = 5 / 8."""
     shards = (Shard(0, ((0, 16),), (0,)),)
 
     def check(offload: float, num_layers: int | None) -> None:
@@ -155,7 +155,7 @@ def test_plans_kept_as_arrays_are_checked_as_arrays() -> None:
 
 
 def hierarchical_plan(first: int, width: int, inner_rings: int) -> StepPlan:
-    """One sequence on a hierarchical ring of 12 ranks."""
+    """Return a plan with one sequence on a hierarchical ring of 12 ranks."""
     ring = tuple(range(first, first + width))
     shards = {rank: Shard(0, zigzag_ranges(24, width, rank - first), ring, inner_rings) for rank in ring}
     ranks = tuple((MicroBatch((shards[rank],)),) if rank in shards else () for rank in range(12))

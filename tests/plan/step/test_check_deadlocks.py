@@ -1,4 +1,4 @@
-"""The validator finds the plans whose ranks would wait for each other for ever, and no others."""
+"""The validator refuses exactly the plans with a deadlock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_deadlock_names_its_cycle() -> None:
 
 
 def test_a_cycle_over_three_ranks_is_found() -> None:
-    """Rank 0 runs 2 before 0, rank 1 runs 0 before 1 before 2, rank 2 runs 1 before 2: only 0-1-2 together fail."""
+    """Rank 0 runs 2 before 0, rank 1 runs 0 before 1 before 2, rank 2 runs 1 before 2. Only all three together fail."""
     lengths = (4, 4, 6)
     rings = {0: (0, 1), 1: (1, 2), 2: (0, 1, 2)}
 
@@ -46,11 +46,11 @@ def test_a_cycle_over_three_ranks_is_found() -> None:
 
 
 def runs_to_the_end(plan: StepPlan) -> bool:
-    """The definition: run any micro-batch all of whose ring partners are next on their ranks, until none is left."""
+    """Decide by definition: run any micro-batch whose ring partners are all next on their ranks, until none remains."""
     queues = [list(rank) for rank in plan.ranks]
 
     def ready(rank: int, seen: set[int]) -> set[int] | None:
-        """Ranks that run together with ``rank`` now; None when one of them is not there yet."""
+        """Return the ranks that run together with ``rank`` now, or None if some rank is not ready."""
         if rank in seen:
             return seen
         seen = seen | {rank}

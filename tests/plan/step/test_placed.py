@@ -1,4 +1,4 @@
-"""A plan kept as arrays against the same plan built sequence by sequence."""
+"""A plan in arrays against the same plan built sequence by sequence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_placed(seed: int, **changes: Any) -> PlacedRanks:
 
 
 def built(placed: PlacedRanks) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Return the same ranks by the definition of the class: look at every order of every rank."""
+    """Return the same ranks by the definition of the class, from all orders of all ranks."""
     ranks = []
     for rank in range(placed.num_ranks):
         here = [
@@ -142,7 +142,7 @@ def test_bounds_of_many_shards_are_those_of_each() -> None:
 
 
 def test_the_check_reads_the_table_that_ranks_run() -> None:
-    """A wrong column shows in the micro-batches of a rank and is refused by the check."""
+    """A wrong column changes the micro-batches of a rank, and the check refuses it."""
     plan = random_plan(np.random.default_rng(3), 6, 5, aligned=True)
     placed = plan.ranks
     assert isinstance(placed, PlacedRanks)

@@ -26,7 +26,7 @@ def test_zigzag_covers_and_shares_evenly(length: int, width: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 500), st.integers(2, 12))
 def test_zigzag_evens_out_the_causal_triangle(multiple: int, width: int) -> None:
-    length = 2 * width * multiple  # equal parts: every rank holds exactly 1 / width of the pairs
+    length = 2 * width * multiple  # equal parts: every rank has exactly 1 / width of the pairs
     work = [
         sum((stop * (stop + 1) - start * (start + 1)) // 2 for start, stop in zigzag_ranges(length, width, index))
         for index in range(width)
@@ -47,7 +47,7 @@ def test_zigzag_of_the_picture() -> None:
 def test_digest_is_stable_and_sees_every_field() -> None:
     shard = Shard(0, ((0, 4),), (0,))
     plan = StepPlan(1, 4, (4,), ((MicroBatch((shard,)),),))
-    assert plan.digest() == "7bfd474c10d9ecc1"  # of the table: the same on every machine and Python
+    assert plan.digest() == "7bfd474c10d9ecc1"  # digest of the table, equal on every machine and Python version
     others = [
         dataclasses.replace(plan, tokens_per_rank=5),
         dataclasses.replace(plan, lengths=(5,)),

@@ -1,4 +1,4 @@
-"""The sizes that travel together: defaults, derived values, refusals."""
+"""Values of sizes: defaults, derived values, refusals."""
 
 import pytest
 

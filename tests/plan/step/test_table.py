@@ -63,6 +63,6 @@ def test_one_key_sorts_as_many_do() -> None:
     keys = [random.integers(0, 5, 200) for _ in range(4)]
     wanted = np.lexsort(keys[::-1])
     assert _sorting_order(*keys).tolist() == wanted.tolist()
-    far = [key + (key == 4) * 2**40 for key in keys]  # one number would overflow
+    far = [key + (key == 4) * 2**40 for key in keys]  # a single number would overflow
     assert _sorting_order(*far).tolist() == wanted.tolist()
     assert _sorting_order(np.zeros(0, dtype=np.int64)).tolist() == []

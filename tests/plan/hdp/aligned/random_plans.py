@@ -1,4 +1,4 @@
-"""Random plans for pipelines, and a slow replay that shares no code with the fast one."""
+"""Random plans for pipelines, and a slow replay that shares no code with the fast replay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TOKENS_PER_RANK = 64
 
 
 def random_plan(random: np.random.Generator, num_ranks: int, most_slots: int, aligned: bool = True) -> StepPlan:
-    """Sequences in slots of disjoint runs of ranks; ranks end at different slots and have holes in between.
+    """Return sequences in slots of disjoint runs of ranks. Ranks end at different slots and have some empty slots.
 
-    Not ``aligned``: the same rings in the same order, but a rank leaves out the slots that it does not use.
+    Without ``aligned`` the rings and their order are the same, but ranks leave out empty slots.
     """
     rows: list[tuple[int, int, int, int]] = []  # length, first rank, width, slot
     for slot in range(most_slots):
@@ -39,7 +39,7 @@ def random_plan(random: np.random.Generator, num_ranks: int, most_slots: int, al
 def slice_seconds(
     micro_batch: MicroBatch, lengths: Sequence[int], cost: CostModel, cut: CostModel, index: int, num_slices: int
 ) -> float:
-    """Return the seconds of a slice on its rank, one shard after the other; find the end of a slice by bisection."""
+    """Return the seconds of a slice on its rank, shard by shard. The end of a slice is found by bisection."""
     seconds = cost.g
     for shard in micro_batch.shards:
         length, width = lengths[shard.seq], len(shard.ring)
@@ -62,7 +62,7 @@ def _end(cut: CostModel, length: int, share: float) -> float:
 
 
 def slow_makespan(plan: StepPlan, stages: Sequence[StageCost], num_chunks: int = 1, num_slices: int = 1) -> float:
-    """Look at every stage again and again; run what can run. -1 for a deadlock."""
+    """Run actions of all stages as soon as they can run, and return the time of the last end, or -1 for a deadlock."""
     num_stages = len(stages) // num_chunks
     groups = groups_of(plan)
     lanes: dict[tuple[int, int], list[Action]] = {}

@@ -1,4 +1,4 @@
-"""Arrangements of aligned slots: rings on shelves, short sequences around them, no slot without use."""
+"""Arrangements of aligned slots: rings on shelves, short sequences around them, no empty slot."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_slots_without_use_are_left_out() -> None:
     spans = np.zeros(2, dtype=np.int64)
     firsts, widths = np.array([0, 0, 1, 0]), np.array([2, 1, 1, 1])
     slots = compact_slots(firsts, np.array([5, 9, 7, 3]), widths, spans)
-    # The ring of both ranks keeps its place after the slot before it; behind it each rank closes up.
+    # The ring of both ranks stays after the slot before it. After the ring each rank removes its empty slots.
     assert slots.tolist() == [1, 2, 2, 0]
 
 
@@ -93,7 +93,7 @@ def test_arrangements_side_by_side_are_built_as_each_by_itself() -> None:
 
 
 def test_a_arrangement_with_too_little_room_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty full micro-batches for each rank: of four times as many tokens it would be five."""
+    """Each rank has twenty full micro-batches; micro-batches of four times as many tokens would be five."""
     lengths = np.full(160, 64)
     step = AlignedStep(Problem(lengths, np.ones_like(lengths), Cluster(8, 64), (STAGE,) * 3))
     small, large = (Shelver(step)(Arrangement(height=100.0, pack=pack)) for pack in (1.0, 4.0))

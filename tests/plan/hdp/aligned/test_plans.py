@@ -1,4 +1,4 @@
-"""Plans with pipelines: the replay against a slow one, and what aligned slots are for."""
+"""Plans with pipelines: the replay against a slow replay, and the effect of aligned slots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def locals_plan(*tokens_of_ranks: tuple[int, ...]) -> StepPlan:
 
 
 def test_uniform_micro_batches_by_hand() -> None:
-    """The textbook: (m + p - 1) (f + b) for m equal micro-batches."""
+    """The textbook formula is (m + p - 1) (f + b) for m equal micro-batches."""
     result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4)
     assert result.makespan == (6 + 4 - 1) * (4.0 + 8.0)
     assert result.idle_share == pytest.approx(3 / 9)
@@ -41,12 +41,12 @@ def test_uniform_micro_batches_by_hand() -> None:
 
 
 def test_uniform_slices_by_hand() -> None:
-    """The textbook with slices: (m + (p - 1) / k) (f + b)."""
+    """The textbook formula with slices is (m + (p - 1) / k) (f + b)."""
     result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4, Slicing(4))
     assert result.makespan == (6 + 3 / 4) * (4.0 + 8.0)
     assert result.starts.shape == (24, 2, 4)
     assert result.starts[:5, FORWARD, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice goes back first
+    assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice runs backward first
 
 
 def test_stage_costs_must_fill_the_chunks() -> None:
@@ -95,7 +95,7 @@ def test_virtual_stages_need_whole_groups_and_do_not_deadlock() -> None:
 
 
 def test_slots_that_are_not_aligned_do_deadlock() -> None:
-    """The same rings in the same order on every rank, holes left out."""
+    """All ranks have the same rings in the same order, without empty slots."""
     random = np.random.default_rng(9)
     stuck = []
     for _ in range(200):
@@ -109,13 +109,16 @@ def test_slots_that_are_not_aligned_do_deadlock() -> None:
 
 
 def test_the_smallest_deadlock() -> None:
-    """Stage 0 of rank 0 runs the ring as its second forward; of rank 1 after its first backward, which waits."""
+    """Stage 0 of rank 0 runs the ring as its second forward pass.
+
+    On rank 1 it comes after the first backward, which waits.
+    """
     ring = [MicroBatch((Shard(0, zigzag_ranges(8, 2, member), (0, 1)),)) for member in (0, 1)]
     first, *rest = (MicroBatch((Shard(seq, ((0, 4),), (1,)),)) for seq in (1, 2))
     lengths = (8, 4, 4)
     broken = StepPlan(2, 8, lengths, ((ring[0],), (first, *rest, ring[1])))
-    assert replay_stages(broken, [UNIT]).makespan > 0  # without pipelines the order is enough
-    assert replay_stages(broken, [UNIT] * 2).makespan > 0  # one ring cannot close a circle
+    assert replay_stages(broken, [UNIT]).makespan > 0  # without pipelines the same order is enough
+    assert replay_stages(broken, [UNIT] * 2).makespan > 0  # a single ring cannot close a circle
     second = [MicroBatch((Shard(3, zigzag_ranges(8, 2, member), (0, 1)),)) for member in (0, 1)]
     twice = StepPlan(2, 8, (*lengths, 8), ((ring[0], second[0]), (ring[1], first, *rest, second[1])))
     assert replay_stages(twice, [UNIT]).makespan > 0

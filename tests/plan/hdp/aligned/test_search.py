@@ -1,4 +1,4 @@
-"""Aligned slots: the planner's clock against the replay, shelves, and what the search must reach."""
+"""Aligned slots: the planner's clock against the replay, shelves, and quality of the search."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_the_clock_agrees_with_the_replay(num_stages: int, slicing: Slicing) -> 
         offsets = np.cumsum(replayed.counts) * slicing.num_slices
         ends = [replayed.stops[:stop][-slicing.num_slices :].max() for stop in offsets]
         np.testing.assert_allclose(finish, ends)
-        # linear work is an even share of the sequence on the clock, and that of the tokens there in the replay
+        # the clock divides linear work of a sequence evenly over ranks, the replay by their tokens
         rounded = replay_stages(plan, [STAGE] * num_stages, slicing).makespan
         clock = run_pipelines(slot_seconds(plan.ranks, STAGE, slicing), num_stages)
         assert clock.max() == pytest.approx(rounded, rel=0.02)
 
 
 def side_by_side(plans: list[PlacedRanks]) -> PlacedRanks:
-    """Return plans as one plan on the ranks of all."""
+    """Return plans side by side, as one plan on all their ranks."""
     begins = np.cumsum([0, *(plan.num_ranks for plan in plans)]).tolist()
     firsts = [begin + plan.first_ranks for begin, plan in zip(begins, plans, strict=False)]
     columns = [np.concatenate([getattr(plan, name) for plan in plans]) for name in ("lengths", "widths", "orders")]
@@ -115,7 +115,7 @@ def test_waves_keep_the_order_of_each_stage(num_stages: int, num_slots: int, sli
 
 @pytest.mark.parametrize("num_stages", [4, 8])
 def test_equal_micro_batches_have_the_textbook_bubble(num_stages: int) -> None:
-    """Nothing but short sequences of one length: (m + p - 1) / m, or better, as the ends are smaller."""
+    """Only short sequences of one length take (m + p - 1) / m, or less, because the ends are smaller."""
     lengths = [64] * (16 * 40)
     plan = HdpPlanner(Cluster(16, 64), (STAGE,) * num_stages, balance="pp")(lengths)
     mean = 40 * (STAGE.both.sequence_cost(64, 1) + STAGE.both.g)
@@ -132,7 +132,7 @@ def test_equal_micro_batches_in_slices_have_the_textbook_bubble(num_slices: int)
 
 
 def test_slots_rise_and_fall() -> None:
-    """The tallest slot of a step of longs and shorts is neither the first nor the last."""
+    """In a step of long and short sequences, the tallest slot is neither the first nor the last."""
     random = np.random.default_rng(1)
     lengths = np.append(random.integers(100, 400, 30), random.integers(1, 60, 600)).tolist()
     plan = HdpPlanner(Cluster(16, 64), (STAGE,) * 4, balance="pp")(lengths)
@@ -146,7 +146,7 @@ def test_slots_rise_and_fall() -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Arrangement]:
-    """The arrangements that are shelved from now on, in this order."""
+    """Return the list of arrangements that are shelved from now on, in order."""
     built: list[Arrangement] = []
     shelved = Shelver.__call__
 
@@ -160,7 +160,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Arrangement]:
 
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).in_eager_order()])
 def test_one_rank_tries_only_arrangements_that_differ(slicing: Slicing, built: list[Arrangement]) -> None:
-    """Each is built once, and none of those that more ranks try first is better."""
+    """Each arrangement is built once, and arrangements that more ranks would try first are not better."""
     lengths = -np.sort(-sample_lengths("github", 4096, 40_000, seed=1).astype(np.int64))
     cluster = Cluster(1, 4096)
     step = AlignedStep(Problem(lengths, np.ones_like(lengths), cluster, (STAGE, STAGE), slicing, aligned=True))
@@ -174,7 +174,7 @@ def test_one_rank_tries_only_arrangements_that_differ(slicing: Slicing, built: l
 
 
 def random_problem(seed: int, slicing: Slicing = ONE_SLICE, num_stages: int = 3) -> Problem:
-    """A step of long and short sequences on 8 ranks of 1,024 tokens."""
+    """Return a step of long and short sequences on 8 ranks of 1,024 tokens."""
     random = np.random.default_rng(seed)
     lengths = np.append(random.integers(1000, 6000, 6), random.integers(20, 900, 60))
     return Problem(lengths, -(-lengths // 1024), Cluster(8, 1024), (STAGE,) * num_stages, slicing, aligned=True)
@@ -185,7 +185,7 @@ def makespan(problem: Problem, placed: PlacedRanks) -> float:
 
 
 def test_each_plan_is_built_once() -> None:
-    """Arrangements that make the plan of another one are recognized, and only plans that differ count."""
+    """Arrangements with equal plans are recognized, and only different plans count."""
     step = AlignedStep(random_problem(0).longest_first()[0])
     found = ArrangementSearch(step)
     found.try_arrangements(
@@ -213,7 +213,7 @@ def test_leveled_plans_are_not_slower() -> None:
 
 
 def test_the_next_problem_of_a_step_begins_with_the_best_arrangements(built: list[Arrangement]) -> None:
-    """Of a search in other slices it takes a few; without one, those that are known to be good."""
+    """The search tries a few arrangements of a search in other slices, or else arrangements known to be good."""
     first, second, whole = (random_problem(1, slicing) for slicing in (Slicing(8), Slicing(4), ONE_SLICE))
     place = PipelinedPlacer()
     quick = place(first, thorough=False)

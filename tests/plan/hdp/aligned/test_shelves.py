@@ -1,4 +1,4 @@
-"""Shelves: rings side by side at one height, in spans that are apart."""
+"""Shelves: rings side by side at one height, in disjoint spans."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_regions_are_apart_and_the_longest_come_first() -> None:
 
 
 def test_the_lowest_shelf_that_holds_its_rings() -> None:
-    """As low as any of 256 heights allows, with rings that memory or exchange keep from being of one height."""
+    """Shelves are as low as any of 256 heights allows, with rings of different heights due to memory or exchange."""
     random = np.random.default_rng(3)
     for node in (8, 64):
         for _ in range(30):

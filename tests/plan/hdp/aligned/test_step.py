@@ -1,4 +1,4 @@
-"""Numbers of a step that arrangements are made from, against their formulas."""
+"""Numbers of a step that determine arrangements, against their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The balance search: lower bounds, the local search of small steps, and what is poured over the ranks."""
+"""Balance search: lower bounds, local search of small steps, and distribution of short sequences over ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def integers(*values: int) -> np.ndarray:
 
 
 def step(lengths: np.ndarray, num_ranks: int, node: int | None = None, cost: CostModel = COST) -> Problem:
-    """Return a problem in which memory allows CAPACITY tokens on a rank."""
+    """Return a problem with memory for CAPACITY tokens on a rank."""
     return problem(lengths, -(-lengths // CAPACITY), Cluster(num_ranks, CAPACITY, node), cost)
 
 
@@ -41,7 +41,7 @@ def makespan(placed: PlacedRanks) -> float:
 
 
 def all_on_the_first_ranks(lengths: np.ndarray, num_ranks: int) -> PlacedRanks:
-    """Sequences of least width one after the other from rank 0 on: a plan that leaves much to gain."""
+    """Return a poor plan: sequences of the smallest width one after another, starting from rank 0."""
     widths, count = -(-lengths // CAPACITY), len(lengths)
     return PlacedRanks(num_ranks, lengths, np.zeros(count, dtype=np.int64), widths, np.arange(count))
 

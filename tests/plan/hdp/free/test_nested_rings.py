@@ -15,7 +15,7 @@ COST = CostModel(a=1e-3, b=0.1, c=0.05, g=0.5)
 
 
 def step(lengths: list[int], num_ranks: int, cost: CostModel) -> Problem:
-    """Return a problem in which one rank holds any sequence."""
+    """Return a problem with enough memory for any sequence on one rank."""
     return problem(ints(lengths), np.ones(len(lengths), dtype=np.int64), Cluster(num_ranks, 1), cost)
 
 
@@ -40,11 +40,11 @@ def test_target_widths_are_the_fewest_that_are_fast_enough(
     times = {other: cost.sequence_cost(length, other) + cost.g for other in range(1, min(most, length) + 1)}
     fast = [other for other, seconds in times.items() if seconds <= target * (1 + 1e-9)]
     if fast:
-        assert width in (min(fast), min(fast) + 1)  # the last bit of a quotient may cost one rank
+        assert width in (min(fast), min(fast) + 1)  # rounding of a quotient may cost one rank
         assert times[width] <= target * (1 + 1e-9)
-    elif not m:  # with m, which makes wide rings slow, several widths are about as fast
+    elif not m:  # with m, which makes wide rings slow, several widths have about the same time
         hidden = int(cost.a * length / (c - h)) + 1 if c > h else most
-        at_most = min(most, length)  # where hiding ends at a whole number, its last bit may cost one rank
+        at_most = min(most, length)  # if overlap ends at a whole number of ranks, rounding may cost one rank
         assert width == at_most or abs(width - min(hidden, at_most)) <= 1
 
 
@@ -58,7 +58,7 @@ def test_no_sequence_gets_more_ranks_than_a_longer_one() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_rings_never_wait(data: st.DataObject) -> None:
-    """All ranks of a ring are ready at the same time, so loads are sums and nothing is idle in between."""
+    """All ranks of a ring are ready at the same time, so loads are sums without idle time."""
     num_ranks, node = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 45))
     needs = sorted(data.draw(st.lists(st.integers(1, num_ranks), max_size=30)), reverse=True)
     lengths = [50 * need for need in needs]
