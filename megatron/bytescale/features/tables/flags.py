@@ -1,6 +1,6 @@
 """N-gram memory (Engram, Cheng et al. 2026), and tables in host memory (HET, Miao et al. 2021).
 
-N-gram tables are parameters or tables in host memory; so is the vocabulary embedding. All tables in host memory have
+The vocabulary embedding and n-gram tables are parameters, or tables in host memory. All tables in host memory have
 the same cache settings and learning rate.
 """
 
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=KINDS,
         default=(),
         help="Tables in host memory instead of device memory: n-gram tables, the vocabulary embedding, or both. The "
-        "HDP ranks divide each table, update its rows by row-wise Adagrad, and keep a cache of rows each. An embedding "
-        "in host memory suits vocabularies of which a step reads a small part; it needs "
-        "--untie-embeddings-and-output-weights. Default: tables are parameters on every rank.",
+        "HDP ranks divide the rows of each table and update them by row-wise Adagrad. Each rank has a cache of rows. "
+        "An embedding in host memory needs --untie-embeddings-and-output-weights, and pays off if a step reads a small "
+        "part of the vocabulary. Default: tables are parameters on every rank.",
     )
     _add_cache_arguments(group)
 
@@ -108,10 +108,10 @@ def _staleness(text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What else a run takes of host memory.
+    """Arguments that decide how much host memory is free for tables and pages.
 
     Attributes:
-        fake_process_group: the run is a dry run, which is of another machine.
+        fake_process_group: whether the run is a dry run, for another machine.
         host_memory_gb: host memory of each process for activations.
     """
 
@@ -120,9 +120,9 @@ class HostMemory:
 
 
 def free_bytes_of_process(memory: HostMemory) -> float:
-    """Return the host memory that is free for each process of this machine, without ``--host-memory-gb``.
+    """Return the bytes of free host memory for each process of this machine, minus ``--host-memory-gb``.
 
-    Without limit in a dry run, which is of another machine.
+    A dry run has no limit, because it is for another machine.
     """
     if memory.fake_process_group:
         return math.inf
@@ -141,8 +141,8 @@ class TableOptions(HostMemory):
         ngram_dim: values per row of an n-gram table.
         host_tables: kinds of tables in host memory.
         table_cache_rows: size of a rank's cache, as a share of the table's rows.
-        table_cache_policy: which cached row is evicted.
-        table_staleness: read bound, write bound, and first steps in which both are 0.
+        table_cache_policy: eviction policy of the caches.
+        table_staleness: read bound, write bound, and number of first steps with both bounds at 0.
         table_lr: learning rate of row-wise Adagrad.
         num_layers: layers of the model.
         seq_length: largest number of tokens of a sample.
