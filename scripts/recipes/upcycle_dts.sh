@@ -60,7 +60,7 @@ train topk "${ON[@]}" "${MOE[@]}" --moe-use-upcycling
 # The dense model restarts its steps and its documents, as the other trainings do, so some documents may come again.
 train dense-on --pretrained-checkpoint "$OUT/dense" --load "$OUT/dense-on" --train-iters "$STEPS"
 
-grep -h 'experts of a token' "$OUT/gate.log" || true
+grep -h 'experts per token' "$OUT/gate.log" || true
 for name in dense gate topk dense-on; do
   printf '%-9s %s\n' "$name" "$(grep -h 'validation loss at' "$OUT/$name.log" | tail -n 1 | sed 's/ *|* *$//')"
 done

@@ -41,8 +41,8 @@ def gated(corpus: Path) -> SavedRun:
 
 
 def active(outcome: Outcome) -> list[float]:
-    """Return the mean number of experts of a token in each step while the gate anneals."""
-    return [float(number) for number in re.findall(r"bytescale: ([\d.]+) experts of a token", outcome.text)]
+    """Return the mean number of experts per token in each step while the gate anneals."""
+    return [float(number) for number in re.findall(r"bytescale: ([\d.]+) experts per token", outcome.text)]
 
 
 def moves(outcome: Outcome) -> int:

@@ -27,5 +27,5 @@ def test_experts_compute_what_the_dense_model_does(corpus: Path, tmp_path: Path)
     outcome = train_ranks(2, *flags, "--load", dense.save, "--ckpt-step", STEPS)[-1]
     assert outcome.losses[0] == pytest.approx(dense.losses[STEPS], rel=1e-5)
     assert outcome.losses[-1] < outcome.losses[0]
-    assert next(re.finditer(r"([\d.]+) experts of a token", outcome.text))[1] == "4.000"
+    assert next(re.finditer(r"([\d.]+) experts per token", outcome.text))[1] == "4.000"
     assert (tmp_path / f"iter_{STEPS + 1:07d}").is_dir()
