@@ -214,10 +214,10 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
     from bytescale_ext.attention.kernels.table import choose_kernel
+    from megatron.bytescale.arguments.model_config import model_config
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
     from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, with_core_attention
@@ -235,8 +235,7 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
     of_process = {"tensor_model_parallel_size": ranks, "world_size": ranks, "rank": rank}
     vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu, **of_process)
     model_parallel_cuda_manual_seed(1)
-    config = gpt_config_from_args(args)
-    config.rope_scaling_factor = args.rope_scaling_factor  # Megatron's function omits it
+    config = model_config(args)
     head_dim = config.transformer.kv_channels
     kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
     runtime = Runtime.alone(model_shape(args), args.params_dtype, device, kernel)

@@ -9,10 +9,10 @@ from typing import Any
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.model_config import model_config
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.stock import DatasetProvider, ForwardStep
 
@@ -60,6 +60,5 @@ class Training:
 def stock_training(args: Any) -> Training:
     """Return the training without features. Raises ValueError for arguments that Megatron refuses."""
     with refusals_of_megatron():
-        model = gpt_config_from_args(args)
-    model.rope_scaling_factor = args.rope_scaling_factor  # Megatron's function omits it
+        model = model_config(args)
     return Training(model, stock.dataset_provider, stock.forward_step)
