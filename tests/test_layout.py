@@ -33,10 +33,10 @@ from tests.tree import (
 
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
-MAX_FLAGS = 73  # our own
+MAX_FLAGS = 74  # our own
 MAX_ANY = 699  # in megatron/, where arguments and objects of Megatron have no types; issue 40 asks for at most 350
 MAX_PATCHES = 8  # rows that replace a function on any machine
-MAX_ROWS = 16  # including rows for CPUs, and functions that slices run copies of
+MAX_ROWS = 26  # including rows for CPUs, functions that slices run copies of, and 10 specialized classes
 SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",
     "megatron/bytescale/cpu.py",

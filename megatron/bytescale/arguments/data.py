@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bytescale_ext.data.samples.blends import BlendShares, mean_sample_tokens
+from bytescale_ext.data.samples.lengths import read_idx_lengths
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 
 Blend = tuple[list[str], list[float] | None]
@@ -62,6 +65,8 @@ class DataArguments(DataPaths):
         train_samples: number of training samples.
         eval_iters: number of steps of an evaluation.
         skip_train: whether the run only evaluates.
+        hdp_blend_by: whether weights of a blend are shares of "documents" or of "tokens".
+        trains_on_answers: whether samples are conversations, whose end is cut at ``seq_length``.
     """
 
     seed: int
@@ -75,12 +80,17 @@ class DataArguments(DataPaths):
     train_samples: int | None
     eval_iters: int
     skip_train: bool = False
+    hdp_blend_by: str = "documents"
+    trains_on_answers: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of a configuration of data sets (``BlendedMegatronDatasetConfig``) by name."""
         from megatron.training.global_vars import get_tokenizer  # imports torch
 
         blend, blend_per_split = self.blends()
+        if self.hdp_blend_by == "tokens":
+            blend = self._by_tokens(blend)
+            blend_per_split = None if blend_per_split is None else [self._by_tokens(part) for part in blend_per_split]
         return {
             "random_seed": self.seed,
             "sequence_length": self.seq_length,
@@ -94,6 +104,18 @@ class DataArguments(DataPaths):
             "tokenizer": get_tokenizer(),
         }
 
+    def shares(self, blend: Blend | None) -> BlendShares | None:
+        """Return the shares of a blend; None without weights. Raises ValueError for a damaged index."""
+        if blend is None or blend[1] is None:
+            return None
+        tokens = [_mean_tokens(prefix, self.seq_length, self.trains_on_answers) for prefix in blend[0]]
+        return BlendShares(tuple(blend[0]), tuple(blend[1]), tuple(tokens))
+
+    def _by_tokens(self, blend: Blend | None) -> Blend | None:
+        """Return a blend whose weights count documents, from one whose weights are shares of tokens."""
+        shares = self.shares(blend)
+        return blend if shares is None else (list(shares.prefixes), list(shares.token_weights))
+
     def wanted_samples(self) -> tuple[int | None, ...]:
         """Return the number of samples of each split; None for a number that depends on Megatron's later counts."""
         if self.train_iters is None:
@@ -102,6 +124,12 @@ class DataArguments(DataPaths):
 
         sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
         return sizes
+
+
+@cache
+def _mean_tokens(prefix: str, seq_length: int, are_cut: bool) -> float:
+    """Return the tokens of the mean sample of a data set."""
+    return mean_sample_tokens(read_idx_lengths(prefix), seq_length, are_cut=are_cut)
 
 
 @dataclass(frozen=True, kw_only=True)

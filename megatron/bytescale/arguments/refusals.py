@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, chosen, equals, given, where
+from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, equals, given, where
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class _Tracker:
         return not (os.path.isdir(folder) and os.access(folder, os.W_OK))
 
 
-_IS_YARN = equals("position_embedding_type", "yarn")
 _IS_ON_CPU = equals("distributed_backend", "gloo")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
+_UNREAD = "remove it: no code of Megatron 0.19.2 reads it"
 _OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
 REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--hybrid-context-parallel", ALWAYS, "use --hybrid-data-parallel in its place"),
@@ -130,6 +130,10 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            given("mtp_num_layers") & above("pipeline_model_parallel_size", 1) & ~given("hybrid_data_parallel")),
     refuse("--hybrid-layer-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
     refuse("--hybrid-override-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
+    refuse("--apply-residual-connection-post-layernorm", ALWAYS, _UNREAD),
+    refuse("--vocab-extra-ids", ALWAYS, _UNREAD),
+    refuse("--exit-signal-handler-for-dataloader", ALWAYS, _UNREAD),
+    refuse("--dist-ckpt-save-pre-mcore-014", ALWAYS, _UNREAD),
     refuse("--apply-layernorm-1p of local layers", ALWAYS, "remove it: it needs TransformerEngine",
            IS_LOCAL & given("layernorm_zero_centered_gamma")),
     refuse("--qk-l2-norm without experts", ALWAYS, "Megatron's local layers leave the norm out: use --transformer-impl "
@@ -138,14 +142,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            given("window_attn_skip_freq") & ~given("window_size")),
     refuse("--window-attn-skip-freq of another length", ALWAYS, "give a number above 0, or one entry for each layer",
            given("window_size") & where(_WindowPattern, _WindowPattern.is_of_another_length)),
-    refuse("--rotary-percent with --position-embedding-type yarn", ALWAYS, "remove it: Megatron's YaRN does not have "
-           "it", _IS_YARN & ~equals("rotary_percent", 1.0)),
-    refuse("--rotary-interleaved with --position-embedding-type yarn", ALWAYS, "remove it: Megatron's YaRN does not "
-           "have it", _IS_YARN & given("rotary_interleaved")),
-    refuse("--use-rope-scaling with --position-embedding-type yarn", ALWAYS, "remove it: Megatron's YaRN does not have "
-           "it", _IS_YARN & given("use_rope_scaling")),
-    refuse("--rotary-seq-len-interpolation-factor with --position-embedding-type yarn", ALWAYS, "remove it: Megatron's "
-           "YaRN does not have it", _IS_YARN & chosen("rotary_seq_len_interpolation_factor")),
     refuse("--fp8-format of local layers", ALWAYS, "use --transformer-impl transformer_engine, which needs a GPU and "
            "TransformerEngine (pip install .[gpu]); Megatron's local layers would ignore it", IS_LOCAL & given("fp8")),
     refuse("--rampup-batch-size without --hybrid-data-parallel", ALWAYS, "give --step-batch-size-schedule: Megatron "

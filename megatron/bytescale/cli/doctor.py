@@ -9,7 +9,7 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 
-from megatron.bytescale.arguments.refusals import ALWAYS, REFUSALS
+from megatron.bytescale.arguments.refusals import ALWAYS
 from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.cli.shared.options import add_cpu, add_json
 
@@ -121,6 +121,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
 
     from bytescale_ext.attention.kernels.table import choose_kernel
     from megatron.bytescale import status
+    from megatron.bytescale.features import refusals
 
     device = torch.device("cpu" if on_cpu else "cuda")
     dtype_name = args.dtype or ("fp32" if on_cpu else "bf16")
@@ -135,7 +136,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
         backend_reason=("--cpu was given" if args.cpu else "torch sees no GPU") if on_cpu else "torch sees a GPU",
         attention=AttentionReport(kernel.name, reason, dtype_name, args.head_dim, dict(considered)),
         features=features_report(),
-        refusals={row.flag: row.instead[ALWAYS] for row in REFUSALS if ALWAYS in row.instead},
+        refusals={row.flag: row.instead[ALWAYS] for row in refusals() if ALWAYS in row.instead},
         patches=patches,
         healthy=not any("unknown source" in row for row in patches),
     )

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from megatron.bytescale.arguments.options import override
+from megatron.bytescale.arguments.positions import POSITION_REFUSALS
 from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
 from megatron.bytescale.features.activations.flags import ACTIVATIONS
 from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN
@@ -70,7 +71,7 @@ def enabled(args: argparse.Namespace) -> list[Feature[Any]]:
 
 def refusals() -> list[Refusal]:
     """Return the refusals of all features and of every run."""
-    return [*(row for feature in FEATURES for row in feature.refusals), *REFUSALS]
+    return [*(row for feature in FEATURES for row in feature.refusals), *REFUSALS, *POSITION_REFUSALS]
 
 
 def patches_of(names: Collection[str]) -> list[Patch]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.bytescale.arguments.conditions import above
+from megatron.bytescale.arguments.positions import POSITION_REFUSALS
 from megatron.bytescale.arguments.refusals import ALWAYS, PROGRAM, REFUSALS, Refusal, refuse, refuse_conflicts
 from megatron.bytescale.features import FEATURES, loss_chunks, refusals
 from megatron.bytescale.features.activations import refusals as activations
@@ -98,12 +99,26 @@ EXAMPLES = {
     "--reset-attention-mask of local layers": "--reset-attention-mask",
     "--attention-dropout > 0": "--attention-dropout 0.1",
     "--position-embedding-type": "--position-embedding-type relative",
-    "--rotary-percent with --position-embedding-type yarn": "--rotary-percent 0.5 --position-embedding-type yarn",
-    "--rotary-interleaved with --position-embedding-type yarn": "--rotary-interleaved --position-embedding-type yarn",
-    "--use-rope-scaling with --position-embedding-type yarn": "--use-rope-scaling --position-embedding-type yarn",
-    "--rotary-seq-len-interpolation-factor with --position-embedding-type yarn": (
+    "--yarn-original-max-position-embeddings without YaRN": "--yarn-original-max-position-embeddings 64",
+    "--yarn-beta-fast without YaRN": "--yarn-beta-fast 2",
+    "--yarn-beta-slow without YaRN": "--yarn-beta-slow 2",
+    "--yarn-correction-range-round-to-int without --position-embedding-type yarn": (
+        "--yarn-correction-range-round-to-int"
+    ),
+    "--rotary-scaling-factor without YaRN": "--rotary-scaling-factor 8",
+    "--mscale without YaRN": "--mscale 2",
+    "--mscale-all-dim without YaRN": "--mscale-all-dim 2",
+    "--rope-type without --multi-latent-attention": "--rope-type rope",
+    "--use-rope-scaling without plain rotary positions": "--use-rope-scaling --position-embedding-type yarn",
+    "--rope-scaling-factor without --use-rope-scaling": "--rope-scaling-factor 4",
+    "--rotary-seq-len-interpolation-factor without plain rotary positions": (
         "--rotary-seq-len-interpolation-factor 4 --position-embedding-type yarn"
     ),
+    "--rotary-percent without plain rotary positions": "--rotary-percent 0.5 --position-embedding-type yarn",
+    "--rotary-base without rotary positions": "--rotary-base 500 --position-embedding-type learned_absolute",
+    "--rotary-interleaved without plain rotary positions": "--rotary-interleaved --position-embedding-type yarn",
+    "--no-rope-freq without rotary positions": "--no-rope-freq 2 --position-embedding-type learned_absolute",
+    "--vocab-extra-ids": "--vocab-extra-ids 7",
     "--fp8-format": "--fp8-format hybrid",
     "--fp8-format without --hybrid-data-parallel": "--fp8-format hybrid",
     "--fp8-format of local layers": "--fp8-format hybrid",
@@ -139,7 +154,8 @@ SWITCHES = (
     "no-align-param-gather defer-embedding-wgrad-compute delay-wgrad-compute overlap-param-gather-with-optimizer-step "
     "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining "
     "allow-ambiguous-pad-tokens freeze-all-layers log-straggler check-for-spiky-loss ddp-average-in-collective "
-    "use-sharp init-method-xavier-uniform"
+    "use-sharp init-method-xavier-uniform apply-residual-connection-post-layernorm "
+    "exit-signal-handler-for-dataloader dist-ckpt-save-pre-mcore-014"
 ).split()
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 
@@ -147,7 +163,14 @@ EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 WITHOUT = {  # words of COMMON
     "--num-experts with biases of local layers without --hybrid-data-parallel": "--disable-bias-linear",
 }
-ROWS: list[Refusal] = [*hdp.REFUSALS, *slices.REFUSALS, *loss_chunks.REFUSALS, *activations.REFUSALS, *REFUSALS]
+ROWS: list[Refusal] = [
+    *hdp.REFUSALS,
+    *slices.REFUSALS,
+    *loss_chunks.REFUSALS,
+    *activations.REFUSALS,
+    *REFUSALS,
+    *POSITION_REFUSALS,
+]
 PAIRS = [(row, feature) for row in ROWS for feature in row.instead]
 
 

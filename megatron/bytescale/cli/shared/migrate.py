@@ -19,10 +19,13 @@ from typing import Final
 from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.forecast import Forecast
 from megatron.bytescale import features
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import whole_parser
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.setup import setup_of
+from megatron.bytescale.arguments.units import ALSO, CountedFlags
 from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, arguments_of
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
@@ -37,7 +40,8 @@ class LineChange:
     """One change of a launch line.
 
     Attributes:
-        what: remove, add, replace or decide; a decision is left to the reader.
+        what: remove, add, replace, means or decide. "means": the line keeps a flag whose unit changes. A decision is
+            left to the reader.
         flag: words of the line.
         why: reason or advice.
     """
@@ -118,6 +122,7 @@ def migrate(line: str, num_processes: int | None = None) -> Migration:
     num_processes = num_processes or _processes(changed.head)
     args = _parsed(changed)
     given = options_of(args, _Given)
+    _name_units(changed, args, given)
     _replace_mesh(changed, given)
     _keep_tokens(changed, given, num_processes)
     _heed_refusals(changed)
@@ -193,6 +198,28 @@ class _Given:
     rampup_batch_size: list[str] | None
     train_samples: int | None
     sft: bool
+
+
+def _name_units(line: _Line, args: argparse.Namespace, given: _Given) -> None:
+    """Name the quantities that count documents from now on, and keep the meaning of a blend's weights."""
+    if given.hybrid_data_parallel:
+        return
+    for flag, unit in options_of(args, CountedFlags).given().items():
+        if line.place(flag) is not None:
+            line.changes.append(LineChange("means", flag, unit))
+    line.changes.append(LineChange("means", "", f"these count documents too: {ALSO}"))
+    if _is_weighted(options_of(args, DataPaths)):
+        line.put(["--hdp-blend-by", "tokens"], "weights of the data path stay shares of tokens; else of documents")
+
+
+def _is_weighted(paths: DataPaths) -> bool:
+    """Return whether a blend has weights; False if they are in a file that this machine does not have."""
+    try:
+        with refusals_of_megatron():
+            together, of_splits = paths.blends()
+    except (OSError, ValueError):
+        return False
+    return any(blend is not None and blend[1] is not None for blend in of_splits or [together])
 
 
 def _replace_mesh(line: _Line, given: _Given) -> None:

@@ -38,6 +38,7 @@ from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import Batches, LossChecks, RandomStates
+from megatron.bytescale.arguments.units import ALSO, CountedFlags
 from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
 from megatron.bytescale.core.datasets.document_dataset import (
     SampleSource,
@@ -68,8 +69,21 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
     check_data(data, run, is_text=run.find(RemoteConfig) is not None)
     if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # these check it
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
+    if run.find(SculptConfig) is None:
+        print_units(data)
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
+
+
+def print_units(data: DataArguments) -> None:
+    """Print which quantities count documents, and the meaning of the weights of a blend."""
+    flags = ", ".join(current(CountedFlags).given())
+    print_rank_0(f"> bytescale: these count documents, not samples of one length: {flags}; {ALSO}")
+    together, of_splits = data.blends()
+    shares = data.shares(together if of_splits is None else of_splits[0])
+    if shares is not None:
+        text = shares.text(data.hdp_blend_by == "tokens", "--hdp-blend-by tokens")
+        print_rank_0(f"> bytescale: {text}")
 
 
 def use_document_model(training: Training, runtime: Runtime) -> Training:

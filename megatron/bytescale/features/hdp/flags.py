@@ -86,6 +86,12 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
         help="For comparison: split every document over fixed groups of W ranks, as --context-parallel-size W does.",
     )
     group.add_argument(
+        "--hdp-blend-by",
+        choices=("documents", "tokens"),
+        default="documents",
+        help="What weights of --data-path are shares of: documents (default), or tokens, as for samples of one length.",
+    )
+    group.add_argument(
         "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."
     )
     group.add_argument(

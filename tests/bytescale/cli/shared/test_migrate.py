@@ -30,6 +30,7 @@ LINES = {
     "a second change": f"{START} {MODEL} --global-batch-size 8 --num-experts 4 --tensor-model-parallel-size 2",
     "dropped": f"{START} {MODEL} --global-batch-size 8 --enable-cuda-graph --odd 1 2 --max-seqlen-per-dp-cp-rank 9",
     "decision": f"{START} {MODEL} --global-batch-size 8 --fim-data --micro-batch-size 4",
+    "a weighted blend": f"{START} {MODEL} --global-batch-size 8 --data-path 0.5 a 0.5 b --train-samples 80",
     "nothing but flags": f"{MODEL} --global-batch-size 8",
     "missing": "--num-layers 2 --hidden-size 8 --num-attention-heads 2",
     "left to the checks": f"{START} {MODEL} --global-batch-size 8 --tensor-model-parallel-size 3",
@@ -122,6 +123,16 @@ def test_what_can_be_changed_is(name: str, found: dict[str, Migration | str]) ->
     assert all(change.why and "\n" not in change.why for change in one.changes)
     if "pretrain_gpt" in " ".join(one.line):
         assert "pretrain_gpt_hdp.py" in one.line
+
+
+def test_units_that_change_are_named_and_weights_keep_their_meaning(found: dict[str, Migration | str]) -> None:
+    migration = of(found, "a weighted blend")
+    means = {change.flag: change.why for change in migration.changes if change.what == "means"}
+    assert list(means) == ["--global-batch-size", "--train-samples", ""]
+    assert means["--train-samples"] == "documents of the training"
+    assert migration.line[-2:] != ("--hdp-blend-by", "documents")
+    assert "--hdp-blend-by tokens" in " ".join(migration.line)
+    assert not [change for change in of(found, "ours already").changes if change.what == "means"]
 
 
 def test_what_needs_a_decision_is_marked(found: dict[str, Migration | str]) -> None:

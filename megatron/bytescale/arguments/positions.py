@@ -1,0 +1,72 @@
+"""Refusals of position flags that the chosen positions would ignore.
+
+Megatron accepts each of them with every kind of positions; a flag that the kind does not read would change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from megatron.bytescale.arguments.conditions import Condition, chosen, equals, given
+from megatron.bytescale.arguments.refusals import ALWAYS, Refusal, refuse
+
+_IS_LATENT: Final = given("multi_latent_attention")
+_IS_PLAIN_YARN: Final = equals("position_embedding_type", "yarn") & ~_IS_LATENT
+_IS_LATENT_YARN: Final = _IS_LATENT & ~equals("rope_type", "rope")
+_IS_YARN: Final = _IS_PLAIN_YARN | _IS_LATENT_YARN
+_IS_PLAIN_ROPE: Final = (
+    equals("position_embedding_type", "rope", "mrope") | given("use_rotary_position_embeddings")
+) & ~_IS_LATENT
+_IS_LATENT_ROPE: Final = _IS_LATENT & equals("rope_type", "rope")
+_IS_ROTARY: Final = _IS_PLAIN_ROPE | _IS_PLAIN_YARN | _IS_LATENT
+_IS_SCALED: Final = ~equals("rotary_scaling_factor", 1.0)
+_SCALES_LATENTS: Final = _IS_LATENT_ROPE & _IS_SCALED & ~equals("mscale_all_dim", 0.0)  # both scale the scores
+
+_USE_YARN: Final = "add --position-embedding-type yarn (with latent attention: --rope-type yarn), or remove it"
+_USE_ROPE: Final = "use --position-embedding-type rope, or remove it"
+
+
+def _is_set(name: str) -> Condition:
+    """Return the condition that an argument is not None; False counts as set."""
+    return ~equals(name, None)
+
+
+def _ignored(setting: str, is_read: Condition, instead: str, is_given: Condition | None = None) -> Refusal:
+    """Return the row of a flag that only some kinds of positions read. The flag is the first word of ``setting``."""
+    name = setting.split()[0].lstrip("-").replace("-", "_")
+    return refuse(setting, ALWAYS, instead, (is_given or chosen(name)) & ~is_read)
+
+
+POSITION_REFUSALS: Final[tuple[Refusal, ...]] = (
+    _ignored("--yarn-original-max-position-embeddings without YaRN", _IS_YARN, _USE_YARN),
+    _ignored("--yarn-beta-fast without YaRN", _IS_YARN, _USE_YARN),
+    _ignored("--yarn-beta-slow without YaRN", _IS_YARN, _USE_YARN),
+    _ignored(
+        "--yarn-correction-range-round-to-int without --position-embedding-type yarn",
+        _IS_PLAIN_YARN,
+        "remove it: latent attention rounds the range",
+        _is_set("yarn_correction_range_round_to_int"),
+    ),
+    _ignored("--rotary-scaling-factor without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, _IS_SCALED),
+    _ignored("--mscale without YaRN", _IS_YARN, _USE_YARN, ~equals("mscale", 1.0)),
+    _ignored("--mscale-all-dim without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, ~equals("mscale_all_dim", 0.0)),
+    _ignored("--rope-type without --multi-latent-attention", _IS_LATENT, "give --position-embedding-type in its place"),
+    _ignored("--use-rope-scaling without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
+    _ignored(
+        "--rope-scaling-factor without --use-rope-scaling",
+        given("use_rope_scaling"),
+        "add --use-rope-scaling, or remove it",
+        ~equals("rope_scaling_factor", 8.0),
+    ),
+    _ignored("--rotary-seq-len-interpolation-factor without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
+    _ignored(
+        "--rotary-percent without plain rotary positions",
+        _IS_PLAIN_ROPE | _IS_LATENT_ROPE,
+        _USE_ROPE,
+        ~equals("rotary_percent", 1.0),
+    ),
+    _ignored("--rotary-base without rotary positions", _IS_ROTARY, _USE_ROPE, ~equals("rotary_base", 10000)),
+    _ignored("--rotary-interleaved without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
+    _ignored("--no-rope-freq without rotary positions", _IS_PLAIN_ROPE | _IS_PLAIN_YARN, _USE_ROPE),
+)
+"""Rows of every run."""
