@@ -25,6 +25,16 @@ GATHERED_AGAIN: Final = 2
 section 4.2.2); on GPUs they hide behind the other products."""
 
 
+def _sizes(
+    shape: ModelShape, num_ranks: int, element_bytes: float, operators: LayerOperators
+) -> tuple[float, float, float, float]:
+    """Return a layer's linear FLOPs, attention, keys and activation bytes of a token on one tensor-parallel rank."""
+    layers = layer_tensors(shape, element_bytes, num_ranks, num_ranks > 1, operators)
+    activations = sum(tensor.bytes_per_token for tensor in layers) + expert_bytes(shape, element_bytes, num_ranks)
+    attention = shape.num_heads * (shape.head_dim + shape.value_dim) / num_ranks
+    return layer_flops_per_token(shape) / num_ranks, attention, key_value_numbers(shape, num_ranks), activations
+
+
 def scaled_cost(
     cost: ModelCost, shape: ModelShape, tensor_parallel: int, operators: LayerOperators = FUSED
 ) -> ModelCost:
@@ -46,14 +56,8 @@ def scaled_cost(
     element = cost.element_bytes
     collective = cost.collective or (1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0)
 
-    def sizes(of: ModelShape, ranks: int) -> tuple[float, float, float, float]:
-        """Return linear FLOPs of a layer, attention, keys and activations of a token on one rank."""
-        tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, element, ranks, ranks > 1, operators))
-        tensors += expert_bytes(of, element, ranks)
-        attention, keys = of.num_heads * (of.head_dim + of.value_dim) / ranks, key_value_numbers(of, ranks)
-        return layer_flops_per_token(of) / ranks, attention, keys, tensors
-
-    old, new = sizes(cost.shape, cost.tensor_parallel), sizes(shape, tensor_parallel)
+    old = _sizes(cost.shape, cost.tensor_parallel, element, operators)
+    new = _sizes(shape, tensor_parallel, element, operators)
     linear, attention, keys, kept = (after / before for after, before in zip(new, old, strict=True))
     waited = received_bytes(cost.shape, cost.tensor_parallel, element) * cost.collective
     waits = received_bytes(shape, tensor_parallel, element) * collective

@@ -63,14 +63,16 @@ def test_blend_takes_documents_by_weight(corpora: tuple[Path, Path]) -> None:
 
 
 def test_weights_can_be_shares_of_tokens(tmp_path: Path) -> None:
-    short, long = (write_documents(tmp_path / name, (size,), copies=40) for name, size in (("short", 20), ("long", 200)))
+    short, long = (
+        write_documents(tmp_path / name, (size,), copies=40) for name, size in (("short", 20), ("long", 200))
+    )
     weights = ("--data-path", 0.5, short, 0.5, long, "--global-batch-size", 44, "--train-iters", 2)
-    documents, tokens = (run(*weights, "--hdp-blend-by", kind)[0] for kind in ("documents", "tokens"))
-    for outcome, share in ((documents, 0.5), (tokens, 10 / 11)):
-        counts = Counter(prefix_of(one) for one in flat(documents_in_order([outcome])))
+    documents, tokens = (run(*weights, "--hdp-blend-by", kind) for kind in ("documents", "tokens"))
+    for outcomes, share in ((documents, 0.5), (tokens, 10 / 11)):
+        counts = Counter(map(prefix_of, flat(documents_in_order(outcomes))))
         assert counts[str(short)] / counts.total() == pytest.approx(share, abs=0.03)
-    assert "short 50.0% of the documents and 9.1% of the tokens" in documents.text
-    assert "weights of the data path are shares of tokens" in tokens.text
+    assert "short 50.0% of the documents and 9.1% of the tokens" in documents[0].text
+    assert "weights of the data path are shares of tokens" in tokens[0].text
 
 
 def test_split_keeps_training_validation_and_test_apart(corpora: tuple[Path, Path]) -> None:
