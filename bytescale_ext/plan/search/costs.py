@@ -26,7 +26,7 @@ section 4.2.2); on GPUs they hide behind the other products."""
 
 
 def _sizes(
-    shape: ModelShape, num_ranks: int, element_bytes: float, operators: LayerOperators
+    shape: ModelShape, num_ranks: int, element_bytes: int, operators: LayerOperators
 ) -> tuple[float, float, float, float]:
     """Return a layer's linear FLOPs, attention, keys and activation bytes of a token on one tensor-parallel rank."""
     layers = layer_tensors(shape, element_bytes, num_ranks, num_ranks > 1, operators)
