@@ -10,7 +10,7 @@ from tests.config.runs import run_of
 
 
 def runtime_of(*configs: object, run: RunConfig | None = None, log_interval: int = 100, **parts: object) -> Runtime:
-    """Return the state of a process of ``run``, or of a small run with these features, with these ``Parts``."""
+    """Return the state of a process with these ``Parts``, of ``run`` or of a small run with these features."""
     run = run_of(*configs) if run is None else run
     runtime = Runtime.of(replace(run, process=replace(run.process, log_interval=log_interval)))
     runtime.add_parts(**parts)

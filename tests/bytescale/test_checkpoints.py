@@ -1,4 +1,4 @@
-"""Signs of an incomplete checkpoint, and the checkpoint from which a run resumes."""
+"""Signs of an incomplete checkpoint, and the checkpoint of a resumed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def legacy(load: Path, iteration: int) -> Path:
 
 
 def sharded(load: Path, iteration: int) -> Path:
-    """A checkpoint of torch.distributed's format, with the file that Megatron adds in the end."""
+    """Write a checkpoint in torch.distributed's format, with the file that Megatron adds at the end."""
     folder = load / f"iter_{iteration:07d}"
     dcp.save({"weight": torch.arange(1000.0)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -62,7 +62,7 @@ def test_files_that_describe_shards_are_looked_at_too(name: str, tmp_path: Path)
 
 
 def test_an_empty_tracker_file_is_no_reason_to_stop(tmp_path: Path) -> None:
-    """Megatron would exit with code 0."""
+    """Without the check, Megatron would exit with code 0."""
     for iteration in (2, 4):
         legacy(tmp_path, iteration)
     (tmp_path / TRACKER).write_text("")

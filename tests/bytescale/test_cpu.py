@@ -1,4 +1,4 @@
-"""The stand-ins for CUDA on a machine without it."""
+"""Replacements of CUDA functions on a machine without CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEGATRON_FUNCTIONS = [
 
 
 def owned(rows: list[tuple[Any, str, Any]]) -> list[Any]:
-    """Return what each owner itself has under each name; ``cpu`` where it has nothing."""
+    """Return the attribute of each owner under each name, or ``cpu`` if it has none."""
     return [vars(owner).get(name, cpu) for owner, name, _ in rows]
 
 
@@ -45,7 +45,7 @@ def install_and_uninstall(rank: int, world: int) -> None:
     assert stand_ins.megatron.names() == MEGATRON_FUNCTIONS
     assert all(now is not was for now, was in zip(owned(rows), before, strict=True))
     replaced = owned(rows)
-    # A second call finds them in place, and taking out its (empty) set changes nothing.
+    # A second call finds them installed, and removing its (empty) set changes nothing.
     again = cpu.install_if_wanted([])
     assert again is not None
     again.uninstall()
@@ -153,7 +153,7 @@ def use_random_states() -> None:
     assert torch.equal(torch.rand(3), first)
     parallel_random._set_cuda_rng_state(state, graph_safe=True)
     assert torch.equal(parallel_random._get_cuda_rng_state(device="cuda", clone=True), state)
-    # Megatron's tracker keeps a state of its own for what differs between tensor-parallel ranks.
+    # Megatron's tracker has a separate state for values that differ between tensor-parallel ranks.
     tracker = parallel_random.get_cuda_rng_tracker()
     tracker.reset()
     tracker.add("model-parallel-rng", 11)
@@ -203,7 +203,7 @@ def test_all_to_all_takes_split_sizes_as_tensors(as_tensors: bool) -> None:
 
 
 def gather_and_scatter(rank: int, world: int) -> tuple[list[float], list[float]]:
-    """Rank r has r + 1 numbers for all, and three of its own for each: one for rank 0 and two for rank 1."""
+    """Rank r gathers r + 1 numbers, and scatters three numbers: one for rank 0 and two for rank 1."""
     gathered = torch.empty(3)
     dist.all_gather(list(gathered.split([1, 2])), torch.full((rank + 1,), float(rank)))
     reduced = torch.empty(rank + 1)

@@ -1,4 +1,4 @@
-"""The last line of a rank that loses a peer (what backends really raise: tests/parallel, tests/e2e/runs)."""
+"""Last line of a rank that loses a peer. tests/parallel and tests/e2e/runs test the errors of real backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLOSED = "[pair.cc:553] Connection closed by peer [10.0.0.7]:58513.\nGood luck"
 
 
 def unsaved(error: Exception) -> str:
-    """What is raised where Megatron's function of this name raises an error."""
+    """Return the error that a patched Megatron function raises for its own error."""
 
     def save_checkpoint() -> None:
         raise error
@@ -26,7 +26,7 @@ def unsaved(error: Exception) -> str:
 
 
 def last_lines(rank: int, world: int) -> dict[str, str]:
-    """What is raised in place of each error, by the name of the case."""
+    """Return the replacement of each error, by the name of the case."""
     import megatron.training
 
     args: Any = SimpleNamespace(distributed_timeout_minutes=10)

@@ -1,4 +1,4 @@
-"""torchrun with exit codes for job scripts: real torchrun, over a rank of a few lines."""
+"""torchrun with exit codes for job scripts: real torchrun with a small script as rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_save_on_sigterm_is_a_success(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_bad_input_of_a_rank_is_exit_code_2_and_is_not_tried_again(tmp_path: Path) -> None:
-    """The other rank waits and ignores SIGTERM, for which torchrun would wait 30 s."""
+    """The other rank waits and ignores SIGTERM, so torchrun would wait for 30 s."""
     process = launched(tmp_path, "saves", "2", ranks=2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 2

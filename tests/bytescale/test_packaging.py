@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it lives beside Megatron and leaves nothing behind."""
+"""The wheel: its contents, its installation next to Megatron, and its removal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("megatron", "bytescale_ext")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 NOT_SHIPPED = {".gitignore", ".pre-commit-config.yaml"}
-# The environment's packages come after the fresh one's own, so that Megatron is found and ours is the wheel's. Megatron
-# is found without being imported, which takes seconds.
+# Packages of the environment come after packages of the fresh environment, so that Megatron is found and our package is
+# the wheel's. Megatron is located without an import, which would take seconds.
 SEE_MEGATRON = (
     f"import sys, importlib.util, runpy; sys.path.append({sysconfig.get_path('purelib')!r}); "
     "core, = importlib.util.find_spec('megatron.core').submodule_search_locations; "
@@ -32,7 +32,7 @@ SEE_MEGATRON = (
 
 
 def run(*words: object, cwd: Path) -> str:
-    """Output of a command that must succeed. Without this checkout on its path."""
+    """Return the output of a command that must succeed, without this checkout on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
         [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=400
@@ -47,7 +47,7 @@ def files_under(folder: Path) -> set[Path]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracked files, as a fresh clone has them."""
+    """Copy the tracked files, as in a fresh clone."""
     root = tmp_path_factory.mktemp("source")
     for name in run("git", "ls-files", cwd=ROOT).splitlines():
         if (ROOT / name).exists():
@@ -58,7 +58,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by the project's own build backend."""
+    """Build the wheel with the project's own build backend."""
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-c", BUILD, "build_wheel", out, cwd=copy)
     (built,) = out.glob("*.whl")

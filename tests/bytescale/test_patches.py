@@ -1,4 +1,4 @@
-"""The table against the installed Megatron, and what a run really replaces in it."""
+"""Table of patches against the installed Megatron, and against the replacements of a run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_table(rank: int, world: int) -> list[tuple[str, str]]:
             check_subclass(function, subclass_of(function, patch.subclass))
         if patch.wrap is None or isinstance(owner, type):
             continue
-        # No module that the training imports holds the function unless the row says so.
+        # Only modules in the row refer to the function, among all modules that training imports.
         holders = {name for name, module in list(sys.modules.items())
                    if name.startswith("megatron.") and vars(module).get(attribute) is function}  # fmt: skip
         assert holders == {patch.target.partition(":")[0], *patch.aliases}
@@ -108,7 +108,7 @@ def check_table(rank: int, world: int) -> list[tuple[str, str]]:
 
 
 def check_subclass(kind: type, subclass: type) -> None:
-    """An object of the class can become one of the subclass, and takes some methods from it."""
+    """An object of the class can become an object of the subclass, which overrides some methods."""
     assert subclass is not kind
     assert issubclass(subclass, kind)
     instance = kind.__new__(kind)
@@ -124,7 +124,7 @@ def test_rows_fit_the_installed_megatron_and_name_every_holder() -> None:
 
 
 def callables_of_megatron() -> dict[str, Any]:
-    """Every function, class and method in the modules of Megatron that are imported, by the name it is found under."""
+    """Return every function, class and method in imported modules of Megatron, by qualified name."""
     found: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         if not name.startswith(("megatron.core", "megatron.training")) or not isinstance(module, types.ModuleType):
@@ -139,7 +139,7 @@ def callables_of_megatron() -> dict[str, Any]:
 
 
 def replaced_by_main(rank: int, world: int, argv: list[str]) -> tuple[set[str], list[str]]:
-    """Run ``pretrain_gpt_hdp.main`` up to ``pretrain``: what it replaced in Megatron, and the table then."""
+    """Run ``pretrain_gpt_hdp.main`` up to ``pretrain``; return its replacements in Megatron, and the table."""
     import megatron.training
 
     import pretrain_gpt_hdp
@@ -163,12 +163,12 @@ def run_main(corpus: Path, *flags: str) -> tuple[set[str], list[str]]:
 
 
 def states(table: list[str]) -> dict[str, str]:
-    """Return the state of each row by its function; rows of classes are left out."""
+    """Return the state of each row by its function, without rows of classes."""
     return {name: state for name, state in (row.split()[:2] for row in table) if state != "specialized"}
 
 
 def expected_states(replaced: set[str]) -> dict[str, str]:
-    """Rows are replaced by feature; those of schedules never are; those of the CPU were before the run began."""
+    """Rows are replaced by feature, rows of schedules never, and rows of the CPU before the run begins."""
     by_feature = {
         name: "replaced" if any(full.endswith(f".{name}") for full in replaced) else "untouched" for name in FEATURES
     }
@@ -226,7 +226,7 @@ def test_uninstall_restores_megatron() -> None:
 
 
 def refuse_changed_rows(rank: int, world: int) -> None:
-    """Each row in turn has another hash: refused before anything is replaced, whatever kind the row is of."""
+    """Another hash in any row, of any kind, is refused before anything is replaced."""
     from dataclasses import replace
 
     from megatron.bytescale import patches
@@ -254,7 +254,7 @@ def test_a_changed_hash_of_any_row_refuses_before_anything_is_replaced() -> None
 
 
 def replaced_on_instances() -> tuple[set[str], set[str]]:
-    """(names of Megatron's classes with instances, "Class.method" of each method that an instance has replaced)."""
+    """Return (Megatron classes with instances, "Class.method" of each method that an instance has replaced)."""
     kinds, replaced = set(), set()
     for thing in gc.get_objects():
         kind = type(thing)
@@ -267,7 +267,7 @@ def replaced_on_instances() -> tuple[set[str], set[str]]:
             for name, value in getattr(thing, "__dict__", {}).items()
             if callable(value) and callable(getattr(kind, name, None)) and name not in fields
         }
-        if kind.__name__ == "GPTModel":  # whose modules no layer spec names
+        if kind.__name__ == "GPTModel":  # no layer spec names these modules
             replaced |= {
                 f"GPTModel.{name}"
                 for name, module in thing.named_children()
@@ -277,7 +277,7 @@ def replaced_on_instances() -> tuple[set[str], set[str]]:
 
 
 def scan_instances(runtime: Any, model: torch.nn.Module) -> None:
-    """Print what is replaced on instances, and that the scan would find more."""
+    """Print the methods that are replaced on instances, and prove that the scan finds replacements."""
     chunk, replaced = model.module.module, [sorted(names) for names in replaced_on_instances()]
     rotary = chunk.rotary_pos_emb
     chunk.forward, chunk.rotary_pos_emb = partial(chunk.forward), torch.nn.Identity()
@@ -288,7 +288,7 @@ def scan_instances(runtime: Any, model: torch.nn.Module) -> None:
 
 @pytest.mark.ranks
 def test_no_method_is_replaced_on_an_instance(corpus: Path) -> None:
-    """Neither Megatron's own start nor any feature changes a single object, so the table says everything."""
+    """Neither Megatron's start nor any feature changes single objects, so the table is complete."""
     flags = "--hdp-tokens-per-rank 256 --seq1f1b-slices 2 --chunked-cross-entropy 16 --activation-policy memo --bf16"
     outcome = train(
         1, *MODEL, *TRAIN, *HDP, *flags.split(), "--train-iters", 1, "--swap-fraction", 0.4, "--host-memory-gb", 0.02,
@@ -304,7 +304,7 @@ def test_no_method_is_replaced_on_an_instance(corpus: Path) -> None:
 
 
 def test_schedules_look_up_no_name_outside_the_table() -> None:
-    """Each name that a copied schedule gets, and each schedule that is copied, is a row."""
+    """Each name in a copied schedule, and each copied schedule, is a row."""
     core = ROOT / "megatron" / "bytescale"
     calls = [
         (path, node)
@@ -337,7 +337,7 @@ def test_the_module_prints_the_table() -> None:
 
 
 def test_only_the_registry_changes_the_class_of_an_object() -> None:
-    """Each subclass that ``specialize`` is called with stands in a row of the table."""
+    """Each subclass in a call of ``specialize`` is in a row of the table."""
     called: set[str] = set()
     for path in (ROOT / "megatron" / "bytescale").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

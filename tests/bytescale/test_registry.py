@@ -30,7 +30,7 @@ def wrap_twice(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]
 
 @pytest.fixture
 def modules() -> Iterator[dict[str, types.ModuleType]]:
-    """upstream defines shout and whisper; holder has both by ``from upstream import``."""
+    """Make a module ``upstream`` with shout and whisper, and a module ``holder`` that imports both."""
     made = {name: types.ModuleType(name) for name in ("upstream", "holder")}
     for module in made.values():
         module.shout, module.whisper = shout, whisper  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
 
 
 class Bell:
-    """A class of Megatron, some objects of which become objects of ``LoudBell``."""
+    """Class with some objects that become objects of ``LoudBell``."""
 
     def __init__(self) -> None:
         self.pitch = "low"

@@ -40,7 +40,7 @@ def test_figures_of_a_step_are_counted_once() -> None:
     assert made.parts.comm is not None
     for steps in (1, 2):
         made.parts.comm.stats.bytes_sent = made.parts.kernel_calls.num_forward = (
-            1_000_000  # of an evaluation in between
+            1_000_000  # from an evaluation in between
         )
         made.reset_counts()
         made.step.batch = step = step_of(made)

@@ -53,7 +53,7 @@ def of(add_arguments: object, words: str) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelCost, Path]:
-    """Costs of the model, and the file that holds them."""
+    """Return costs of the model, and their file."""
     model = model_of(MODEL.split())
     path = tmp_path_factory.mktemp("cost") / "cost.json"
     found = cost_of_rates(model.shape, 1e14, 1e14, 1e14)
@@ -62,7 +62,7 @@ def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelCost, Path]:
 
 
 def training(words: str, path: Path, processes: int = RANKS * STAGES, mesh: str = MESH) -> Setup:
-    """Return what training and dry-run resolve of a launch line."""
+    """Return the setups of training and dry-run for a launch line."""
     line = f"{MODEL} --hybrid-data-parallel {SIZES} {mesh} --cost-file {path} {words}"
     args = arguments_of(line.split(), processes=processes)
     args.fake_process_group = True
@@ -70,7 +70,7 @@ def training(words: str, path: Path, processes: int = RANKS * STAGES, mesh: str 
 
 
 def search(cost: ModelCost, **changes: object) -> Setup:
-    """Return what a search makes of the strategy with this mesh."""
+    """Return the search's setup of the strategy with this mesh."""
     model = model_of(MODEL.split())
     devices = Devices(RANKS * STAGES, RANKS * STAGES, DEVICE_GB * 1e9, HOST_GB * 1e9)
     task = Task(cost, devices, LONGEST, (tuple(LENGTHS),), model.operators)
@@ -136,7 +136,7 @@ def test_training_and_search_decide_alike(
 
 
 def test_plan_and_simulate_decide_like_training(cost: tuple[ModelCost, Path]) -> None:
-    """They know no operators of a model, so training is given fused ones."""
+    """The commands know no operators of a model, so training gets fused operators."""
     options = (
         f"--ranks {RANKS} --tokens-per-rank {TOKENS} --pipeline-parallel {STAGES} --slices auto --lengths unread.npy"
     )
@@ -167,7 +167,7 @@ def test_states_choose_like_training(cost: tuple[ModelCost, Path]) -> None:
 
 
 def test_states_offers_what_training_allows(cost: tuple[ModelCost, Path]) -> None:
-    """A flag that keeps gradients on the device leaves the first stage alone."""
+    """A flag that keeps gradients on the device leaves only ``--state-stage 1``."""
     args = of(add_states, "--model-flags X --tokens-per-rank 2048")
     args.model_flags = f"{MODEL} --overlap-grad-reduce"
     assert setup_of_states(args).states.allowed == (1,)

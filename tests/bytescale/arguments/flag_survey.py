@@ -1,4 +1,4 @@
-"""What Megatron's parser, configuration functions and source say about its flags, for ``test_flags.py``."""
+"""Survey of Megatron's flags from its parser, configuration functions and source, for ``test_flags.py``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 NOT_ON_OUR_PATH = {"training/training.py": ("get_model",)}
-"""Functions that ``pretrain`` does not call when it is given a configuration of the model."""
+"""Functions that ``pretrain`` does not call if it gets a configuration of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """Stands for the value of an argument: it is found again where it has arrived."""
+    """Placeholder for the value of an argument, which can be recognized in a configuration."""
 
     dest: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What is known of each argument, by its name in the namespace.
+    """Properties of each argument, by its name in the namespace.
 
     Attributes:
-        flags: the options that set it.
-        fields: "Class.field" of each configuration that its value reaches unchanged.
-        changes: those that the functions read by name and whose other value changes a configuration.
-        readers: files that read it from the namespace, under Megatron's package.
-        set_by: arguments that each feature sets before Megatron checks them, by its name; "device": that a CPU sets.
+        flags: options that set the argument.
+        fields: "Class.field" of each configuration field that gets the value unchanged.
+        changes: arguments that functions read by name, and whose value changes a configuration.
+        readers: files in Megatron's package that read the argument from the namespace.
+        set_by: arguments that a feature sets before Megatron checks them, by the feature's name; "device" for a CPU.
     """
 
     flags: dict[str, list[str]]
@@ -45,9 +45,9 @@ class Survey:
 
 
 def survey(rank: int, world: int, command_lines: dict[str, list[str]]) -> Survey:
-    """Return what is known of each flag of Megatron's. In a process of its own: it changes Megatron's classes.
+    """Return the survey of Megatron's flags. Runs in a separate process, because it changes Megatron's classes.
 
-    ``command_lines``: what switches each feature on, by its name.
+    ``command_lines``: words that enable each feature, by its name.
     """
     from megatron.bytescale import cpu
 
@@ -66,7 +66,7 @@ def survey(rank: int, world: int, command_lines: dict[str, list[str]]) -> Survey
 
 
 def arguments_set(words: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Return the arguments that a CPU changes, and those that the features of a command line change after it."""
+    """Return the arguments that a CPU changes, and the arguments that the features of a command line change."""
     from megatron.training.arguments import parse_args
 
     from megatron.bytescale import features
@@ -87,16 +87,16 @@ def arguments_set(words: Sequence[str]) -> tuple[set[str], set[str]]:
 
 
 def changing(args: Any) -> set[str]:
-    """Return the arguments, of those read by name, whose other value changes a configuration that our path builds.
+    """Return the arguments that functions read by name and whose value changes a configuration of our path.
 
-    Called after ``reached_fields``, when classes check nothing.
+    Called after ``reached_fields``, which disables the checks of classes.
     """
     gated = {"position_embedding_type": "yarn", "swiglu": True, "group_query_attention": True}
     return changing_from({**vars(args), **DECIDED}) | changing_from({**vars(args), **DECIDED, **gated})
 
 
 def changing_from(plain: dict[str, Any]) -> set[str]:
-    """Return the arguments whose other value changes a configuration, beside these ones."""
+    """Return further arguments whose value changes a configuration."""
 
     def parts(**changed: Any) -> str:
         return repr([vars(part) for part in built_parts(argparse.Namespace(**{**plain, **changed}))])
@@ -107,21 +107,21 @@ def changing_from(plain: dict[str, Any]) -> set[str]:
     functions = (megatron_folder() / "training" / "argument_utils.py").read_text(encoding="utf-8")
     for dest in names_read(functions) & set(plain):
         value = plain[dest]
-        with contextlib.suppress(Exception):  # a value that it cannot have: nothing is learnt
+        with contextlib.suppress(Exception):  # an invalid value shows nothing
             if parts(**{dest: (not value) if isinstance(value, bool) else Given(dest)}) != expected:
                 found.add(dest)
     return found
 
 
 CONDITIONS = ("given", "chosen", "equals", "above")
-"""Functions that make a condition on the argument that they name first."""
+"""Functions that make a condition on their first argument."""
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"multi_latent_attention": True},
     {"heterogeneous_layers_config_path": "layers.json"},
 )
-"""Arguments that choose another class for the configuration of the layers."""
+"""Arguments that select the class of the layers' configuration."""
 
 DECIDED = {
     "params_dtype": None, "padded_vocab_size": 128, "cp_comm_type": ["p2p", "a2a"], "use_megatron_fsdp": False,
@@ -129,13 +129,13 @@ DECIDED = {
     "hybrid_layer_pattern": None, "te_precision_config_file": None, "cuda_graph_impl": "none",
     "position_embedding_type": "rope", "heterogeneous_layers_config_path": None, "rope_type": None,
 }  # fmt: skip
-"""Arguments whose values Megatron's functions look into; the others are ``Given``."""
+"""Arguments with values that Megatron's functions inspect; all other values are ``Given``."""
 
 
 def reached_fields(args: Any) -> dict[str, list[str]]:
-    """Return "Class.field" of each configuration that our path builds, by the argument that it was found to hold.
+    """Return "Class.field" of each configuration of our path, by the argument that reaches it.
 
-    All arguments that have a field of their name are replaced at once; classes check nothing meanwhile.
+    All arguments with a field of the same name are replaced together, and the checks of classes are disabled.
     """
     from megatron.core.fault_injector import FaultInjectorConfig
 
@@ -151,13 +151,13 @@ def reached_fields(args: Any) -> dict[str, list[str]]:
                 value = vars(part).get(field.name)
                 if isinstance(value, Given):
                     found.setdefault(value.dest, set()).add(f"{type(part).__name__}.{field.name}")
-    for field in dataclasses.fields(FaultInjectorConfig):  # which the training loop fills by the names of its fields
+    for field in dataclasses.fields(FaultInjectorConfig):  # the training loop fills it by the names of its fields
         found.setdefault(field.name, set()).add(f"FaultInjectorConfig.{field.name}")
     return {dest: sorted(fields) for dest, fields in found.items()}
 
 
 def built_parts(args: Any) -> list[Any]:
-    """Return each configuration that a training of ours is given."""
+    """Return each configuration of our training."""
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron.bytescale.training.pretrain_arguments import stock_training
@@ -195,7 +195,7 @@ def megatron_folder() -> Path:
 
 
 def readers_of(dests: set[str]) -> dict[str, list[str]]:
-    """Return the files of Megatron that read each argument, arguments.py with its checks among them."""
+    """Return the files of Megatron that read each argument, including the checks in arguments.py."""
     root = megatron_folder()
     found: dict[str, set[str]] = {}
     for file in sorted([*(root / "training").rglob("*.py"), *(root / "core").rglob("*.py")]):
@@ -206,7 +206,7 @@ def readers_of(dests: set[str]) -> dict[str, list[str]]:
 
 
 def names_read(text: str, without: tuple[str, ...] = ()) -> set[str]:
-    """Return the names read as ``args.name`` or ``getattr(args, "name")``, outside of some functions."""
+    """Return the names read as ``args.name`` or ``getattr(args, "name")``, except inside some functions."""
     lines = text.splitlines()
     for node in ast.parse(text).body if without else ():
         if isinstance(node, ast.FunctionDef) and node.name in without:
@@ -217,9 +217,9 @@ def names_read(text: str, without: tuple[str, ...] = ()) -> set[str]:
 
 
 def names_declared(text: str, classes: Sequence[str] = ()) -> set[str]:
-    """Return the arguments that a file of ours reads: fields of its classes, and names in its conditions.
+    """Return the arguments that a file of this project reads: fields of its classes, and names in its conditions.
 
-    ``classes``: only the fields of these.
+    ``classes``: only fields of these classes count.
     """
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):

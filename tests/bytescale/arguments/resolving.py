@@ -1,4 +1,4 @@
-"""Command lines through Megatron's real parser and checks, without tokenizer and data, for tests."""
+"""Resolution of command lines by Megatron's real parser and checks, without tokenizer and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 
 @dataclass(frozen=True)
 class Resolved:
-    """What became of a command line: features by name, plain arguments and choices, or one line of refusal."""
+    """Result of a command line: features by name, plain arguments and choices, or the line of a refusal."""
 
     features: dict[str, Any]
     args: dict[str, Any]
@@ -23,21 +23,21 @@ class Resolved:
 
 
 def resolve_lines(*lines: tuple[int, Sequence[object]]) -> list[Resolved]:
-    """Return what becomes of each (number of processes, words), in one process for all."""
+    """Return the result of each (number of processes, words), in one process for all."""
     words = [(num_processes, [str(word) for word in line]) for num_processes, line in lines]
     found: list[Resolved] = run_ranks(_resolve_lines, 1, words, init_group=False)[0]
     return found
 
 
 def resolved(num_processes: int, *words: object) -> Resolved:
-    """Return what becomes of a command line, which must be accepted."""
+    """Return the result of a command line, which must be accepted."""
     (found,) = resolve_lines((num_processes, words))
     assert found.error is None, found.error
     return found
 
 
 def refused(num_processes: int, *words: object) -> str:
-    """Return the line with which a command line is refused."""
+    """Return the error line of a refused command line."""
     (found,) = resolve_lines((num_processes, words))
     assert found.error is not None, found.features
     return found.error
@@ -46,7 +46,7 @@ def refused(num_processes: int, *words: object) -> str:
 def check_refused(*rows: tuple[int, Sequence[object], str]) -> None:
     """Check that launch lines, resolved in one process, are refused in one line each.
 
-    A row is (number of processes, words of the line, words of the refusal, separated by bars).
+    A row is (number of processes, words of the line, parts of the refusal separated by bars).
     """
     found = resolve_lines(*((num_processes, words) for num_processes, words, _ in rows))
     for outcome, (_, words, message) in zip(found, rows, strict=True):
@@ -61,7 +61,7 @@ def _resolve_lines(rank: int, world: int, lines: Sequence[tuple[int, list[str]]]
 
 
 def checked(num_processes: int, words: Sequence[str], vocab: int = 128, **settled: object) -> argparse.Namespace:
-    """Return arguments that Megatron and our features have checked; ``settled``: values set before they are."""
+    """Return arguments after the checks of Megatron and our features; ``settled``: values set before the checks."""
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron.bytescale import features

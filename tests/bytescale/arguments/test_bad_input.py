@@ -1,4 +1,4 @@
-"""Bad input ends with one clear line and exit code 2, before anything is trained."""
+"""Invalid input ends with one clear line and exit code 2, before training starts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(corpus: Path, tmp_path: Path) -> Path:
-    """Files that a test may damage."""
+    """Return files that a test may damage."""
     for kind in ("bin", "idx"):
         shutil.copy(f"{corpus}.{kind}", tmp_path / f"docs.{kind}")
     return tmp_path / "docs"
 
 
 def refusal(outcome: Outcome) -> str:
-    """Return the one line of a refused run."""
+    """Return the error line of a refused run."""
     assert outcome.code == 2, outcome.text[-2000:]
     assert "Traceback" not in outcome.text
     assert "[before the start of training step]" not in outcome.text
@@ -52,7 +52,7 @@ def refusal(outcome: Outcome) -> str:
 
 
 def refused(data: Path, *flags: object, entry: Any = None) -> str:
-    """Return the line with which a run on one rank is refused. Later flags win over the common ones."""
+    """Return the error line of a refused run on one rank. Given flags override common flags."""
     common = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", data]
     return refusal(train(1, *common, *flags, entry=entry))
 
@@ -75,13 +75,13 @@ def overwrite(file: Path, content: bytes) -> None:
 
 
 def use_a_large_token(file: Path) -> None:
-    """Change the first token of document 2 to one past the 61 + 1 ids that are padded to 128."""
+    """Change the first token of document 2 to an id outside the 61 + 1 ids, which are padded to 128."""
     tokens = np.memmap(file, dtype=np.uint16, mode="r+")
     tokens[256 + 3] = 60000
     tokens.flush()
 
 
-# (suffix of the damaged file, what happens to it, words of the message beside its name)
+# (suffix of the damaged file, damage, words of the message after its name)
 DAMAGES: list[tuple[str, Callable[[Path], None], list[object]]] = [
     ("idx", os.remove, ["no such file"]),
     ("bin", os.remove, ["no such file", "copy both files"]),
@@ -153,7 +153,7 @@ def test_tokens_per_rank_under_sequence_parallelism(corpus: Path) -> None:
 
 
 def train_first_rank(num_ranks: int, *flags: object) -> Outcome:
-    """As ``train``, but what the first rank printed: only it tells of bad input."""
+    """Train like ``train``, and return the output of the first rank, which alone reports invalid input."""
     from tests.e2e.training import train_ranks
 
     first, *others = train_ranks(num_ranks, *flags)

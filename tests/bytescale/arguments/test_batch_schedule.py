@@ -1,4 +1,4 @@
-"""Steps that grow: what Megatron is given, what the loader is given, and what is refused."""
+"""Growing steps: the settings of Megatron and the loader, and refused settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found() -> list[Resolved]:
 
 @pytest.mark.ranks
 def test_a_ramp_becomes_the_schedule_of_megatron(found: list[Resolved]) -> None:
-    """Documents of 256 tokens: 25 documents in two equal parts."""
+    """Return 25 documents of 256 tokens in two equal parts."""
     ramp, schedule = found[:2]
     assert ramp.error is schedule.error is None
     assert ramp.args["step_batch_size_schedule"] == f"0:4 {12 * 256}:8 {25 * 256}:12"

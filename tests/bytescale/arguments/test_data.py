@@ -1,4 +1,4 @@
-"""The data sets that Megatron's flags name."""
+"""Data sets that Megatron's flags name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Each flag of Megatron is honoured, refused, or without effect in Megatron's own script: ``flags.toml`` says which.
+"""``flags.toml``: each flag of Megatron is honoured, refused, or has no effect in Megatron's own script.
 
-The table is read against the parser, the configurations that our path builds, the source of Megatron and ours, and the
-table of refusals. A flag that is new, or whose entry is not true, fails.
+The table is compared with the parser, the configurations of our path, the sources of Megatron and of this project, and
+the table of refusals. A new flag, or a flag with a wrong entry, fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEATURES = {
     "slices": [*COMMON, "--seq1f1b-slices", "4"],
     "activations": [*COMMON, "--activation-policy", "memo", "--host-memory-gb", "0.1"],
 }
-CHOOSES_A_FILE_OR_CLASS = {  # read by the functions that make configurations, but no field holds their value
+CHOOSES_A_FILE_OR_CLASS = {  # functions that make configurations read these, but no field has their value
     "--cp-comm-type", "--heterogeneous-layers-config-path", "--rope-type", "--spec", "--te-precision-config-file",
 }  # fmt: skip
 STOCK_OPTIONS = {
@@ -52,7 +52,7 @@ def known() -> Survey:
 
 @pytest.fixture(scope="module")
 def dests(known: Survey) -> dict[str, str]:
-    """Return the argument that each flag sets."""
+    """Return the argument of each flag."""
     return {flag: dest for dest, flags in known.flags.items() for flag in flags}
 
 
@@ -121,9 +121,9 @@ def test_features_set_what_is_listed_and_nothing_else(feature: str, known: Surve
 
 
 def stock_only(feature: str) -> set[str]:
-    """Return the arguments that stock training reads, in code that a feature replaces.
+    """Return the arguments that stock training reads in code that a feature replaces.
 
-    Slices and activation policies replace Megatron's attention; documents its data sets and loaders too.
+    Slices and activation policies replace Megatron's attention. Documents also replace its data sets and loaders.
     """
     ours, core = ROOT / "megatron" / "bytescale", megatron_folder() / "core"
     attention = (core / "transformer" / "dot_product_attention.py").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 
 
 def print_help(rank: int, world: int) -> tuple[int, str]:
-    """Exit code and text."""
+    """Return the exit code and the text."""
     import pretrain_gpt_hdp
 
     sys.argv = ["pretrain_gpt_hdp.py", "--help"]

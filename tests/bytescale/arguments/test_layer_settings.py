@@ -1,4 +1,4 @@
-"""Settings of layers that refusals look at."""
+"""Settings of layers that refusals depend on."""
 
 from __future__ import annotations
 

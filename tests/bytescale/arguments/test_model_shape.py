@@ -1,4 +1,4 @@
-"""Sizes, costs and ranks out of Megatron's arguments."""
+"""Sizes, costs and ranks from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ARGS = SimpleNamespace(
 def test_model_shape_with_and_without_query_groups() -> None:
     shape = model_shape(ARGS)
     assert (shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.gated) == (2, 4, 8, True)
-    # Megatron's num_query_groups is 1 where it is not used.
+    # Megatron's num_query_groups is 1 if it is not used.
     plain = SimpleNamespace(**{**vars(ARGS), "group_query_attention": False, "num_query_groups": 1, "swiglu": False})
     shape = model_shape(plain)
     assert shape.num_kv_heads == 4
@@ -74,7 +74,7 @@ def test_model_shape_with_latent_attention_and_later_layers() -> None:
 
 @pytest.mark.parametrize(("pattern", "is_sparse"), [(1, True), (2, False), ([0, 1], True), ([1, 0], False)])
 def test_later_layers_are_like_the_last_layer(pattern: int | list[int], is_sparse: bool) -> None:
-    """As Megatron builds them: of two layers in the pattern 2, the first has experts."""
+    """As in Megatron, the first of two layers has experts with the pattern 2."""
     experts = {"num_experts": 4, "moe_layer_freq": pattern, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
     given = {**vars(ARGS), **experts, "moe_shared_expert_intermediate_size": None, "mtp_num_layers": 1}
     shape = model_shape(SimpleNamespace(**given))
@@ -172,7 +172,7 @@ def test_layers_of_stages_are_those_that_megatron_builds(
 
     args = SimpleNamespace(num_layers=num_layers, pipeline_model_parallel_size=num_stages, **PIPELINE | given)
     assert stage_layers(args) == layers
-    if args.pipeline_model_parallel_layout is not None:  # Megatron counts these on the running rank only
+    if args.pipeline_model_parallel_layout is not None:  # Megatron counts these only on the running rank
         assert sum(layers) == num_layers
         return
     names = {
@@ -187,7 +187,7 @@ def test_layers_of_stages_are_those_that_megatron_builds(
 
 
 def test_the_stage_of_a_process() -> None:
-    """Megatron numbers ranks by tensor-parallel rank, then data-parallel rank, then stage, or the last two in turn."""
+    """Megatron numbers ranks by tensor-parallel rank, data-parallel rank and stage, or with the last two exchanged."""
     sizes = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8}
     for mapped, stages in ((False, [0, 0, 0, 0, 1, 1, 1, 1]), (True, [0, 0, 1, 1, 0, 0, 1, 1])):
         args = [SimpleNamespace(**sizes, rank=rank, use_tp_pp_dp_mapping=mapped) for rank in range(8)]

@@ -25,7 +25,7 @@ def test_cpu_defaults_need_no_flag() -> None:
 
 
 STOCK = [*MODEL, *TRAIN, "--attention-dropout", 0]
-# (words of a launch line, how the refusal begins)
+# (words of a launch line, start of the refusal)
 REFUSED: list[tuple[list[object], str]] = [
     (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine: there is no GPU"),
     (
@@ -68,7 +68,7 @@ ENGINE, APEX = "transformer_engine", ("apex", "fused_weight_gradient_mlp_cuda", 
 def test_defaults_on_a_gpu_follow_what_can_be_imported(
     installed: tuple[str, ...], expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``pip install .[gpu]`` gives TransformerEngine without Apex, whose module Megatron's output layer asks for."""
+    """``pip install .[gpu]`` installs TransformerEngine without Apex, which Megatron's output layer requires."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
     args = stock_arguments()
     set_device_defaults(args, [], on_cpu=False)
@@ -82,7 +82,7 @@ def test_defaults_on_a_gpu_follow_what_can_be_imported(
 
 
 def stock_arguments(**changes: object) -> argparse.Namespace:
-    """Megatron's defaults of what depends on the machine."""
+    """Return Megatron's defaults of settings that depend on the machine."""
     fusions = [*NEEDS, "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"]
     values = {"transformer_impl": ENGINE, "no_persist_layer_norm": False, "distributed_backend": "nccl",
               "use_cpu_initialization": False, "tensor_model_parallel_size": 1}  # fmt: skip

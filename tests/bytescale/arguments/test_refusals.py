@@ -29,7 +29,7 @@ SWITCHED_ON = {
     ALWAYS: [],
 }
 FLAGS = {name: words[0] if words else PROGRAM for name, words in SWITCHED_ON.items()}
-# Each row of the table, as a user would give it.
+# Flags of each row of the table, as a user would give them.
 EXAMPLES = {
     "--context-parallel-size > 1": "--context-parallel-size 2",
     "--microbatch-group-size-per-virtual-pipeline-stage": (
@@ -200,7 +200,7 @@ def answer_one(words: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str], str]:
-    """The error of each row with each feature that refuses it, in one process for all."""
+    """Return the error of each row with each feature that refuses it, in one process for all."""
     lines = [
         [word for word in COMMON if word != WITHOUT.get(row.flag)]
         + [*SWITCHED_ON[feature], *EXAMPLES[row.flag].split()]

@@ -1,4 +1,4 @@
-"""Old spellings of flags are refused with the new one, and the changelog names the same replacements."""
+"""Old names of flags are refused with the new name, and the changelog has the same replacements."""
 
 from __future__ import annotations
 

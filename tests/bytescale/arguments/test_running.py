@@ -1,4 +1,4 @@
-"""What a running training reads of Megatron's arguments."""
+"""Values that a running training reads from Megatron's arguments."""
 
 from __future__ import annotations
 

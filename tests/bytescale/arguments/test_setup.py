@@ -1,4 +1,4 @@
-"""The setup of a training: what arguments make of it, and the slices that a policy may run in."""
+"""Setup of a training from arguments, and the slices that fit under a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.training import MODEL, TRAIN
 
 @pytest.mark.ranks
 def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() -> None:
-    """Every option that fits has a cost that includes what is copied and rebuilt; less memory leaves fewer options."""
+    """Every fitting option has a cost with copies and recomputation. Less memory leaves fewer options."""
     given = [*MODEL, *TRAIN, "--cpu", *f"{CHOSEN} BUDGET --host-memory-gb 0.1 --no-measured-speeds".split()]
 
     def config(budget: str, words: str) -> Any:
@@ -46,7 +46,7 @@ def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() 
 
 
 def test_micro_batches_of_a_step() -> None:
-    """Samples are counted; documents are as many as fit if all were as long as the longest."""
+    """Samples are counted. The number of documents is estimated as if all had the largest length."""
     samples = parsed(global_batch_size=64, micro_batch_size=2, data_parallel_size=4)
     assert setup_of(samples).sequences.micro_batches == 8
     documents = parsed("--hybrid-data-parallel", "--hdp-tokens-per-rank", "4096", global_batch_size=64, world_size=4)

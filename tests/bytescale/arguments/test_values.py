@@ -1,4 +1,4 @@
-"""Bad launch lines: one line that names the flag, exit code 2, before anything is built or written."""
+"""Invalid launch lines end with one line that names the flag and exit code 2, before anything is built or written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def without(flag: str, num_values: int = 1) -> list[str]:
 
 
 UNTOKENIZED = without("--tokenizer-type", 3)
-# (launch line, words of the message); {in} is a folder with the files that ``folder`` makes.
+# (launch line, words of the message); {in} is the folder of the fixture ``folder``.
 CASES: list[tuple[list[str], str]] = [
     ([], "no --num-layers, --hidden-size, --num-attention-heads: give the model"),
     (without("--num-layers"), "no --num-layers: give the model"),
@@ -92,12 +92,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(words: Sequence[str]) -> tuple[int, str]:
-    """Return the exit code and the output of a launch up to where training would begin, in a child of this process."""
+    """Return the exit code and the output of a launch up to the start of training, in a child process."""
     mine, of_child = os.pipe()
     child = os.fork()
     if not child:
         code = 99
-        signal.alarm(SECONDS_OF_A_LAUNCH)  # one that hangs ends with a negative exit code
+        signal.alarm(SECONDS_OF_A_LAUNCH)  # a hanging process ends with a negative exit code
         try:
             text = io.StringIO()
             with redirect_stdout(text), redirect_stderr(text):
@@ -165,11 +165,11 @@ def test_a_timeline_beyond_the_run_is_a_warning(folder: Path, tmp_path: Path) ->
 
 
 VALUES = ["0", "-1", "1", "3", "x", "", "nan", "inf", "1e30", "8K", "/dev/null", "auto", "even", "1,2", "ray"]
-SEPARATE = {"--help", "--hdp-loader", "--cpu"}  # ends the parser; starts processes; is on anyway
+SEPARATE = {"--help", "--hdp-loader", "--cpu"}  # these end the parser, start processes, or are always on
 
 
 def random_launches(rank: int, world: int, folder: str) -> int:
-    """Launch with random values of our flags and of those that ``check_values`` reads; return how many were refused."""
+    """Launch with random values of our flags and of flags of ``check_values``; return the number of refusals."""
     import argparse
 
     from megatron.bytescale.arguments.parse import add_arguments
@@ -206,9 +206,9 @@ def test_random_flags_never_end_in_a_traceback(folder: Path) -> None:
 def test_a_hub_that_cannot_be_reached_is_said_at_once(
     cached: str | None, offline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the tokenizer is in the cache, or transformers is told to look nowhere else."""
+    """The hub is queried unless the tokenizer is in the cache, or transformers is set to offline mode."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens
+        closed.bind(("127.0.0.1", 0))  # no server listens here
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
         constants = SimpleNamespace(HF_HUB_OFFLINE=offline, ENDPOINT=address)
         hub = SimpleNamespace(constants=constants, try_to_load_from_cache=lambda name, file: cached)

@@ -16,7 +16,7 @@ LLAMA = (
     "--bf16 --lr 1e-4"
 )
 TIED = 6_738_415_616 - 32000 * 4096
-"""Parameters, of which the embedding and the output layer are one matrix."""
+"""Return the number of parameters; embedding and output layer share a matrix."""
 
 
 def run(*words: object) -> int:

@@ -1,4 +1,4 @@
-"""Bad input of every subcommand: one line on standard error, exit code 2, and nothing written."""
+"""Invalid input of every subcommand: one line on standard error, exit code 2, and no output files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEARCH = ["search", "--model-flags", MODEL, "--sampler", "sft", *"--seq-length 1
 SCULPT = "data sculpt --input {in}/docs --seq-length 8 --output {in}/out".split()
 PROFILE = ["profile", "--output", "{in}/cost.json"]
 
-# (command line, words of the message); {in} is a folder with the files that ``folder`` makes.
+# (command line, words of the message); {in} is the folder of the fixture ``folder``.
 CASES: list[tuple[list[str], str]] = [
     ([], "required: COMMAND"),
     (["plans"], "invalid choice: 'plans'"),
@@ -218,7 +218,7 @@ CASES: list[tuple[list[str], str]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of many kinds, most of them bad."""
+    """Return a folder of many kinds of files, most of them invalid."""
     root = tmp_path_factory.mktemp("bad")
     arrays = {"lengths": [30, 7, 55], "negative": [4, -7], "empty": [], "floats": [1.5]}
     for name, values in arrays.items():
@@ -238,7 +238,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plans(folder: Path) -> Path:
-    """A plan, and the same one without its first micro-batch."""
+    """Write a plan, and the same plan without its first micro-batch."""
     parser = OneLineParser()
     cli.plan.add_arguments(parser)
     args = parser.parse_args([word.format(**{"in": folder}) for word in PLAN[1:]])
@@ -252,7 +252,7 @@ def plans(folder: Path) -> Path:
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line with which a command line is refused."""
+    """Return the error line of a refused command line."""
     assert cli.main(words) == 2
     shown = capsys.readouterr()
     assert re.fullmatch(r"bytescale[a-z -]*: error: .+\n", shown.err), shown.err

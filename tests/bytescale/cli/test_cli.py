@@ -1,4 +1,4 @@
-"""The dispatcher of the console command. Its subcommands have files of their own."""
+"""Dispatcher of the console command. Other files test its subcommands."""
 
 from __future__ import annotations
 

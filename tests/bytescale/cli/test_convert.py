@@ -1,4 +1,4 @@
-"""`bytescale convert`: which flags go together, in one line each."""
+"""`bytescale convert`: invalid combinations of flags, with one error line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bytescale corpus``: what it prints, the training flags that it names, and what it refuses."""
+"""``bytescale corpus``: its output, the training flags that it suggests, and refused input."""
 
 from __future__ import annotations
 

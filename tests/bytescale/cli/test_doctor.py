@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 def answers(rank: int, world: int, calls: list[list[str]], change: str) -> list[tuple[int, str, str]]:
     """Return exit code, output and errors of each call of ``bytescale doctor --cpu``.
 
-    ``change``: what happens to Megatron's ``training_log`` first: "", "replaced" or "deleted".
+    ``change``: previous change of Megatron's ``training_log``: "", "replaced" or "deleted".
     """
     import megatron.training.training
 

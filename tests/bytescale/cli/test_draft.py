@@ -1,4 +1,4 @@
-"""``bytescale draft export`` writes a folder once, and refuses what it cannot write, in one line."""
+"""``bytescale draft export`` writes a folder once, and refuses invalid exports in one line."""
 
 from __future__ import annotations
 

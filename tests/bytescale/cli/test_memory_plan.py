@@ -18,7 +18,7 @@ MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-si
 
 
 def run_command(rank: int, world: int, words: list[str]) -> str:
-    """Return what the command prints, in a process of its own."""
+    """Return the output of the command, which runs in a separate process."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -37,7 +37,7 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         "layer, forward", "layer, backward", "model, two levels", "model, one level",
     ]  # fmt: skip
     value = json.loads((tmp_path / "plan.json").read_text())
-    memory = StepMemory.from_json(value)  # which checks it
+    memory = StepMemory.from_json(value)  # loading checks the plan
     plan, record = memory.plan, memory.record
     assert (record.num_tokens, record.shape.hidden, record.dtype) == (64, 32, "float32")
     assert record.activations.swap == 0.5

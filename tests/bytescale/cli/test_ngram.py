@@ -1,4 +1,4 @@
-"""``bytescale ngram``: what it prints and draws."""
+"""``bytescale ngram``: text and picture."""
 
 from __future__ import annotations
 

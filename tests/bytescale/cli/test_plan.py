@@ -32,7 +32,7 @@ def lengths_file(tmp_path: Path) -> Path:
 
 
 def write_idx(path: Path, document_tokens: list[list[int]]) -> None:
-    """A Megatron index of documents, each given as the tokens of its sequences."""
+    """Write a Megatron index of documents, each given as the tokens of its sequences."""
     lengths = [tokens for document in document_tokens for tokens in document]
     ends = np.cumsum([0] + [len(document) for document in document_tokens])
     with path.open("wb") as file:
@@ -95,7 +95,7 @@ def test_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_costs_of_a_file(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the costs are twice the time, over the same bound."""
+    """Twice the costs take twice the time, with the same ratio to the bound."""
     cost = shipped("bytescale_7b")
     doubled = replace(cost, forward=cost.forward.scaled(2), backward=cost.backward.scaled(2), head_forward=0.0,
                       head_backward=0.0, device="another GPU")  # fmt: skip

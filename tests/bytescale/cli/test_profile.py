@@ -94,7 +94,7 @@ def test_links_between_nodes_are_measured_by_themselves_or_given(monkeypatch: py
 
 @pytest.mark.ranks
 def test_a_short_real_run(tmp_path: Path) -> None:
-    """The whole command. Its times are too short to be good ones, and may even be refused as noise."""
+    """The whole command runs. Its times are too short to be reliable, and may even be refused as noise."""
     path = tmp_path / "cost.json"
     settings = ["--max-tokens", "512", "--repeats", "1", "--ring-bytes-per-second", "1e9", "--cpu", "--json"]
     done = bytescale("--output", path, *settings, "--", *MODEL)

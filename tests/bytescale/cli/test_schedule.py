@@ -1,4 +1,4 @@
-"""``bytescale schedule``: its table, its figures, its picture, and what it refuses."""
+"""``bytescale schedule``: its table, its figures, its picture, and refused input."""
 
 from __future__ import annotations
 

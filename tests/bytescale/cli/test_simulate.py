@@ -62,7 +62,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 LAYER_BYTES = sum(tensor.bytes_per_token for tensor in layer_tensors(shipped("bytescale_7b").shape))
-"""What a token is sure to keep in a layer, by which training too decides which keys are kept."""
+"""Bytes that a token always keeps in a layer decide which keys are kept, as in training."""
 
 
 def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +83,8 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words, "--slices", 3) == 0
     value = json.loads(capsys.readouterr().out)
     sliced = value["schedulers"]
-    # What slices free is 4 C - 2 C of activations, less the sums of 2/3 C; keys are kept for it: 4,096 bytes in 6
-    # slices of 1/3, and twice that in the sums of 2/3.
+    # Slices free 4 C - 2 C of activations, minus the sums of 2/3 C. Kept keys use these bytes: 4,096 bytes in 6
+    # slices of 1/3, and twice as many in the sums of 2/3.
     assert value["scenario"]["slicing"]["num_slices"] == 3
     sums = 4 / 3 * 4096
     assert value["scenario"]["slicing"]["kept_tokens"] == int(8192 * (2 * LAYER_BYTES - sums) / (2 * 4096 + sums))

@@ -21,7 +21,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
-    """Two ranks, steps 4 and 5; in step 5 rank 0 computes for 3 s and rank 1 for 1 s."""
+    """Write timelines of two ranks in steps 4 and 5. In step 5 rank 0 computes for 3 s and rank 1 for 1 s."""
     directory = tmp_path / "timeline"
     directory.mkdir()
     shards = [{"seq": 0, "length": 8, "tokens": 4, "ring": [0, 1]}]

@@ -1,4 +1,4 @@
-"""Tiny configurations of each family, as `config.json` has them once transformers has filled in its defaults."""
+"""Tiny configurations of each family, as in `config.json` with the defaults of transformers."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def configuration_of(kind: str, **changes: Any) -> dict[str, Any]:
-    """Return a tiny configuration of one of ``MODELS``, whose name is its family's unless it says otherwise."""
+    """Return a tiny configuration of one of ``MODELS``. Its name is its family, unless the entry has a family."""
     return {"model_type": kind, **_BASE, "rope_parameters": PLAIN_ROPE, **MODELS[kind], **changes}

@@ -1,4 +1,4 @@
-"""The Hugging Face configuration of Megatron's arguments, and models of no family."""
+"""Hugging Face configurations from Megatron's arguments, and models without a family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's flags of a Hugging Face configuration, and what is refused."""
+"""Megatron flags from a Hugging Face configuration, and refused configurations."""
 
 from __future__ import annotations
 

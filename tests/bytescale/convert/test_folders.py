@@ -1,4 +1,4 @@
-"""Models of each family become Megatron checkpoints and go back: equal logits, equal tensors, one launch line."""
+"""Conversion of models of each family to Megatron checkpoints and back: equal logits, tensors and launch lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTHS = (100, 3, 64, 65, 130, 17, 40, 9)
 
 
 def write_models(folder: Path) -> dict[str, Any]:
-    """Write a model of each family, convert it there and back; return what each conversion found."""
+    """Write a model of each family, convert it to Megatron and back; return the results of each conversion."""
     import transformers
 
     for seed, kind in enumerate(MODELS):
@@ -48,7 +48,7 @@ def write_models(folder: Path) -> dict[str, Any]:
 
 
 def convert_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Return for each family (flags, parameters, the kind that came back, largest difference of Megatron's logits)."""
+    """Return (flags, parameters, family after the round trip, largest difference of logits) of each family."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])
@@ -88,14 +88,14 @@ def megatron_logits(load: Path, tokens: torch.Tensor) -> torch.Tensor:
     model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).eval()
     read_weights(model, checkpoint, Heads(checkpoint, None, {}))
     places = torch.arange(TOKENS)
-    hidden = places[None] > places[:, None]  # layers with a window hide what they do by themselves
-    with torch.no_grad():  # with gradients, experts with biases cannot add theirs where each rank has all experts
+    hidden = places[None] > places[:, None]  # layers with a window mask the attention themselves
+    with torch.no_grad():  # with gradients, experts with biases fail if each rank has all experts
         logits: torch.Tensor = model(tokens, places[None], hidden[None, None])
     return logits
 
 
 class QueriesWithoutNorm(MLASelfAttention):
-    """Megatron's latent attention; queries without a latent have no norm, for which it asks TransformerEngine."""
+    """Megatron's latent attention. Queries without a latent have no norm, which would need TransformerEngine."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         if self.config.q_lora_rank is not None:
@@ -104,7 +104,7 @@ class QueriesWithoutNorm(MLASelfAttention):
 
 
 def plain_latent_attention(config: Any, vp_stage: int | None = None) -> Any:
-    """Return Megatron's local layers with its own dense attention, which its latent attention needs to be told of."""
+    """Return Megatron's local layers with its dense attention, which its latent attention must be given."""
     from megatron.training.models.gpt import default_layer_spec
 
     spec = with_core_attention(default_layer_spec(config, vp_stage), PlainAttention)
@@ -114,7 +114,7 @@ def plain_latent_attention(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def broken(folder: Path, change: Callable[[Path], object]) -> Path:
-    """Return a copy of a model that was changed."""
+    """Return a changed copy of a model."""
     copy = folder / "broken"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "llama", copy)
@@ -152,7 +152,7 @@ MESSAGES = {
 
 
 def refused(change: Callable[[Path], object], folder: Path) -> str:
-    """Return the error of converting a model that was changed; nothing is written."""
+    """Return the error of converting a changed model. Checks that nothing is written."""
     from megatron.bytescale.convert.folders import from_hugging_face
 
     with pytest.raises(ValueError, match=r".") as caught:

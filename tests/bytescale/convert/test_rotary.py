@@ -1,4 +1,4 @@
-"""Rotary positions go to Megatron's flags and come back, and those that only one of the two has are refused."""
+"""Conversion of rotary positions to Megatron's flags and back. Positions that one side lacks are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the groups of pipeline stages are made: nobody waits for groups of others, and why all processes make all."""
+"""Process groups of pipeline stages: no process waits for other groups, and the reason why all processes make all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SECONDS_TO_MEET = 2.0
 
 
 def make_links(rank: int, world: int) -> list[tuple[int, ...]]:
-    """Return the ranks of the groups of this stage, which it uses once; others' groups must not make it wait.
+    """Return the ranks of the groups of this stage, which it uses once. Other groups must not make it wait.
 
-    Rank 0 makes all groups before the members of a group that it is not in begin to make it.
+    Rank 0 makes all groups before the members of other groups begin to make their groups.
     """
     from megatron.bytescale.core import parallel_state
 
@@ -49,7 +49,7 @@ def test_no_process_waits_for_groups_of_others() -> None:
 
 
 def meet_locally(rank: int, world: int) -> list[str]:
-    """Return what becomes of each link of a stage that makes its own links alone."""
+    """Return the result for each link if a stage makes only its own links."""
     found = []
     for pair in pairwise(STAGES):
         if rank not in pair:
@@ -66,8 +66,8 @@ def meet_locally(rank: int, world: int) -> list[str]:
 
 @pytest.mark.ranks
 def test_members_that_make_only_their_own_groups_do_not_meet() -> None:
-    """Torch names such a group after its ranks and the number of groups that a process is in, which differs by stage.
+    """Torch names such a group by its ranks and by the number of groups of a process, which differs by stage.
 
-    If this fails, torch names them otherwise, and ``_own_groups`` may make the groups of this process alone.
+    If this test fails, torch has other names, and ``_own_groups`` may make only the groups of this process.
     """
     assert run_ranks(meet_locally, 3) == [["met"], ["met", "never met"], ["never met"]]

@@ -1,4 +1,4 @@
-"""FP8 under hybrid data parallelism: which rows a micro-batch has, what is refused, and a run on a GPU."""
+"""FP8 under hybrid data parallelism: rows of a micro-batch, refusals, and a run on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READY: dict[str, Any] = {
 
 
 def refusal_of(**changes: Any) -> str:
-    """Return the line with which FP8 is refused, empty if it is not."""
+    """Return the error line of FP8, or "" if it is accepted."""
     try:
         refuse_conflicts(argparse.Namespace(**{**READY, **changes}), {FP8.name: FP8.flag}, REFUSALS)
     except ValueError as error:
@@ -79,7 +79,7 @@ def test_rows_are_those_of_megatrons_recipes_on_each_tensor_parallel_rank() -> N
 
 
 def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
-    """Return the rows of one rank's products and those of the configuration, as on a machine with the engine."""
+    """Return the rows of a rank's products and of the configuration, as on a machine with TransformerEngine."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.fp8_utils import get_fp8_align_size
 
@@ -131,7 +131,7 @@ def test_widths_that_products_do_not_take_are_refused(
 
 
 def test_a_device_without_the_recipe_is_refused_with_the_engines_reason() -> None:
-    """With stand-ins for ``transformer_engine.pytorch``, whose older versions do not answer."""
+    """Fakes of ``transformer_engine.pytorch`` are used. Older versions do not report support."""
     answers = {"mxfp8": (False, "compute capability 10.0 is needed"), "tensorwise": (True, "")}
     engine = SimpleNamespace(
         is_mxfp8_available=lambda return_reason: answers["mxfp8"],
@@ -151,7 +151,7 @@ def test_a_device_without_the_recipe_is_refused_with_the_engines_reason() -> Non
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine")
 @pytest.mark.parametrize("slices", [[], ["--seq1f1b-slices", "3"]], ids=["whole", "slices"])
 def test_losses_in_fp8_are_near_those_in_bf16(slices: list[str], tmp_path: Path) -> None:
-    """Three steps on one GPU; documents of 1 to 256 tokens, so that nearly every micro-batch needs padding."""
+    """Three steps run on one GPU with documents of 1 to 256 tokens, so that nearly every micro-batch needs padding."""
     write_documents(tmp_path / "corpus")
     wide = "--hidden-size 256 --ffn-hidden-size 512 --bf16 --make-vocab-size-divisible-by 128".split()
     words = [*MODEL, *TRAIN, *HDP, "--data-path", str(tmp_path / "corpus"), *wide]
@@ -167,7 +167,7 @@ def test_losses_in_fp8_are_near_those_in_bf16(slices: list[str], tmp_path: Path)
 
 
 def train_on_gpu(words: list[str]) -> str:
-    """Return what a training on one GPU prints."""
+    """Return the output of a training on one GPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The flag of the loss in chunks."""
+"""Flag of the chunked loss."""
 
 from __future__ import annotations
 

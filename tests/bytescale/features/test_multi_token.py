@@ -1,4 +1,4 @@
-"""Multi-token prediction under hybrid data parallelism: what it reads, and what it is refused with."""
+"""Multi-token prediction under hybrid data parallelism: its settings, and refused combinations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.training import HDP, MODEL, TRAIN
 
 pytestmark = pytest.mark.ranks
 
-# flags after the common ones, ranks, the setting that the error names
+# flags after the common flags, ranks, the setting that the error names
 REFUSED = (
     ("--num-experts 4 --mtp-use-repeated-layer", 1, "--mtp-use-repeated-layer with --num-experts"),
     ("--num-experts 4 --moe-use-upcycling", 1, "--moe-use-upcycling"),

@@ -1,4 +1,4 @@
-"""Flags of windows: which file belongs to which data set, and what is refused before anything is built."""
+"""Flags of windows: files of data sets, and refusals before anything is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENT = ["--sculpt-attention", "document"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data sets a and b with windows of 256 tokens, and windows of a that are longer than a sample."""
+    """Write data sets a and b with windows of 256 tokens, and windows of a that are longer than a sample."""
     root = tmp_path_factory.mktemp("sculpt")
     for name, document in (("a", [1, 2, 3]), ("b", [4, 5])):
         write_data_set(root / name, [[document]])
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# words after the common ones ({in} is the folder), words of the refusal
+# words after the common words ({in} is the folder), words of the refusal
 REFUSED = {
     "another data set": (
         "--data-path {in}/b --sculpt-windows {in}/a.windows.npy",
@@ -80,7 +80,7 @@ def test_windows_of_each_data_set(folder: Path) -> None:
 
 
 def test_what_windows_do_not_run_with(folder: Path) -> None:
-    """And files of windows that do not fit."""
+    """Files of windows that do not fit are refused too."""
     lines = {
         "--mock-data": "give the --data-path",
         "--fim-data": "windows contain whole documents",

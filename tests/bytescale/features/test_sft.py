@@ -1,4 +1,4 @@
-"""``--sft``: what it reads, what it sets, and what is refused before anything is built."""
+"""``--sft``: its inputs, its settings, and refusals before anything is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--sft"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data sets a and b with masks, plain without, and other with the mask of a."""
+    """Write data sets a and b with masks, "plain" without a mask, and "other" with the mask of a."""
     root = tmp_path_factory.mktemp("sft")
     for name in ("a", "b", "plain", "other"):
         write_data_set(root / name, [[[1, 2, 3]]] if name != "other" else [[[1], [2, 3]]])
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# words after the common ones ({in} is the folder), words of the refusal
+# words after the common words ({in} is the folder), words of the refusal
 REFUSED = {
     "no mask": ("--data-path {in}/plain", "plain.mask.json: no such file, so the answers are unknown: write"),
     "another's mask": (

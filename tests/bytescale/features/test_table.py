@@ -1,4 +1,4 @@
-"""The feature table: names, flags and rows fit together, and flags of features that are off are refused."""
+"""Feature table: names, flags and rows are consistent, and flags of disabled features are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.bytescale.features.feature import Feature
 
 
 def feature_of(name: str, **changes: Any) -> Feature[Any]:
-    """Return a feature with a switch and one more flag, which builds nothing."""
+    """Return a feature with a switch and one further flag, which builds nothing."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", action="store_true")
@@ -36,7 +36,7 @@ def feature_of(name: str, **changes: Any) -> Feature[Any]:
 def table(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(*rows: Feature[Any]) -> None:
         monkeypatch.setattr(features, "FEATURES", rows)
-        monkeypatch.setattr(features, "REFUSALS", ())  # which ask for arguments of Megatron's
+        monkeypatch.setattr(features, "REFUSALS", ())  # these need arguments of Megatron
 
     return use
 
@@ -58,7 +58,7 @@ def test_names_and_flags_are_unique() -> None:
 
 @pytest.mark.parametrize("feature", features.FEATURES, ids=lambda feature: feature.name)
 def test_the_switch_is_one_of_its_flags_and_off_by_default(feature: Feature[Any]) -> None:
-    # Megatron's parser adds some.
+    # Megatron's parser adds some flags.
     is_of_megatron = feature.flag in ("--sft", "--moe-use-upcycling", "--mtp-num-layers", "--fp8-format")
     assert is_of_megatron or feature.flag in [action.option_strings[0] for action in feature.actions()]
     assert not feature.is_on(parsed())

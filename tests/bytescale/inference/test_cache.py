@@ -1,4 +1,4 @@
-"""A cache keeps the accepted rows of a tree, in their order, and forgets the others."""
+"""A cache keeps the accepted rows of a tree in order, and drops the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bytescale.runtimes import runtime_of
 
 
 def rows(*values: int) -> torch.Tensor:
-    """Keys [t, 1, 1] with these values."""
+    """Return keys [t, 1, 1] with these values."""
     return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
 
 
@@ -36,7 +36,7 @@ def test_accepted_rows_take_the_place_of_a_tree() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2**6 - 1)), max_size=8))
 def test_any_passes_leave_what_was_kept(passes: list[tuple[int, int]]) -> None:
-    """Against a list: each pass writes some rows and keeps those whose bit is set."""
+    """The cache equals a list. Each pass writes some rows and keeps the rows with a set bit."""
     cache, layer, kept, number = KeyValueCache(60), object(), list[int](), 0
     for num_rows, bits in passes:
         new = list(range(number, number + num_rows))
@@ -51,7 +51,7 @@ def test_any_passes_leave_what_was_kept(passes: list[tuple[int, int]]) -> None:
 
 
 def test_texts_side_by_side_attend_to_their_own_caches() -> None:
-    """Two texts of other lengths, the second with a tree, as each of them alone."""
+    """Two texts of different lengths, the second with a tree, equal separate runs."""
     attention = CachedAttention.__new__(CachedAttention)
     torch.nn.Module.__init__(attention)
     attention.runtime, attention.scale = runtime_of(kernel=choose_kernel("cpu", torch.float64, 4)[0]), 0.5

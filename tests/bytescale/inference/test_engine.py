@@ -1,4 +1,4 @@
-"""Decoding from a checkpoint: drafts change nothing, and logits are those of Megatron's own layers."""
+"""Decoding from a checkpoint: drafts do not change the text, and logits equal Megatron's own layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stock_model(model: Any, args: Any) -> Any:
 
 
 def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
-    """Return what was generated in each way, what stock layers would choose, and the guesses accepted."""
+    """Return the text of each mode, the choices of stock layers, and the number of accepted drafts."""
     from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
     from megatron.bytescale.inference import engine, passes
@@ -89,7 +89,7 @@ def test_drafts_change_nothing() -> None:
     assert all(len(tokens) == NEW_TOKENS for tokens in plain)
     for name in ("tree", "small", "chain"):
         assert [done.tokens for done in found[name]] == plain
-    for name, batch in product(("plain", "tree", "small", "chain"), (5, 40)):  # texts together are as each alone
+    for name, batch in product(("plain", "tree", "small", "chain"), (5, 40)):  # texts in a batch equal separate texts
         for done, alone in zip(found[f"{name} {batch}"], found[name], strict=True):
             assert (done.tokens, done.accepted, done.target_forwards) == (
                 alone.tokens, alone.accepted, alone.target_forwards
@@ -115,13 +115,16 @@ def streamed(rank: int, world: int, load: Path) -> Any:
 
 
 def test_tensor_parallel_ranks_decode_together() -> None:
-    """Two ranks take the same steps, greedy and sampled, and generate what one process generates."""
+    """Two ranks take the same steps, greedy and sampled, and generate the text of one process."""
     heads = heads_of(1, *ONE).save
     first, second = run_ranks(streamed, 2, heads)
     assert first == second
     (alone,) = run_ranks(streamed, 1, heads, init_group=False)
     assert [text for _, _, text in first if text] == [text for _, _, text in alone if text]
-    assert [index for index, _, _ in first][:2] == [0, 1]  # two texts begin together, the third when one has ended
+    assert [index for index, _, _ in first][:2] == [
+        0,
+        1,
+    ]  # two texts begin together, and the third begins when another has ended
     begun = [index for index, _, _ in first].index(2)
     assert any(text for _, _, text in first[:begun])
     for number in range(3):
@@ -132,7 +135,7 @@ def test_tensor_parallel_ranks_decode_together() -> None:
 
 
 def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) -> list[list[list[int]]]:
-    """Return what each folder of checkpoints generates with its own heads, and the guesses accepted of each text."""
+    """Return the texts of each folder of checkpoints with its own heads, and the accepted drafts of each text."""
     from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
     from megatron.bytescale.inference.engine import GenerationRequest
@@ -148,7 +151,7 @@ def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) ->
 
 
 def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> None:
-    """Of one process, of tensor-parallel ranks and of a pipeline: their weights differ by rounding alone."""
+    """Checkpoints are from one process, tensor-parallel ranks and a pipeline. Their weights differ only by rounding."""
     layouts = (LAYOUTS[name] for name in LAYOUTS)
     saved = [heads_of(1, *ONE).save, *(heads_of(ranks, *flags).save for ranks, flags in layouts)]
     exported = tmp_path / "heads"

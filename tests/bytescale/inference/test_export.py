@@ -1,4 +1,4 @@
-"""Heads of a checkpoint that tensor-parallel ranks have written are exported whole, and cut again for ranks."""
+"""Heads in a checkpoint of tensor-parallel ranks are exported whole, and divided again for ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of heads: what is written is read back bit for bit, in the layout of other servers, or refused."""
+"""Folder of heads: bitwise round trip in the layout of other servers, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = DraftConfig("clover", 3, 2, 0.7)
 
 
 def tensors(swiglu: bool = True) -> dict[str, torch.Tensor]:
-    """Heads by Megatron's names, with biases, as a checkpoint has them."""
+    """Return heads with Megatron's names and with biases, as in a checkpoint."""
     torch.manual_seed(0)
     rows = {"qkv": (HEADS + 2 * GROUPS) * DIM, "proj": HIDDEN, "fc1": FFN * (1 + swiglu), "fc2": HIDDEN}
     found = {name: torch.randn(HIDDEN, HIDDEN) for name in ("first.weight", "start.norm.weight", "blocks.0.weight")}

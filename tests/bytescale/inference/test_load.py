@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 
 def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> dict[str, str]:
-    """Return the error of each case; ``empty`` has folders of heads, one with a tensor less."""
+    """Return the error of each case; ``empty`` has folders of heads, one of them without a tensor."""
     folder, shorter = empty / "folder", empty / "shorter"
     from megatron.bytescale.inference import load
 
@@ -69,7 +69,7 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
 
 
 def shorten(folder: Path, name: str) -> None:
-    """Take a tensor out of a folder of heads, and out of its configuration."""
+    """Remove a tensor from a folder of heads, and from its configuration."""
     plain = load_file(folder / TENSORS)
     del plain[name]
     save_file(plain, folder / TENSORS)
@@ -105,7 +105,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
 
 
 def shape_of(**changes: object) -> dict[str, object]:
-    """The shapes and the vocabulary of a model."""
+    """Shapes and vocabulary of a model."""
     args = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
         "group_query_attention": True, "kv_channels": 8, "padded_vocab_size": 128, "vocab_size": 61,
@@ -142,7 +142,7 @@ def test_models_that_ranks_cannot_share(ranks: int, changes: dict[str, int], wor
 
 
 def copied(rank: int, world: int) -> tuple[bool, list[str]]:
-    """Return whether a part was copied as it should be, and the refusals of a tensor less and of another shape."""
+    """Return whether a part was copied correctly, and the refusals of a missing tensor and of another shape."""
     from megatron.bytescale.inference.load import copy_heads
 
     module: Any = torch.nn.Linear(3, 4)

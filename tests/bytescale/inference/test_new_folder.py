@@ -1,4 +1,4 @@
-"""A folder is whole under its final name, or not there."""
+"""A folder is complete under its final name, or does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts are cut into slices of one size, over the prompts of all texts."""
+"""Prompts are divided into slices of equal size, over the prompts of all texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that count or sum keep the type in which the model was built."""
+"""Buffers that count or sum keep their original type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.bytescale.training.buffer_types import BufferTypes
 
 
 class Counter(torch.nn.Module):
-    """Counts in float32 and int64 beside a parameter and a buffer in the type of the model."""
+    """Module with counts in float32 and int64, and a parameter and a buffer in the type of the model."""
 
     def __init__(self) -> None:
         super().__init__()

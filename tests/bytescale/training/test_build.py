@@ -1,4 +1,4 @@
-"""What the stock training is built of: the settings that Megatron's own configuration functions leave out."""
+"""Configurations of stock training: the settings that Megatron's own configuration functions leave out."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def angles(rank: int, world: int, words: list[str]) -> tuple[torch.Tensor, torch
 def llama3_angles(base: float, factor: float) -> np.ndarray[Any, Any]:
     """Return the angles [positions, dim / 2] of Llama 3.1's scaled RoPE, as its authors define it.
 
-    Waves of up to 2,048 tokens stay, those beyond 8,192 are stretched by the factor, and what lies between is
-    interpolated.
+    Wavelengths up to 2,048 tokens stay, wavelengths beyond 8,192 are scaled by the factor, and wavelengths in between
+    are interpolated.
     """
     scaled = []
     for index in range(HEAD_DIM // 2):
@@ -75,7 +75,7 @@ def test_rope_is_scaled_by_the_factor_that_was_given(factor: float | None) -> No
     given = [] if factor is None else ["--rope-scaling-factor", str(factor)]
     (found,) = run_ranks(angles, 1, [*COMMON, *ROPE, *given])
     expected = llama3_angles(500000.0, 8.0 if factor is None else factor)
-    assert np.abs(expected - llama3_angles(500000.0, 2.0)).max() > 1e-3  # or no factor would show
+    assert np.abs(expected - llama3_angles(500000.0, 2.0)).max() > 1e-3  # otherwise the factor has no effect
     for one in found:
         halves = one[:, 0, 0].chunk(2, dim=-1)
         assert torch.equal(*halves)

@@ -1,7 +1,7 @@
-"""The memory that a training step takes is the one that was predicted: model states and activations, all of it.
+"""The memory of a training step equals the forecast: model states and activations.
 
-Live bytes of tensors are counted by storage, each once, on CPU. There torch's LayerNorm saves its input only, as
-fused kernels on a GPU do; a fused SwiGLU takes the place of Megatron's, which a GPU compiles.
+Live bytes are counted once per tensor storage, on CPU. Torch's LayerNorm on CPU saves only its input, like fused
+kernels on a GPU. A fused SwiGLU replaces Megatron's, which is compiled on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH = 701
 SHORTER, OF_SHORTER = 384, ("none", "memo", "priced")  # some plans at another length
 LOSS_TOKENS = 64
 FLOAT_BYTES = 4
-ROWS = 32  # that the fused activation function works on at a time
+ROWS = 32  # rows that the fused activation function processes together
 
 PLANS = {
     "none": ActivationPlan("none"),
@@ -42,7 +42,7 @@ PLANS = {
 
 
 class FusedSwiglu(torch.autograd.Function):
-    """[..., 2 f] -> [..., f]; saves its input only, and needs no memory beside its results."""
+    """SwiGLU [..., 2 f] -> [..., f] that saves only its input, and needs memory only for its results."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def load_of(length: int) -> Any:
 
 
 def chosen_plans(length: int) -> dict[str, ActivationPlan]:
-    """Plans for a machine with half the memory that the activations need, by the policies themselves."""
+    """Return the plans of the policies for a machine with half the memory that the activations need."""
     load = load_of(length)
     whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
     machine = Machine(0.5 * whole, 0.6 * whole, 1e9)
@@ -79,7 +79,7 @@ def chosen_plans(length: int) -> dict[str, ActivationPlan]:
 
 
 def build_fused(shape: ModelShape) -> Any:
-    """Build a model on CPU whose norms and SwiGLU save their inputs only, as the fused kernels of a GPU do."""
+    """Build a model on CPU with norms and SwiGLU that save only their inputs, like fused GPU kernels."""
     from megatron.core.transformer import mlp
 
     from megatron.bytescale.training import one_device
@@ -99,7 +99,7 @@ def build_fused(shape: ModelShape) -> Any:
 
 
 def measure(rank: int, world: int) -> list[tuple[str, int, float, int]]:
-    """(plan, length, predicted bytes, live bytes at most) of a step with Adam; the first makes its states."""
+    """Return (plan, length, predicted bytes, peak live bytes) of steps with Adam. The first step creates its states."""
     from bytescale_ext.activation.trace import AllocationTrace
     from bytescale_ext.plan.memory.placement import liveness_bound
 
@@ -135,7 +135,7 @@ def measured() -> list[tuple[str, int, float, int]]:
 
 
 def test_the_peak_is_within_five_percent_of_the_prediction(measured: list[tuple[str, int, float, int]]) -> None:
-    """In all, and of activations alone: model states are known to the byte, but for the norms' biases."""
+    """Totals agree, and activations alone: model states are known to the byte, except biases of norms."""
     assert len(measured) == len(PLANS) + 4 + len(OF_SHORTER)
     states = state_bytes(SHAPE, FLOAT_BYTES)
     for name, length, predicted, live in measured:

@@ -1,4 +1,4 @@
-"""No training forward makes the host wait for the device: on a fake device, with Megatron's own layers."""
+"""No forward pass in training makes the host wait for the device: on a fake device, with Megatron's own layers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_other_work_is_not_noted(run: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize(("name", "case"), [(HAVE_FAKES[0], GROUPS), (HAVE_FAKES[1], TINY)], ids=HAVE_FAKES)
 def test_rings_do_not_wait(name: str, case: Case) -> None:
-    """Forward and backward passes of rings and packs, whose rows and offsets are new on the device."""
+    """Run forward and backward passes of rings and packs with new rows and offsets on the device."""
     assert name in CUDA_KERNELS
     ranks = range(case.num_ranks)
     with FakeGpu() as gpu:
@@ -131,7 +131,7 @@ def build_model(runtime: Any) -> torch.nn.Module:
 
 
 def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
-    """Return, for each way, the waits of a step's forward passes after a first one, and how many there were."""
+    """Return the host waits of a step's forward passes after a first step, and the number of passes, by mode."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.training import training
@@ -142,7 +142,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     from megatron.bytescale.features.hdp import build as hdp
     from tests.e2e.preload import STAND_INS
 
-    if STAND_INS is not None:  # a rank starts with them, and to them the device is the host
+    if STAND_INS is not None:  # a rank starts with these, which treat the device as the host
         STAND_INS.uninstall()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -155,11 +155,11 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     found = {}
     for name, (rule, loss_tokens) in WAYS.items():
         with FakeGpu() as gpu:
-            training._seqlen_stats_in_iteration = device(2, dtype=torch.float64)  # Megatron's, of the FLOPs of a step
+            training._seqlen_stats_in_iteration = device(2, dtype=torch.float64)  # Megatron's count of a step's FLOPs
             model, forward = build_model(runtime), hdp.forward_step(runtime)
             if loss_tokens is not None:
                 use_chunked_loss(loss_tokens, [model])
-            for _ in range(2):  # Megatron moves its frequencies in the first
+            for _ in range(2):  # Megatron moves its frequencies in the first step
                 gpu.waits.clear()
                 units = units_of(plan.ranks[0], LENGTHS, 0, 1, rule)
                 prefix = None if rule is None else MicroBatchPrefix()
@@ -173,7 +173,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
 
 @pytest.mark.ranks
 def test_training_forwards_do_not_wait() -> None:
-    """From the packed tokens to the loss: layouts, positions, rotary angles, attention, Megatron's count of FLOPs."""
+    """Everything from packed tokens to the loss: layouts, positions, rotary angles, attention, FLOP count."""
     found = run_ranks(run_forwards, 1, init_group=False)[0]
     assert {name: number for name, (_, number) in found.items()} == {"whole": 1, "loss in chunks": 1, "slices": 3}
     for name, (waits, _) in found.items():

@@ -1,4 +1,4 @@
-"""What is left out of Megatron's start."""
+"""Parts of Megatron's start that are left out."""
 
 from __future__ import annotations
 

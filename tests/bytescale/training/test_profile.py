@@ -1,4 +1,4 @@
-"""The profile of a tiny model: real micro-batches in Megatron's model, with made-up clocks, and what it refuses."""
+"""Profile of a tiny model: real micro-batches in Megatron's model, fake clocks, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = (
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 61"
 ).split()
-# What a training command has beside its model; the profile has no use for it.
+# Flags of a training command that do not describe the model. The profile ignores them.
 TRAINING = (
     "--hybrid-data-parallel --hdp-tokens-per-rank 16 --hdp-plan-ahead 3 --seq-length 64 --max-position-embeddings 64 "
     "--global-batch-size 24 --train-samples 100 --lr 1e-3 --lr-warmup-samples 2 --lr-decay-samples 9 "
@@ -50,7 +50,7 @@ def made_up_seconds(num_layers: int, lengths: list[int], width: int, direction: 
 def profile_with_made_up_clock(
     rank: int, world: int, flags: list[str], run_really: bool
 ) -> tuple[ModelCost, list[float]]:
-    """Return what ``bytescale profile`` measures when each micro-batch takes ``made_up_seconds``."""
+    """Return the costs of ``bytescale profile`` if each micro-batch takes ``made_up_seconds``."""
     from megatron.bytescale.cli import profile as command
     from megatron.bytescale.training import profile
 
@@ -101,7 +101,7 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
 
 
 def test_layers_of_experts_are_profiled_with_all_experts() -> None:
-    """Whatever the number of ranks that share them in training; costs are of layers, however many there are."""
+    """Costs are per layer, for any number of layers and any number of ranks that share them in training."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
     flags = [*MODEL, *TRAINING, *experts.split(), "--expert-model-parallel-size", "8", "--moe-layer-freq", "[1]*8"]
     cost, errors = run_ranks(profile_with_made_up_clock, 1, flags, True)[0]
@@ -130,7 +130,7 @@ def test_full_recompute_and_bf16() -> None:
     cost, _ = run_ranks(profile_with_made_up_clock, 1, flags, True)[0]
     assert cost.dtype == "bfloat16"
     assert "with full recompute" in cost.source
-    assert cost.recompute_bytes == 2 * 32 < cost.layer_bytes  # also then the second is what it would be without
+    assert cost.recompute_bytes == 2 * 32 < cost.layer_bytes  # the second is the same as without
     assert cost.backward.c == pytest.approx(3 * cost.forward.c)  # gradients travel in float32
 
 

@@ -1,6 +1,6 @@
-"""The memory of a pipeline stage that runs slices is the one that is predicted: activations, keys and gradient sums.
+"""The memory of a pipeline stage with slices equals the forecast: activations, keys and gradient sums.
 
-A stage's order of work runs on one process, whose model stands for the layers of the stage.
+A stage's order of work runs in one process with a model of the stage's layers.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SHAPES = {"grouped": SHAPE, "multi-head": replace(SHAPE, num_kv_heads=SHAPE.num_
 
 
 def predicted(kv_heads: str, slicing: Slicing, lengths: tuple[int, ...]) -> float:
-    """Activations of the slices in flight, sums of key gradients, and gradients of the running layer.
+    """Return bytes of activations of slices in flight, sums of key gradients, and gradients of the running layer.
 
-    The model ends with a norm and the loss in chunks, which keep a hidden state each.
+    The model ends with a norm and the chunked loss, which keep a hidden state each.
     """
     shape = SHAPES[kv_heads]
     tensors = [one.bytes_per_token for one in layer_tensors(shape, FLOAT_BYTES)]
@@ -58,7 +58,7 @@ def predicted(kv_heads: str, slicing: Slicing, lengths: tuple[int, ...]) -> floa
 
 
 def predicted_under(plan: ActivationPlan, kv_heads: str, stage: int, slicing: Slicing) -> float:
-    """The forecast of a policy on a stage, and what the end of the model keeps."""
+    """Return the forecast of a policy on a stage, plus the bytes that the end of the model keeps."""
     shape, lengths = SHAPES[kv_heads], LENGTHS[slicing.num_slices]
     schedule = seq1f1b_schedule(STAGES, MICRO_BATCHES, slicing)
     keys = key_value_bytes(shape, element_bytes=FLOAT_BYTES)
@@ -72,7 +72,7 @@ def predicted_under(plan: ActivationPlan, kv_heads: str, stage: int, slicing: Sl
 
 
 def measure(rank: int, world: int, kv_heads: str) -> dict[tuple[str, int, Slicing], int]:
-    """Return the most live bytes of a stage's step, by policy, stage and slicing."""
+    """Return the peak live bytes of a stage's step, by policy, stage and slicing."""
     from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
     built = build_fused(SHAPES[kv_heads])
@@ -110,7 +110,7 @@ def measure(rank: int, world: int, kv_heads: str) -> dict[tuple[str, int, Slicin
         built.store.check_empty()
         return liveness_bound(trace.requests())
 
-    run("none", 0, Slicing(2))  # the first run makes what stays, as the angles of positions
+    run("none", 0, Slicing(2))  # the first run allocates permanent tensors, such as the angles of positions
     cases = [("none", 0, slicing) for slicing in (Slicing(2), FOUR, FOUR.in_eager_order())]
     cases += [("swap-only", stage, FOUR) for stage in range(STAGES)]
     cases += [("memo", 0, FOUR), ("priced", 1, FOUR)]

@@ -1,4 +1,4 @@
-"""Speeds measured at start: equal on all ranks, of the slowest one; nothing of the training is touched."""
+"""Speeds measured at the start: equal on all ranks, from the slowest rank, without any effect on training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_of(*words: str, **settings: Any) -> RunConfig:
 
 
 def measured(rank: int, world: int, words: tuple[str, ...], factors: tuple[float, ...]) -> tuple[str, Any]:
-    """Return what rank ``rank`` prints and its configuration; its clock runs ``factors[rank]`` times as fast."""
+    """Return the output and the configuration of a rank, whose clock runs ``factors[rank]`` times as fast."""
     ticks = [0.0]
 
     def clock() -> float:
@@ -64,7 +64,7 @@ def test_all_ranks_plan_with_the_speeds_of_the_slowest() -> None:
     assert "GB/s to host memory" in alone
     assert "TFLOP/s in matrix products" in alone
     assert plan.startswith("> bytescale: activations memo: ")
-    # One tick of rank 1's clock, 3 ms, passes between the two looks at it in each run.
+    # One tick of rank 1's clock, 3 ms, passes between its two readings in each run.
     assert first.machine.link_bytes_per_second == pytest.approx(measured_speeds.LINK_BYTES / 3e-3)
     assert first.cost.source == "measured at start"
     assert first.cost.forward.a > 0 < first.cost.forward.b

@@ -1,6 +1,6 @@
-"""The memory of a step is the one that is predicted where operators are not fused, as on CPU: RMSNorm and SwiGLU.
+"""The memory of a step equals the forecast with unfused operators, as on CPU: RMSNorm and SwiGLU.
 
-``test_device_peak.py`` does the same with fused operators.
+``test_device_peak.py`` tests fused operators.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def predicted(name: str) -> float:
 
 
 def measure(rank: int, world: int) -> dict[str, int]:
-    """Return the most live bytes of a step's activations, by plan."""
+    """Return the peak live bytes of a step's activations, by plan."""
     from bytescale_ext.activation.trace import AllocationTrace
     from megatron.bytescale.training import one_device
 

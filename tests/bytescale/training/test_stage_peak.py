@@ -1,7 +1,7 @@
-"""The memory of each stage of a whole pipeline is the one that is predicted: uneven layouts, virtual stages, kept keys.
+"""The memory of each stage of a pipeline equals the forecast: uneven layouts, virtual stages, kept keys.
 
-One process runs the order of work of one stage after another, with that stage's layers, and with the embedding or the
-output layer where it has them. What a neighbour sends is allocated when it arrives.
+One process runs the order of work of one stage after another, with the layers of the stage, and its embedding or output
+layer. Messages from neighbours are allocated when they arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NONE, SWAP = ActivationPlan("none"), ActivationPlan("shares", 1.0, 0.0, 1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline: layers of the chunks of each stage, and what runs on it; ``width``: ranks of a document's ring."""
+    """Pipeline with the layers of each chunk of each stage, and its settings; ``width``: ranks of a document's ring."""
 
     chunks: tuple[tuple[int, ...], ...]
     plan: ActivationPlan = NONE
@@ -74,7 +74,7 @@ RINGS = {
 
 
 def cut_of(case: Case) -> Any:
-    """The one document of each micro-batch in slices, and the tokens of each of them on a rank."""
+    """Return the slices of each micro-batch, which has one document, and the tokens of each slice on a rank."""
     cost = cost_of_rates(SHAPE, 1e12, 1e12, 1e12)
     length = case.width * LENGTH
     rule = SliceRule(case.slicing, cost.forward + cost.backward)
@@ -83,7 +83,7 @@ def cut_of(case: Case) -> Any:
 
 
 def predicted(case: Case, stage: int) -> float:
-    """Model states, and the forecast of the stage's layers, with what the end of the model keeps."""
+    """Return the model states and the forecast of the stage's layers, with the bytes that the model's end keeps."""
     last = len(case.chunks) - 1
     shape, schedule = replace(SHAPE, num_layers=sum(case.chunks[stage])), case.schedule()
     lengths = cut_of(case)[1] if case.slicing.num_slices > 1 else [LENGTH]
@@ -91,7 +91,7 @@ def predicted(case: Case, stage: int) -> float:
     keys = key_value_bytes(SHAPE, element_bytes=FLOAT_BYTES)  # as large as their sums, which are float32 too
     slices = ()
     if len(lengths) > 1:
-        of_sums = keys if case.slicing.summed_tokens else 0.5 * keys  # of its own half alone
+        of_sums = keys if case.slicing.summed_tokens else 0.5 * keys  # only its own half
         others = float(LENGTH * (case.width - 1))
         is_swapped = case.slicing.swapped_tokens > 0
         slices = held_slices(schedule, stage, lengths, others, LayerBytes(0.0, keys, of_sums), is_swapped)
@@ -106,13 +106,13 @@ def predicted(case: Case, stage: int) -> float:
 
 
 def predicted_states(case: Case, stage: int) -> float:
-    """Parameters and gradients of a stage, and the states of its optimizer."""
+    """Return the parameters and gradients of a stage, and the states of its optimizer."""
     shape, ends = replace(SHAPE, num_layers=sum(case.chunks[stage])), (stage == 0, stage == len(case.chunks) - 1)
     return stage_parameters(shape, 1, *ends) * parameter_bytes(FLOAT_BYTES, 1)
 
 
 def build_stage(case: Case, stage: int, comm: Any) -> list[Any]:
-    """Build the chunks of a stage, which share the store of the first."""
+    """Build the chunks of a stage, which share the store of the first chunk."""
     from megatron.core.models.gpt import gpt_model
 
     original, last, built = gpt_model.GPTModel, len(case.chunks) - 1, []
@@ -136,7 +136,7 @@ def build_stage(case: Case, stage: int, comm: Any) -> list[Any]:
 
 
 def measure(rank: int, world: int, cases: dict[str, Case]) -> dict[tuple[str, int], int]:
-    """Return the most live bytes of every stage, model states included."""
+    """Return the peak live bytes of every stage, including model states."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -152,7 +152,7 @@ def measure(rank: int, world: int, cases: dict[str, Case]) -> dict[tuple[str, in
 
 
 def split_products(layers: Any, runtime: Any) -> None:
-    """Leave the weight gradients of these layers to the schedule, as a layer spec with split products does."""
+    """Defer the weight gradients of these layers to the schedule, like a layer spec with split products."""
     from megatron.bytescale.core.tensor_parallel.weight_gradients import (
         SplitColumnParallelLinear,
         SplitRowParallelLinear,
@@ -168,7 +168,7 @@ def split_products(layers: Any, runtime: Any) -> None:
 
 
 class StageRun:
-    """The order of work of one stage, on its own layers."""
+    """Runs the order of work of one stage on its own layers."""
 
     def __init__(self, case: Case, stage: int, rank: int, comm: Any) -> None:
         from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
@@ -197,7 +197,7 @@ class StageRun:
             self.layouts = slice_layouts(rule(mine, (case.width * LENGTH,)), rank, self.lengths)
 
     def step(self) -> int:
-        """Run a step; return the most live bytes."""
+        """Run a step, and return the peak live bytes."""
         from megatron.core.pipeline_parallel.schedules import custom_backward
 
         from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep
@@ -230,7 +230,7 @@ class StageRun:
         return int(self.states) + liveness_bound(trace.requests())
 
     def forward(self, index: int, chunk: int, prefix: MicroBatchPrefix) -> tuple[Any, Any]:
-        """Run a forward pass; return its input and its output, which has been sent."""
+        """Run a forward pass; return its input, and its output after sending."""
         from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
         from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
@@ -271,14 +271,14 @@ def test_every_stage_takes_what_is_predicted_where_rings_keep_keys() -> None:
         check(found, RINGS)
         freed = predicted(RINGS[kept], 0) - predicted(RINGS[swapped], 0)
         assert found[kept, 0] - found[swapped, 0] == pytest.approx(freed, rel=0.2)
-        assert freed > 0.1 * (found[kept, 0] - predicted_states(RINGS[kept], 0))  # of activations and keys
+        assert freed > 0.1 * (found[kept, 0] - predicted_states(RINGS[kept], 0))  # bytes of activations and keys
 
 
 SPLIT = {name: Case(((2,), (2,)), slicing=Slicing(zero_bubble=on)) for name, on in (("whole", False), ("split", True))}
 
 
 def test_stages_with_zero_bubble_hold_what_the_first_stage_holds_without() -> None:
-    """Inputs of products and gradients of their outputs take about as much as what the layers saved."""
+    """Inputs of products and gradients of their outputs take about as many bytes as the saved tensors of the layers."""
     found = run_ranks(measure, 1, SPLIT, init_group=False)[0]
     states = [predicted_states(SPLIT["whole"], stage) for stage in (0, 1)]
     whole, split = ([found[name, stage] - states[stage] for stage in (0, 1)] for name in ("whole", "split"))

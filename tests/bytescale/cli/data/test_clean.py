@@ -1,4 +1,4 @@
-"""``bytescale data clean``: from files to a data set, its report, what goes on and what is refused."""
+"""``bytescale data clean``: from files to a data set with a report, resumption, and refused input."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_report_and_the_files(docs: Path, tmp_path: Path, capsys: pytest.Cap
     corpus = open_tokens(report["data_sets"][0]["prefix"])
     assert corpus.lengths.tolist() == [len(line["text"]) + 1 for line in lines]
     assert all("corp" not in line["text"] for line in lines)
-    # The same call finds everything there; another recipe does not write over it.
+    # The same call finds everything complete. A call with another recipe does not overwrite it.
     before = (tmp_path / "out" / "report.json").stat().st_mtime_ns
     assert run(docs, tmp_path / "out", "--tokenize") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"docs, weight 1: {tmp_path / 'out' / 'docs'}"
@@ -125,7 +125,7 @@ def test_a_recipe_of_two_sources(tmp_path: Path, capsys: pytest.CaptureFixture[s
     report = json.loads((tmp_path / "out" / "report.json").read_text())["sources"]
     assert report["prose"]["bad"] == {"broken": 1}
     assert report["prose"]["filtered"] == {"gopher-quality: gopher_short_doc": 1}
-    assert report["code"]["read"] == 2  # and its own filters: none
+    assert report["code"]["read"] == 2  # its own filters: none
     assert report["prose"]["exact"] + report["code"]["exact"] == 1  # over both sources
     assert report["prose"]["kept"] + report["code"]["kept"] == 4
     printed = capsys.readouterr().out

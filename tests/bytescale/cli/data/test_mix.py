@@ -31,7 +31,7 @@ def run(folder: Path, *words: object, seq_length: int = 250) -> int:
 
 def test_the_file_and_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--simulate", 1600) == 0
-    # 4 samples of up to 250 tokens, and 20: as they lie in the files.
+    # 4 samples of up to 250 tokens, and 20 samples, as in the files.
     words = (folder / "mixture").read_text().split()
     assert words == ["0.166667", str(folder / "books"), "0.833333", str(folder / "chats")]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

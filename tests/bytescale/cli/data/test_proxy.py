@@ -1,4 +1,4 @@
-"""Small runs: their launch lines, what is repeated, and a real one of each of two sources."""
+"""Small runs: launch lines, repeated runs, and a real run on each of two sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 8
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Part]:
-    """Bytes that repeat, which are learned at once, and random ones, which are not."""
+    """Repeated bytes, which are learned quickly, and random bytes, which are not."""
     random = np.random.RandomState(0)
     documents = {
         "again": [[list(range(64)) * 12]] * 60,
@@ -32,7 +32,7 @@ def parts(tmp_path: Path) -> list[Part]:
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_a_real_run_and_what_it_says(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One source is trained; of the other, random bytes, the loss of a finished run lies there."""
+    """Only one source is trained. For the other, random bytes, the loss of a finished run exists."""
     runs = tmp_path / "runs"
     write_losses(runs / f"random-{STEPS}-0", [5.6] * STEPS)
     found = proxy.proposals_of(parts, STEPS, 1, runs)
@@ -42,7 +42,7 @@ def test_a_real_run_and_what_it_says(parts: list[Part], tmp_path: Path, monkeypa
     assert losses[-1] < losses[0] - 0.1
     assert proxy.STEP_TOKENS / 2 * STEPS < tokens[-1] <= proxy.STEP_TOKENS * STEPS
     assert found["again"].gain > found["random"].gain == 0
-    # What is finished is read again, and not trained.
+    # Losses of finished runs are read again, without training.
     monkeypatch.setattr(proxy, "_train", None)
     assert proxy.proposals_of(parts, STEPS, 1, runs) == found
 

@@ -1,4 +1,4 @@
-"""Data sets of tokenizers that are trained here on text of the project, beside the libraries of the tokenizers."""
+"""Data sets with tokenizers trained on text of the project, compared with the libraries of the tokenizers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sentencepiece_model(folder: Path) -> tuple[list[str], Callable[[str], list[i
 
 
 def hugging_face_folder(folder: Path) -> tuple[list[str], Callable[[str], list[int]]]:
-    """The same with `tokenizer.json`."""
+    """Train a tokenizer with `tokenizer.json`; see above."""
     model = tokenizers.ByteLevelBPETokenizer()
     model.train_from_iterator([TEXT], vocab_size=WORDS, special_tokens=["<eod>"], show_progress=False)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model._tokenizer, eos_token="<eod>")
@@ -45,7 +45,7 @@ def hugging_face_folder(folder: Path) -> tuple[list[str], Callable[[str], list[i
 
 
 def tiktoken_file(folder: Path) -> tuple[list[str], Callable[[str], list[int]]]:
-    """The same with a list of tokens, as Megatron reads it; the first 1,000 ids are those of special tokens."""
+    """Train a tokenizer with a list of tokens in Megatron's format. The first 1,000 ids are special tokens."""
     pattern = r"\s?\w+|\s+|[^\w\s]"
     ranks = bpe_train(TEXT[:2000], WORDS, pattern, visualise=None)
     listed = [

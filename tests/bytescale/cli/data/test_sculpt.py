@@ -1,4 +1,4 @@
-"""``bytescale data sculpt``: its report, its files, and that the corpus stays as it is."""
+"""``bytescale data sculpt``: its report, its files, and an unchanged corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bytescale experts``: what it prints and draws of a recorded trace."""
+"""``bytescale experts``: text and picture of a recorded trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = (
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A trace of 12 steps in which expert 0 gets half of the tokens, then expert 3, in layer 2; layer 1 is even."""
+    """Write a trace of 12 steps. In layer 2 expert 0, then expert 3, gets half of the tokens; layer 1 is even."""
     loads = [{"1": [[25] * 4] * 2, "2": [[55, 15, 15, 15] if step < 6 else [15, 15, 15, 55]] * 2} for step in range(12)]
     steps = [{"step": step, "loads": of_step} for step, of_step in enumerate(loads, 1)]
     file = written(tmp_path, {"experts": 4, "topk": 1, "ranks": 2}, *steps)

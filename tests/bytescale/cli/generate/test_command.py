@@ -51,7 +51,7 @@ def test_bad_options(words: list[str], message: str, tmp_path: Path, capsys: pyt
 
 
 def run_lines(rank: int, world: int, folder: Path, load: Path) -> dict[str, tuple[int, str, str]]:
-    """Return (exit code, output, errors) of each line, as one process."""
+    """Return (exit code, output, errors) of each line in one process."""
     found = {}
     for name, words in LINES.items():
         out, errors = io.StringIO(), io.StringIO()
@@ -72,7 +72,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(texts: Path) -> dict[str, tuple[int, str, str]]:
-    """Return what one process prints for each of the lines."""
+    """Return the output of a single process for each of the lines."""
     return run_ranks(run_lines, 1, texts, heads_of(1, *ONE).save, init_group=False)[0]
 
 
@@ -107,7 +107,7 @@ def test_what_it_prints(alone: dict[str, tuple[int, str, str]]) -> None:
 
 
 def on_two_ranks(rank: int, world: int, folder: Path, load: Path) -> dict[str, tuple[int, str, str]]:
-    """Return (exit code, output, errors) of lines of this rank; a bad one comes before the processes have met."""
+    """Return (exit code, output, errors) of lines of this rank. Invalid lines fail before processes connect."""
     found = {}
     for name in ("missing", "together"):
         os.environ["RANK"] = str(rank)

@@ -1,4 +1,4 @@
-"""Bytes as tokens and back, as they come."""
+"""Bytes as tokens and back, in a stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_small_vocabulary() -> None:
 
 
 class Pairs:
-    """A tokenizer of two bytes a token, so that a token may end in the middle of a character; 9999 ends a text."""
+    """Tokenizer with two bytes per token, so that a token may end within a character; 9999 ends a text."""
 
     vocab_size, eod = 10_000, 9999
 

@@ -35,7 +35,7 @@ def test_values_differ_where_strategies_do() -> None:
 
 
 def test_values_are_those_of_all_strategies() -> None:
-    """Flags without a list of values have one in each branch."""
+    """Flags without a list of values have one value in each branch."""
     found: dict[str, set[str]] = {flag: set() for flag in CHOICES}
     task = replace(small_task(memory_bytes=3e6), context=8192)
     for branch in Space().branches(task):

@@ -1,4 +1,4 @@
-"""``bytescale search`` as it is typed, on small tasks."""
+"""``bytescale search`` from the command line, on small tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task of the options: the model as training reads it, its costs, the cluster and the documents of steps."""
+"""Task of the options: the model as in training, its costs, the cluster and the documents of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.plan.search.tasks import COST
 
 
 def with_model(words: list[str], more: str) -> list[str]:
-    """Return a command with more flags of the model."""
+    """Return a command with further flags of the model."""
     place = words.index("--model-flags") + 1
     return [*words[:place], f"{words[place]} {more}", *words[place + 1 :]]
 

@@ -1,4 +1,4 @@
-"""The search tries only what training takes, and says what it did not try."""
+"""The search tries only trainable strategies, and reports skipped strategies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_everything_is_taken_of_a_plain_model() -> None:
     assert {one.activations for one in strategies} == {KEEP, PRICED, FULL}
     assert all(map(takes, strategies))
     assert takes.refused() == []
-    assert len(takes.reasons) < len(strategies)  # each kind is asked once
+    assert len(takes.reasons) < len(strategies)  # each kind is checked once
     assert takes(Strategy(1, (2, 2), 2048, activations=BLOCK, recomputed_layers=1))
 
 
@@ -42,7 +42,7 @@ def test_what_training_refuses_is_not_tried() -> None:
     allowed = list(Space(allows=takes).strategies(task))
     assert {one.activations for one in allowed} == {KEEP, FULL}
     assert {one.num_stages for one in allowed} > {1}
-    assert {one.tensor_parallel for one in allowed} == {1}  # Megatron's norms of these layers
+    assert {one.tensor_parallel for one in allowed} == {1}  # Megatron has no norms for these layers
     assert sorted(reason.partition(":")[0] for reason in takes.refused()) == [
         "--activation-policy does not work with --mtp-num-layers",
         "--mtp-num-layers does not work with --sequence-parallel of local layers",
@@ -50,7 +50,7 @@ def test_what_training_refuses_is_not_tried() -> None:
 
 
 def test_a_strategy_without_memory_does_not_speak_for_its_kind() -> None:
-    """Model states may leave nothing to activations on one mesh, and much on another."""
+    """Model states may leave no memory for activations on one mesh, and much on another."""
     flags, task = task_with("--num-layers 4")
     one = Strategy(1, (4,), 2048, activations=PRICED, device_gb=0.0)
     takes = Trainable(flags, task)
@@ -75,6 +75,6 @@ def test_the_choices_of_a_strategy_has_no_sizes(monkeypatch: pytest.MonkeyPatch)
     flags, task = task_with("--num-layers 4")
     takes = Trainable(flags, task)
     assert [takes(replace(one, tokens_per_rank=tokens)) for tokens in (64, 128)] == [True, True]
-    assert len(asked) == 2  # the mesh, and the kind
+    assert len(asked) == 2  # mesh and kind
     assert takes(replace(one, tensor_parallel=4))
     assert len(asked) == 3  # another mesh of the same kind

@@ -1,4 +1,4 @@
-"""What ``--verify`` runs and reads. ``tests/e2e/runs/test_search.py`` trains with it."""
+"""Commands and results of ``--verify``. ``tests/e2e/runs/test_search.py`` trains with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = Verified(1, "tp 1", 0.5, 2.0)
 
 
 def in_bash(code: str) -> list[str]:
-    """Return a command that stands for a training."""
+    """Return a command that replaces a training."""
     return ["bash", "-c", code]
 
 

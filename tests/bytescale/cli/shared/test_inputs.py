@@ -1,4 +1,4 @@
-"""The types of options and the checks of places to write to."""
+"""Types of options, and checks of output paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run against real runs: the same groups, the same ring traffic, the refusals of the training command."""
+"""A dry run has the groups, ring traffic and refusals of real runs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_states_count_memories_on_the_device_and_leave_out_what_is_in_host_memor
 
 
 def test_states_that_leave_the_device() -> None:
-    """Of 16 bytes a parameter in float32, 8 stay, and each stage's pages are in host memory."""
+    """8 of 16 bytes per float32 parameter stay, and each stage's pages are in host memory."""
     flags = [*ONE_STEP, *PIPELINES, "--hdp-tokens-per-rank", "128", "--num-layers", "4"]
     plain, paged = (
         predicted([*flags, *more], 4, [60] * 8)["memory_gb"]
@@ -132,7 +132,7 @@ def type_command(rank: int, world: int, words: list[str]) -> str:
 
 
 def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
-    """Lengths of a published distribution, and those of the data set of the launch line."""
+    """Lengths are from a published distribution, or from the data set of the launch line."""
     sizes = "--seq-length 65536 --max-position-embeddings 65536 --hdp-tokens-per-rank 1024 --global-batch-size 512"
     flags = [*BIG, *sizes.split(), "--cpu"]
     text = run_ranks(type_command, 1, ["dry-run", "--ranks", "1024", "--sampler", "github", "--", *flags],
@@ -150,7 +150,7 @@ def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
 
 
 def test_a_line_is_for_gpus_unless_it_says_otherwise() -> None:
-    """A machine without GPUs plans for those of a cluster, where norms and SwiGLU are single kernels."""
+    """A machine without GPUs plans for a cluster's GPUs, where norms and SwiGLU are single kernels."""
     flags = [*ONE_STEP, *"--bf16 --global-batch-size 64 --seq-length 4096 --max-position-embeddings 4096".split()]
     words = ["dry-run", "--ranks", "64", "--sampler", "github", "--json", "--", *flags]
     engine = [*words, "--transformer-impl", "transformer_engine"]

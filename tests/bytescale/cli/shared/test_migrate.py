@@ -1,4 +1,4 @@
-"""Launch lines of Megatron's, changed until they train with hybrid data parallelism."""
+"""Megatron launch lines, changed so that they train with hybrid data parallelism."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LINES = {
 
 
 def ask(rank: int, world: int, lines: Sequence[str]) -> list[Migration | str]:
-    """Return what becomes of each line, or its error."""
+    """Return the changed lines, or their errors."""
     found: list[Migration | str] = []
     for line in lines:
         try:
@@ -97,7 +97,7 @@ def test_the_line_of_the_readme_becomes_the_other(found: dict[str, Migration | s
     assert before.device_gb == after.device_gb, "both lines train the same model in the same way"
 
 
-# name: flags that the line has afterwards, flags that it has lost
+# name: flags that the line then has, flags that are removed
 CHANGED = {
     "batch": ("--global-batch-size 16|--hdp-global-tokens 12288|--hdp-tokens-per-rank 1024", ""),
     "sequence parallel": (

@@ -1,4 +1,4 @@
-"""The model of a string of flags: read as training reads it, with its refusals, without a GPU."""
+"""Model of a string of flags: read as in training, with its refusals, without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_vocabulary_is_padded_as_training_pads_it() -> None:
 
 
 def test_groups_of_queries_need_their_flag() -> None:
-    """Megatron reads the number of groups only then."""
+    """Megatron reads the number of groups only with grouped-query attention."""
     assert shape_of_flags(f"{SIZES} --num-query-groups 2").num_kv_heads == 4
     assert shape_of_flags(f"{SIZES} --group-query-attention --num-query-groups 2").num_kv_heads == 2
 

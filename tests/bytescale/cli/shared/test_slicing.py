@@ -1,4 +1,4 @@
-"""The options of slices: what they give, and what they refuse."""
+"""Options of slices: their settings, and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the tokenizer: which settings they give, and the training flags that say the same."""
+"""Flags of the tokenizer: their settings, and equivalent training flags."""
 
 from __future__ import annotations
 

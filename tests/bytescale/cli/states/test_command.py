@@ -1,4 +1,4 @@
-"""``bytescale states``: what it prints, writes and draws."""
+"""``bytescale states``: text, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--pipeline-parallel 2 --tensor-parallel 2 --page-mb 0.01 --host-memory-gb 1000 --json".split()
     found = json.loads(printed(capsys, "--model-flags", SMALL, *words))
     first, last = found["stages"]
-    assert last["parameters"] - first["parameters"] == 64  # the last norm; both have one of embedding and output layer
+    assert (
+        last["parameters"] - first["parameters"] == 64
+    )  # the last norm; both stages have the embedding or the output layer
     assert first["device_bytes"] == 6 * first["parameters"]
     assert (first["fetched_bytes"], first["returned_bytes"]) == (4 * first["parameters"], 2 * first["parameters"])
     assert first["host_bytes"] > 12 * first["parameters"]
@@ -45,7 +47,7 @@ def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside one step 4 bytes of gradients and 2 of results, beside more 8 of gradients: in whole pages."""
+    """Overlap with one step needs 4 bytes of gradients and 2 of results, with several 8 of gradients, in pages."""
     exact, one, four = (
         json.loads(printed(capsys, "--model-flags", SEVEN, "--host-memory-gb", "200", "--json", *words))["stages"][0]
         for words in ((), ("--update-steps", "1"), ("--update-steps", "4"))
@@ -81,7 +83,7 @@ def test_a_slower_disk_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_stage_makes_room_for_a_larger_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """Host memory alone, then a disk; the device still holds parameters while Megatron builds the model."""
+    """States are in host memory, then on a disk. The device still has parameters while Megatron builds the model."""
     words = ["--model-flags", SEVEN, "--device-memory-gb", "40", "--host-memory-gb", "200", "--nvme-gb", "2000"]
     largest = json.loads(printed(capsys, *words, "--json"))["largest"]
     times = {name: parameters / largest["resident"][1] for name, (_, parameters) in largest.items()}

@@ -38,7 +38,7 @@ def test_the_overlap_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lengths_of_a_file_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Long documents hide more over a slow link, up to ``--seq-length``."""
+    """More copies overlap with long documents on a slow link, up to ``--seq-length``."""
     for name, length in (("short", 64), ("long", 200_000)):
         np.save(tmp_path / f"{name}.npy", np.full(16, length))
     slow = ("--link-gb-per-second", "2", "--tokens-per-rank", "1K")

@@ -1,4 +1,4 @@
-"""Conversations as samples: their ends, their answers, and what is left out, against lists."""
+"""Conversations as samples: ends, answers and skipped conversations, against lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.bytescale.core.datasets.answer_dataset import (
 from megatron.bytescale.core.datasets.document_dataset import check_splits
 from tests.data.sources import write_data_set
 
-# A digit is a token; 1 is an answer. At 8 tokens two documents have none, two are cut.
+# A digit is a token; 1 is an answer. With 8 tokens two documents have no answer, and two are cut off.
 MASKS = {"a": ["0011", "1000", "00000001111", "0000000011", "01"], "b": ["0001", "00110011"]}
 
 

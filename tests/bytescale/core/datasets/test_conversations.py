@@ -1,4 +1,4 @@
-"""``bytescale corpus --sft``: its tokens and masks beside Megatron's own, with a tokenizer trained on the spot."""
+"""``bytescale corpus --sft``: tokens and masks equal Megatron's, with a tokenizer trained in the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATS = random_chats([(5, 7), (3, 20, 4, 9), (8, 2), (1, 1, 1, 1, 1, 1), (30, 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with conversations and two tokenizers."""
+    """Return a folder with conversations and two tokenizers."""
     root = tmp_path_factory.mktemp("sft")
     write_lines(root / "a.jsonl", CHATS)
     write_tokenizer(root / "tokenizer")

@@ -27,7 +27,7 @@ SEQ_LENGTH = 8
 
 
 def _write(prefix: Path, lengths: Sequence[int], dtype: type = np.uint16, first: int = 1) -> str:
-    """Documents of consecutive token ids, by Megatron's writer."""
+    """Write documents of consecutive token ids with Megatron's writer."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for length in lengths:
         builder.add_document(np.arange(first, first + length), [length])
@@ -83,7 +83,7 @@ def test_the_order_does_not_depend_on_how_many_samples_are_asked_for(prefix: str
 
 
 def test_the_order_is_frozen(tmp_path: Path) -> None:
-    """A changed order would break every checkpoint to resume from: this list may never change."""
+    """A changed order would break resuming from every checkpoint, so this list must never change."""
     dataset = _dataset(_write(tmp_path / "b", [1] * 6), 12)
     assert [dataset.sample(i).document for i in range(12)] == [0, 4, 2, 3, 5, 1, 0, 5, 1, 4, 3, 2]
 
@@ -184,7 +184,7 @@ def test_weights_blend_as_megatron_blends(tmp_path: Path) -> None:
         sample, item = samples[i], source.dataset[i]
         assert source.read(i, 0, sample.length).tolist() == item["tokens"].tolist()
         assert source.describe(i) == f"{sample.prefix}: document {sample.document} tokens 0-{sample.length}"
-    # The heavy one runs through 30 epochs of 10 documents.
+    # The heavy data set runs through 30 epochs of 10 documents.
     documents = [sample.document for sample in samples if sample.prefix == prefixes[1]]
     assert all(sorted(documents[i : i + 10]) == list(range(10)) for i in range(0, 300, 10))
     with pytest.raises(IndexError, match="sample 400 of 400"):

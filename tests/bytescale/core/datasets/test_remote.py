@@ -1,4 +1,4 @@
-"""The parts of the Ray loader's start that need no Ray; the whole: tests/e2e/runs/test_remote.py."""
+"""Parts of the Ray loader's start that need no Ray; tests/e2e/runs/test_remote.py tests the whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_line_is_a_document_of_one_sequence() -> None:
 
 
 def tokenizers(rank: int, world: int, folder: Path) -> list[str]:
-    """Bytes are encoded without Megatron; the text of a tokenizer changes with its files."""
+    """Bytes are encoded without Megatron. The description of a tokenizer depends on its files."""
     from megatron.bytescale.core.datasets import remote
 
     def refuse(settings: Any) -> None:

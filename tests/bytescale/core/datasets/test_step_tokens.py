@@ -1,4 +1,4 @@
-"""The samples that a run of steps of tokens needs are enough, wherever it begins."""
+"""A run with steps of tokens has enough samples, for any start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows as samples, through Megatron's own builder: which tokens and labels they hold, and what attends to what."""
+"""Windows as samples, through Megatron's own builder: their tokens, labels and attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.bytescale.core.datasets.window_dataset import (
 from tests.data.sources import write_data_set
 from tests.plan.simple_plans import plan_naive
 
-# Documents of 4, 7, 0, 3 and 9 tokens: ids 10.., 20.., 40.., 50..; the second one consists of two sequences.
+# Documents of 4, 7, 0, 3 and 9 tokens: ids 10.., 20.., 40.., 50..; the second document has two sequences.
 DOCUMENTS = [
     [list(range(10, 14))], [list(range(20, 24)), list(range(24, 27))], [], [list(range(40, 43))],
     [list(range(50, 59))],

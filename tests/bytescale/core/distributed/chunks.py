@@ -1,4 +1,4 @@
-"""Parts of a model as Megatron's DDP holds them, without process groups of ranks."""
+"""Parts of a model in Megatron's DDP, without process groups of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, three layers in a block of Megatron's, and no output layer."""
+    """Model with an embedding, three layers in a Megatron block, and no output layer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def chunk_of(dtype: torch.dtype = torch.bfloat16, shares: bool = True, factor: float = 1.0) -> Any:
-    """Return a DDP of one rank: one buffer of two buckets, and parameters in it where ranks share the optimizer."""
+    """Return a DDP of one rank: one buffer of two buckets, with parameters in it if ranks share the optimizer."""
     model = Model(dtype)
     buffer, group = object.__new__(_ParamAndGradBuffer), object.__new__(_ParamAndGradBucketGroup)
     parameters = list(model.parameters())[::-1]

@@ -1,4 +1,4 @@
-"""Parameters in host memory train as they do on the device. Whole runs are in tests/e2e/states."""
+"""Parameters in host memory train like parameters on the device. tests/e2e/states tests whole runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_stage_3_computes_the_same_through_a_window(shares: bool) -> None:
         assert torch.equal(found.main_grad, other.grad.float())
         assert torch.equal(found.data, other.data)
     buffer = chunk.buffers[0]
-    if shares:  # the optimizer writes to shards of the buffer, which ranks then gather
+    if shares:  # the optimizer writes to shards of the buffer, then ranks gather them
         buffer.param_data.fill_(2.0)
         chunk.bucket_groups[0].start_param_sync()
         assert chunk.bucket_groups[0].param_gather_dispatched

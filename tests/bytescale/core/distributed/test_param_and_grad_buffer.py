@@ -1,4 +1,4 @@
-"""Megatron's gradient buffers in host memory hold what its hook would add. Whole runs are in tests/e2e/states."""
+"""Megatron's gradient buffers in host memory equal the sums of its hook. tests/e2e/states tests whole runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parameters_of(chunk: Any) -> list[Any]:
 
 
 def with_gradients(passes: int = 3, **settings: Any) -> tuple[Any, HostGradients, list[torch.Tensor]]:
-    """Return a chunk after some passes, its gradients, and the sums that Megatron's hook would have made."""
+    """Return a chunk after some passes, its gradients, and the sums of Megatron's hook."""
     chunk, plain = chunk_of(**settings), chunk_of(**settings)
     gradients = HostGradients([chunk], CONFIG, on_cuda=False)
     sums = [torch.zeros(one.shape) for one in parameters_of(plain)]

@@ -1,4 +1,4 @@
-"""Saving and loading an optimizer. The run goes on after it in tests/e2e: runs/test_resume.py, hdp/test_moe.py."""
+"""Saving and loading an optimizer. runs/test_resume.py and hdp/test_moe.py in tests/e2e resume runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_optimizer_is_loaded_in_as_many_parts_as_it_was_saved(state: Any, num
     with pytest.raises(ValueError, match=f"an optimizer of {num_parts} parts and this run has one of {3 - num_parts}"):
         load(chained[3 - num_parts], state)
     with pytest.raises(ValueError, match="an optimizer of 2 parts and this run has one of 1"):
-        load(chained[1], {0: {}, 1: {}, "param_state": {}})  # a sharded one, merged
+        load(chained[1], {0: {}, 1: {}, "param_state": {}})  # a merged sharded optimizer
     assert len(loaded) == 1
 
 
@@ -38,7 +38,7 @@ def test_a_part_without_parameters_is_saved_with_the_step_of_another() -> None:
         other.step()
     empty.register_state_dict_post_hook(partial(add_step, other))
     saved = empty.state_dict()
-    assert [state["step"].item() for state in saved["state"].values()] == [3.0]  # as Megatron looks for the step
+    assert [state["step"].item() for state in saved["state"].values()] == [3.0]  # Megatron reads the step in this way
     assert len(saved["param_groups"]) == 1
     assert not empty.state
     assert len(other.state) == 1

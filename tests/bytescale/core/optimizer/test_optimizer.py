@@ -1,4 +1,4 @@
-"""Megatron's optimizer with pages steps as it does without. Whole runs are in tests/e2e/states."""
+"""Megatron's optimizer with pages equals the optimizer without. tests/e2e/states tests whole runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's interleaved schedule over slices, run with fake passes in place of the model, to test its messages."""
+"""Megatron's interleaved schedule over slices, with fake passes instead of the model, to test its messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.bytescale.core.parallel_state import VirtualLinks, create_virtual_
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep
 
 Passes = Callable[[Action, torch.Tensor | None], torch.Tensor]
-"""(action, what it received) -> its output [rows, 1, hidden], or the gradient of its input."""
+"""Function from (action, received tensor) to its output [rows, 1, hidden], or the gradient of its input."""
 
 
 def stage_config(schedule: SliceSchedule, is_overlapped: bool, hidden: int) -> Any:
-    """Return Megatron's configuration of a stage, with messages overlapped or in line."""
+    """Return Megatron's configuration of a stage, with or without overlapped messages."""
     return TransformerConfig(
         num_layers=schedule.num_stages * schedule.num_chunks, hidden_size=hidden, num_attention_heads=1,
         pipeline_model_parallel_size=schedule.num_stages, virtual_pipeline_model_parallel_size=schedule.num_chunks,
@@ -36,14 +36,14 @@ def stage_config(schedule: SliceSchedule, is_overlapped: bool, hidden: int) -> A
 def run_stage(
     schedule: SliceSchedule, stage: int, communicator: Any, passes: Passes, forward_only: bool = False
 ) -> None:
-    """Run a step of one stage by Megatron's schedule function.
+    """Run a step of one stage with Megatron's schedule function.
 
     Args:
-        schedule: what the stages run, with virtual stages.
-        stage: this one.
-        communicator: of this stage, for this step.
-        passes: what runs in place of the model; tensors are [rows, 1, hidden].
-        forward_only: leave backward passes out.
+        schedule: schedule of the stages, with virtual stages.
+        stage: number of this stage.
+        communicator: communicator of this stage for this step.
+        passes: function that replaces the model; tensors are [rows, 1, hidden].
+        forward_only: whether to leave out backward passes.
     """
     step = SliceStep(schedule, stage, not forward_only, communicator.wait_for)
 
@@ -78,6 +78,6 @@ def run_stage(
 
 
 def join_stages(num_stages: int) -> VirtualLinks:
-    """Make all processes the stages of one pipeline, with links for overlapped messages. Collective."""
+    """Make all processes the stages of a pipeline, with links for overlapped messages. All ranks call this."""
     parallel_state.initialize_model_parallel(1, num_stages, create_gloo_process_groups=False)
     return create_virtual_links(torch.device("cpu"), timeout_minutes=5.0)

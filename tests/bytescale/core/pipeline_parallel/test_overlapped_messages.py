@@ -1,8 +1,8 @@
-"""Messages of virtual stages in slices, overlapped with passes: Megatron's own schedule function, run for real.
+"""Messages of virtual stages in slices, overlapped with passes, in Megatron's own schedule function.
 
-Traces of all stages are replayed with the strictest rules there are: a message is done only when both ends have posted
-it, and an end posts on a link only when the message before it on that link is done, as one queue of a GPU would. Then
-processes exchange real messages with delays at random.
+Traces of all stages are replayed with the strictest rules. A message completes only when both ends have posted it. An
+end posts on a link only when the previous message on that link is complete, as in a single queue of a GPU. Then
+processes exchange real messages with random delays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIDDEN = 64
 
 
 class Case(NamedTuple):
-    """Stages, micro-batches, slices and virtual stages."""
+    """Numbers of stages, micro-batches, slices and virtual stages."""
 
     num_stages: int
     num_micro_batches: int
@@ -49,7 +49,7 @@ CASES = [
 
 
 class Event(NamedTuple):
-    """What a stage does: a pass, or "post" or "wait" for the ``number``-th message of a link."""
+    """Action of a stage: a pass, or "post" or "wait" for the ``number``-th message of a link."""
 
     what: str
     link: str = ""
@@ -64,7 +64,7 @@ def expected_of(schedule: SliceSchedule, stage: int) -> Any:
 
 
 def trace(case: Case, stage: int, is_overlapped: bool, forward_only: bool) -> list[Event]:
-    """Return what a stage does, with messages in line (Megatron's batches) or overlapped."""
+    """Return the actions of a stage, with Megatron's batches of messages or with overlapped messages."""
     from megatron.core.pipeline_parallel import utils
 
     from megatron.bytescale.core.pipeline_parallel import p2p_communication as p2p
@@ -138,14 +138,14 @@ def traces() -> Traces:
 
 
 def other_end(stage: int, link: str, num_stages: int) -> tuple[int, str]:
-    """Return the stage and its name of the link at the other end."""
+    """Return the stage at the other end of a link, and its name of the link."""
     to_next = link in ("outputs_out", "gradients_in")
     name, way = link.rsplit("_", 1)
     return (stage + (1 if to_next else -1)) % num_stages, f"{name}_{'in' if way == 'out' else 'out'}"
 
 
 def finishes(rows: list[list[Event]]) -> bool:
-    """Replay the stages together; False when they come to a stand."""
+    """Replay the stages together. Returns False for a deadlock."""
     at, posted, moved = [0] * len(rows), [defaultdict(int) for _ in rows], True
 
     def is_done(stage: int, link: str, number: int) -> bool:
@@ -171,7 +171,7 @@ def test_no_stage_waits_for_ever(traces: Traces) -> None:
 
 
 def test_the_replay_finds_what_hangs(traces: Traces) -> None:
-    """A stage that waits for a gradient before it posts the output that the gradient is of."""
+    """A stage waits for a gradient before it posts the output of that gradient."""
     case = CASES[2]
     rows = [list(row) for row in traces[case, True, False]]
     wait = next(n for n, event in enumerate(rows[0]) if event[:2] == ("wait", "gradients_in"))
@@ -182,7 +182,7 @@ def test_the_replay_finds_what_hangs(traces: Traces) -> None:
 
 
 def places(row: list[Event]) -> dict[Event, int]:
-    """Return how many passes a stage has begun at each post and wait."""
+    """Return the number of passes that a stage has begun at each post and wait."""
     found, num_passes = {}, 0
     for event in row:
         num_passes += not event.link
@@ -194,7 +194,7 @@ def places(row: list[Event]) -> dict[Event, int]:
 def test_messages_are_posted_no_later_and_waited_for_no_earlier_than_in_line(
     traces: Traces, forward_only: bool
 ) -> None:
-    """So a schedule that ends with messages in line, which is checked before each step, ends with overlapped ones."""
+    """So a schedule without deadlock in batches, which each step checks, has none with overlapped messages."""
     earlier = later = 0
     for case in CASES:
         for in_line, overlapped in zip(
@@ -212,7 +212,7 @@ def test_messages_are_posted_no_later_and_waited_for_no_earlier_than_in_line(
 
 
 def value_of(case: Case, stage: int, action: Action) -> float:
-    """Return a number that names an output or gradient, by the part of the model that makes it."""
+    """Return a number that identifies an output or gradient by the part of the model that makes it."""
     unit = action.micro_batch * case.num_slices + action.slice_index
     part = action.chunk * case.num_stages + stage
     return float(1 + 2 * (unit * case.num_stages * case.num_chunks + part) + (action.kind == "B"))

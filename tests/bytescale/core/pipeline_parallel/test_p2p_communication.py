@@ -1,4 +1,4 @@
-"""What a stage says when a message to or from a neighbour fails; what messages carry is in tests/e2e/hdp."""
+"""Errors of a stage when a message to or from a neighbour fails. tests/e2e/hdp tests the contents of messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.harness import run_ranks
 
 
 def last_words(rank: int, world: int) -> list[str]:
-    """What is raised when a message to the next stage fails, one from both sides, and when something else does."""
+    """Return the errors if a message to the next stage fails, a message from both sides, or something else."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from megatron.bytescale.core.pipeline_parallel.p2p_communication import ShapedP2PCommunicator

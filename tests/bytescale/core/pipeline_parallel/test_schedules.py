@@ -1,9 +1,9 @@
-"""Megatron's schedules, run for real with stand-ins for the model and the wire: what they do, and that nothing hangs.
+"""Megatron's schedules with a fake model and fake communication: their actions, and freedom from deadlocks.
 
-A stage's trace is what the installed schedule did on it: forward and backward passes, transfers posted, transfers
-waited for. Traces of all stages of several pipelines are then replayed together, with the strictest rules there are:
-a send is done only when its receiver has posted the receive, and ranks that share a micro-batch pass through it at the
-same time.
+A stage's trace contains the actions of the installed schedule: forward and backward passes, posts of transfers, and
+waits for transfers. The traces of all stages of several pipelines are replayed together with the strictest rules. A
+send completes only when its receiver has posted the receive, and ranks that share a micro-batch run it at the same
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Trace = list[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How Megatron is set up: stages, virtual stages, their group and the way of communicating."""
+    """Settings of Megatron: stages, virtual stages, their group, and the mode of communication."""
 
     num_stages: int
     num_chunks: int = 1
@@ -64,7 +64,7 @@ def trace_stages(rank: int, world: int, cases: Sequence[tuple[Pipeline, int, int
 
 
 def _config(pipeline: Pipeline) -> SimpleNamespace:
-    """Return what Megatron's schedules read of a model's configuration."""
+    """Return the fields of a model's configuration that Megatron's schedules read."""
     num_chunks = pipeline.num_chunks
     return SimpleNamespace(
         timers=None, no_sync_func=None, grad_sync_func=None, param_sync_func=None, finalize_model_grads_func=None,
@@ -78,7 +78,7 @@ def _config(pipeline: Pipeline) -> SimpleNamespace:
 
 
 def _recorder(trace: Trace, config: SimpleNamespace, pp_group: SimpleNamespace) -> Any:
-    """Megatron's communicator, which notes in ``trace`` what it would post and wait for."""
+    """Communicator that records posts and waits in ``trace``."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     class Recorder(P2PCommunicator):
@@ -145,7 +145,7 @@ def traced(cases: Sequence[tuple[Pipeline, int, int, bool]]) -> list[Trace]:
 
 @pytest.fixture(scope="module")
 def traces() -> dict[tuple[Pipeline, int, int, bool], Trace]:
-    """What Megatron does on each stage, for up to four groups of micro-batches."""
+    """Return Megatron's actions on each stage, for up to four groups of micro-batches."""
     cases = [
         (pipeline, count * pipeline.multiple, stage, forward_only)
         for pipeline in PIPELINES
@@ -190,7 +190,7 @@ def last_chunk(pipeline: Pipeline, wraps: bool) -> int | None:
 
 
 def sent(trace: Trace, kind: str, but_chunk: int | None) -> list[int]:
-    """Micro-batches whose outputs a stage hands on: all, but those of the chunk that ends the model."""
+    """Return the micro-batches whose outputs a stage sends: all, except in the last chunk of the model."""
     return [micro_batch for done, micro_batch, _, chunk in passes(trace) if done == kind and chunk != but_chunk]
 
 
@@ -204,7 +204,7 @@ def test_a_shorter_pipeline_does_what_a_longer_one_does_in_the_same_order(pipeli
 
 @dataclass(frozen=True)
 class Joint:
-    """Several pipelines and which of them share which micro-batches: ``classes[rank][index]`` names a set of ranks."""
+    """Several pipelines with shared micro-batches: ``classes[rank][index]`` identifies a set of ranks."""
 
     pipeline: Pipeline
     counts: tuple[int, ...]
@@ -213,7 +213,7 @@ class Joint:
 
 
 def joint_of(pipeline: Pipeline, plan: StepPlan) -> Joint:
-    """Ranks that are linked by rings in a slot pass through it together."""
+    """Ranks that are linked by rings in a slot run it together."""
     counts = micro_batch_counts(plan, multiple=pipeline.multiple)
     classes: list[dict[int, tuple[int, int]]] = [{} for _ in counts]
     members: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -232,13 +232,13 @@ def joint_of(pipeline: Pipeline, plan: StepPlan) -> Joint:
 
 
 def finishes(joint: Joint, traces: dict[Any, Trace], forward_only: bool = False) -> bool:
-    """Replay all stages of all pipelines together; False when they come to a stand."""
+    """Replay all stages of all pipelines together. Returns False for a deadlock."""
     num_stages = joint.pipeline.num_stages
     todo = {(rank, stage): traces[joint.pipeline, count, stage, forward_only]
             for rank, count in enumerate(joint.counts) for stage in range(num_stages)}  # fmt: skip
     at = dict.fromkeys(todo, 0)
     posts: dict[Any, int] = defaultdict(int)  # transfers posted, by (rank, sender, receiver, is a send)
-    number: dict[Any, int] = {}  # of a posted transfer in its line
+    number: dict[Any, int] = {}  # position of a posted transfer in its queue
     moved = True
     while moved:
         moved = False
@@ -259,7 +259,7 @@ def _line(num_stages: int, rank: int, stage: int, name: str) -> tuple[Any, ...]:
 
 def _step(joint: Joint, process: tuple[int, int], trace: Trace, at: dict[Any, int], todo: dict[Any, Trace],
           posts: dict[Any, int], number: dict[Any, int]) -> bool:  # fmt: skip
-    """Do the next thing of a process if it can be done now."""
+    """Run the next action of a process if it can run now."""
     rank, stage = process
     kind, *rest = trace[at[process]]
     if kind == "post":
@@ -287,7 +287,7 @@ def _step(joint: Joint, process: tuple[int, int], trace: Trace, at: dict[Any, in
 
 
 def random_plan(seed: int) -> StepPlan:
-    """Aligned slots at random: rings of all widths that overlap, holes, ranks with none, tails of any length."""
+    """Return random aligned slots: overlapping rings of all widths, empty slots, idle ranks, tails of any length."""
     generator = random.Random(seed)
     num_ranks = generator.randint(2, 6)
     num_sequences = generator.randint(1, 14)

@@ -1,4 +1,4 @@
-"""Experts with biases train where a rank has all of them, with the gradients of the formula."""
+"""Experts with biases train if a rank has all experts, with the gradients of the formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ranks
 
 
 def experts_with_biases(rank: int, world: int) -> None:
-    """Megatron's experts, whose biases count as often as a token's score says; with its own layer they cannot train."""
+    """Megatron's experts, with biases weighted by a token's score. With Megatron's own layer they cannot train."""
     from dataclasses import replace
 
     import torch

@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def run_both(rank: int, world: int) -> dict[tuple[str, str], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Output and gradients of query, key, value and sinks, of our attention and of Megatron's, by kind and dtype."""
+    """Return output and gradients of query, key, value and sinks of our and Megatron's attention, by kind and dtype."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])

@@ -1,4 +1,4 @@
-"""Angles by position inside Megatron's latent attention, and heads of values of another size than those of keys."""
+"""Angles by position inside Megatron's latent attention, and different head sizes of values and keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {"narrow": (6, 4), "wide": (4, 6), "equal": (4, 4)}
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention inside each document, by its definition."""
+    """Return causal attention inside each document, by definition."""
     out = []
     bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     for start, stop in pairwise(bounds):
@@ -59,7 +59,7 @@ def errors(rank: int, world: int) -> dict[str, list[float]]:
 
 
 def expansion_errors(core: Any, params: Any, sizes: tuple[int, int]) -> list[float]:
-    """Return errors of the output and of the gradients of queries, latents and the weight: 2 numbers with positions."""
+    """Return errors of the output and of the gradients of queries, latents and the weight. 2 numbers have positions."""
     (key_dim, value_dim), generator = sizes, torch.Generator().manual_seed(2)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     shapes = (sum(LENGTHS), 2, key_dim), (sum(LENGTHS), 5 + 2), (2 * (key_dim - 2 + value_dim), 5)
@@ -74,7 +74,7 @@ def expansion_errors(core: Any, params: Any, sizes: tuple[int, int]) -> list[flo
 
 
 def test_values_have_heads_of_their_own_size() -> None:
-    """Also where they and the keys are made of latents inside attention."""
+    """Value heads may also be expanded from latents inside attention, together with the keys."""
     found = run_ranks(errors, 1, init_group=False)[0]
     assert found.keys() == {*SIZES, *(f"latent {name}" for name in SIZES)}
     for name, of_tensors in found.items():

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 
 def build(rank: int, world: int, settings: dict[str, Any]) -> Any:
-    """(kind, eps, marks of the parameters, output) of a norm, or the error."""
+    """Return (kind, eps, marks of the parameters, output) of a norm, or the error."""
     from megatron.bytescale.core.transformer.norm import LocalNorm
 
     values = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "sequence_parallel": True}

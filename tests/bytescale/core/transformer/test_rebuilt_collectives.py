@@ -1,4 +1,4 @@
-"""Rebuilding a layer receives the bytes from other tensor-parallel ranks that its price counts."""
+"""Recomputation of a layer receives as many bytes from other tensor-parallel ranks as its price counts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Received(TorchDispatchMode):
 
 
 def count(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
-    """Bytes received while the layers of a step are rebuilt, by plan."""
+    """Return the bytes received while the layers of a step are recomputed, by plan."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])

@@ -1,4 +1,4 @@
-"""Specs of the layers of a model, whichever form Megatron gives them."""
+"""Specs of the layers of a model, in all forms of Megatron."""
 
 from __future__ import annotations
 

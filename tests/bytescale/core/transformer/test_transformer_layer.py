@@ -1,4 +1,4 @@
-"""Megatron's layer under activation policies does exactly the work, and moves exactly the bytes, that are planned."""
+"""Megatron's layer under activation policies does exactly the planned work, and moves exactly the planned bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> 
 
 
 def measure(rank: int, world: int) -> dict[str, Any]:
-    """FLOPs, attention calls, bytes, loss and gradients of a step under each plan."""
+    """Return FLOPs, attention calls, bytes, loss and gradients of a step under each plan."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from bytescale_ext.activation.counts import split_rows
@@ -107,7 +107,7 @@ def measure(rank: int, world: int) -> dict[str, Any]:
 
 
 def order_of_transfers(bench: Any) -> list[str]:
-    """When copies of a step begin and are waited for, by layer, of four layers of which the last two stay."""
+    """Return the order of starts and waits of copies by layer, for four layers. The last two layers stay."""
     from bytescale_ext.activation.record import LayerRecord
 
     seen: list[str] = []
@@ -171,7 +171,7 @@ def test_what_is_not_swapped_or_dropped_is_kept(measured: dict[str, Any]) -> Non
 
 
 def test_the_device_peak_grows_with_what_is_kept_as_predicted(measured: dict[str, Any]) -> None:
-    """Within 5 %. What is the same in all plans differs: on CPU norms and activation functions are not fused."""
+    """FLOPs agree within 5 %. A constant part differs, because norms and activation functions are not fused on CPU."""
     for one, other in ((0, 1), (1, 2)):
         grown, predicted = (measured[name][other] - measured[name][one] for name in ("peaks", "predicted peaks"))
         assert grown == pytest.approx(predicted, rel=0.05)
@@ -179,10 +179,10 @@ def test_the_device_peak_grows_with_what_is_kept_as_predicted(measured: dict[str
 
 
 def test_two_layers_at_a_time_are_on_the_device(measured: dict[str, Any]) -> None:
-    """Of four the last two stay: the last waits for the copy of layer 2, which is read back while layer 3 runs back.
+    """The last two of four layers stay. The last waits for the copy of layer 2, which is read while layer 3 runs back.
 
-    Nothing holds what was rebuilt: Megatron's layer keeps its second residual to the end of its forward pass, which a
-    rebuilding run does not reach.
+    No reference keeps recomputed tensors. Megatron's layer keeps its second residual to the end of its forward pass,
+    which a recomputation does not reach.
     """
     assert measured["order"] == [
         "forward 1", "forward 2", "forward 3", "settle", "forward 4",

@@ -1,4 +1,4 @@
-"""``--memory-plan``: what is refused before training, and what a plan does in a process."""
+"""``--memory-plan``: refusals before training, and the effect of a plan in a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What activation flags refuse, before anything is built."""
+"""Refusals of activation flags, before anything is built."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from megatron.bytescale.arguments.setup import optimizer_host_bytes
 
 SHAPE = ModelShape(8, 1024, 8, 8, 128, 4096, True, 32000)
 STATES_GB = 18 * num_parameters(SHAPE) / 1e9
-"""Model states of the model of ``parsed`` on one process."""
+"""Return the model states of the model of ``parsed`` on one process."""
 
 
 def whole(activations_gb: float) -> str:
-    """Return the memory of a device that leaves so much to activations."""
+    """Return the device memory in GB, as text, that leaves ``activations_gb`` for activations."""
     return f"{STATES_GB + activations_gb:.9f}"
 
 
 def parsed(*words: str, **settings: Any) -> argparse.Namespace:
-    """What Megatron's parser would give for a small model, with our flags and other settings."""
+    """Return parsed arguments of a small model, with our flags and other settings."""
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
     args = parser.parse_args(words)
@@ -210,7 +210,7 @@ def test_refusals(words: tuple[str, ...], settings: dict[str, Any], message: str
 
 
 def test_the_host_budget_that_is_named_works() -> None:
-    """For each policy, the smallest one: a hundredth less is refused again."""
+    """The message of each policy names the smallest budget: one percent less is refused again."""
     cases = {
         ("--activation-policy", "memo"): r"need ([\d.]+) GB",
         ("--activation-policy", "offload", "--device-memory-gb", whole(2.5)): r"take ([\d.]+) GB of host",
@@ -245,7 +245,7 @@ def test_an_optimizer_in_host_memory_is_counted_in() -> None:
 
 
 def test_operators_of_several_parts_save_more() -> None:
-    """On CPU torch's RMSNorm keeps the normed input; without its fusion SwiGLU keeps two inputs of a product."""
+    """On CPU torch's RMSNorm keeps the normalized input, and unfused SwiGLU keeps two inputs of a product."""
     fused = config_of(*MEMO).largest
     split = config_of(*MEMO, normalization="RMSNorm", bias_swiglu_fusion=False).largest
     of_norms = 2 * (1024 * (4 + 2) + 4)
@@ -255,7 +255,7 @@ def test_operators_of_several_parts_save_more() -> None:
 
 
 def test_each_stage_plans_for_its_own_layers_and_micro_batches() -> None:
-    """7 + 1 layers: the first stage has two micro-batches in flight, the last keeps its layer whole."""
+    """With 7 + 1 layers, the first stage has two micro-batches in flight and the last stage keeps its layer whole."""
     sizes = {"pipeline_model_parallel_size": 2, "world_size": 2, "decoder_first_pipeline_num_layers": 7}
     first, last = (config_of(*MEMO, rank=rank, **sizes).layers for rank in (0, 1))
     assert (first.num_layers, first.in_flight, first.resident_layers) == (7, 2, 0)
@@ -272,14 +272,14 @@ def _resolved(*words: str, **settings: Any) -> ActivationConfig:
 
 
 def test_slices_count_their_keys_and_the_sums_of_their_gradients() -> None:
-    """Two stages, two equal slices; by hand for the first one, in tokens: the peak is the second backward pass."""
+    """Two stages run two equal slices. By hand, in tokens, the peak of the first stage is the second backward pass."""
     sizes = {"pipeline_model_parallel_size": 2, "world_size": 2, "seq1f1b_slices": 2, "seq1f1b_partition": "even",
              "eval_iters": 0}  # fmt: skip
     keep = ("--swap-fraction", "0", "--recompute-fraction", "0.5")
     config = _resolved(*keep, **sizes)
     key = 2 * 8 * 128 * 2
     held = [round(one.bytes / key / 4096) for one in config.layers.slices]
-    # B0.1: keys of 3 slices and a sum of one, which is float32; B0.0: keys of 3, and that sum until it ends
+    # B0.1: keys of 3 slices and a float32 sum of one slice; B0.0: keys of 3 slices, and that sum until its end
     assert max(held) == 3 + 2
     assert max(one.tokens for one in config.layers.slices) == 3 * 4096
     load = config.largest

@@ -1,4 +1,4 @@
-"""``--memory-plan``: a plan of this model and step is taken, any other refused before training."""
+"""``--memory-plan``: a plan of this model and step is accepted, any other plan is refused before training."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_the_layout_is_that_of_a_pipeline() -> None:
     sliced = run.with_feature("slices", SliceConfig(eager, (4096, 4096), 2))
     assert parallelism_of(step, sliced) == replace(LAYOUT, slices=(4096, 4096), slicing=eager)
     alone = parsed(*POLICY, global_batch_size=8)
-    assert parallelism_of(MEMORY_PLAN.read(alone), resolve(alone)) == StepParallelism()  # one by one, however many
+    assert (
+        parallelism_of(MEMORY_PLAN.read(alone), resolve(alone)) == StepParallelism()
+    )  # one by one, for any number of micro-batches
 
 
 def test_each_rank_takes_the_plan_of_its_stage(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Every policy with every kind of layer, with packed documents and with two samples, in one stage and in two.
+"""Every policy with every kind of layer, with packed documents and with two samples, on one stage and on two stages.
 
-Two stages run in one process in the order of 1F1B: their layers share a store, as the chunks of a rank do, and a
-micro-batch is in flight while another one runs. Real pipelines, rings and slices are in tests/e2e/test_activations.py.
+Two stages run in one process in the order of 1F1B. Their layers share a store, like the chunks of a rank, and a
+micro-batch is in flight while another runs. tests/e2e/activation tests real pipelines, rings and slices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.harness import run_ranks
 pytestmark = pytest.mark.ranks
 
 HIDDEN, LAYERS, VOCAB = 32, 4, 61
-LENGTHS = (131, 197)  # of two micro-batches; so many that products of few rows are the kernels of many
+LENGTHS = (131, 197)  # tokens of two micro-batches; enough rows that products of a part use the same kernels
 DOCUMENTS = (0.4, 0.6)
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_router_load_balancing_type": "none",
@@ -53,7 +53,7 @@ PLANS = {
 
 
 def plan_of_auto() -> ActivationPlan:
-    """Return what ``auto`` chooses with half of the memory."""
+    """Return the plan that ``auto`` chooses with half of the memory."""
     shape = ModelShape(LAYERS, HIDDEN, 4, 2, 8, 48, True, VOCAB)
     load = layer_load(cost_of_rates(shape, 1e12, 1e12, 1e12), LENGTHS[1], LayerSettings(element_bytes=4))
     whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
@@ -61,7 +61,7 @@ def plan_of_auto() -> ActivationPlan:
 
 
 class Case:
-    """The stages of a model of one kind, and what a step of it needs."""
+    """Stages of a model of one kind, and the input of a step."""
 
     def __init__(self, kind: str, documents: bool, stages: int, store: Any) -> None:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -125,7 +125,7 @@ class Case:
         return result.square().sum() if model.post_process else result
 
     def step(self) -> list[torch.Tensor]:
-        """Two micro-batches, by 1F1B where there are two stages; losses and all gradients."""
+        """Run two micro-batches, with 1F1B on two stages; return losses and all gradients."""
         for stage in self.stages:
             stage.zero_grad(set_to_none=True)
         losses = self._pipelined() if len(self.stages) == 2 else [self._whole(index) for index in range(2)]
@@ -150,7 +150,7 @@ class Case:
 
 
 def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int, int]]:
-    """(equal?, largest difference, swapped bytes, recomputed FLOPs, kept bytes) of each case under each plan."""
+    """Return (equal, largest difference, swapped bytes, recomputed FLOPs, kept bytes) of each case under each plan."""
     from bytescale_ext.activation.arena import allocate_arena
     from bytescale_ext.activation.link import make_link
     from bytescale_ext.activation.store import ActivationStore
@@ -186,7 +186,7 @@ def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[
 
 
 def run_fifty_steps(rank: int, world: int) -> dict[str, list[int]]:
-    """Bytes of tensors that live after each of 50 steps of changing lengths, and at most in it; of the arena too."""
+    """Return live and peak bytes of tensors, and of the arena, in each of 50 steps of changing lengths."""
     import gc
 
     from bytescale_ext.activation.arena import allocate_arena
@@ -206,7 +206,7 @@ def run_fifty_steps(rank: int, world: int) -> dict[str, list[int]]:
     store = ActivationStore(PLANS["memo"], make_link(allocate_arena(1 << 23, pinned=False), on_cuda=False), LAYERS)
     case = Case("grouped swiglu", True, 1, store)
     case.step()
-    gc.disable()  # what only a collection would free counts as left
+    gc.disable()  # memory that only the garbage collector would free counts as live
     for step in range(50):
         case.lengths = (40 + step * 7 % 20, 40 + step * 3 % 20)
         for stage in case.stages:
@@ -227,7 +227,7 @@ def run_fifty_steps(rank: int, world: int) -> dict[str, list[int]]:
 
 
 def test_memory_is_flat_over_fifty_steps_of_changing_lengths() -> None:
-    """A step of equal lengths takes equal memory at any time, and leaves nothing, with the collector off."""
+    """Steps of equal lengths take equal memory at any time, and leave nothing, without the garbage collector."""
     found = run_ranks(run_fifty_steps, 1)[0]
     assert found["left"] == [0] * 50
     assert found["most"][20:40] == pytest.approx(found["most"][:20], rel=0.01)
@@ -254,7 +254,7 @@ def test_gradients_are_bitwise_those_of_no_policy(kind: str, found: dict[Any, An
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "experts" not in kind])
 def test_two_samples_take_the_memory_of_two_micro_batches(kind: str, found: dict[Any, Any]) -> None:
-    """But for the angles of their positions, which they share: no scores are kept, and no tensor twice."""
+    """Layers keep no scores and no tensor twice, except the shared angles of positions."""
     for stages, name in itertools.product((1, 2), PLANS):
         samples, documents = (found[kind, documents, stages, name] for documents in (False, True))
         for mine, theirs in ((samples[2], documents[2]), (samples[4], documents[4])):

@@ -1,4 +1,4 @@
-"""What activation policies refuse, by conditions on several arguments."""
+"""Refusals of activation policies, by conditions on several arguments."""
 
 from __future__ import annotations
 

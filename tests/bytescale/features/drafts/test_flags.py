@@ -1,4 +1,4 @@
-"""Flags of draft heads: their defaults, the checkpoints that they need, and what is refused."""
+"""Flags of draft heads: their defaults, the required checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread", "--ckpt-format", "torch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a model and of one with heads; a folder without any, and one that cannot be read."""
+    """Write checkpoints of a model and of a model with heads, an empty folder, and an unreadable checkpoint."""
     root = tmp_path_factory.mktemp("drafts")
     for name, tensor in (("model", "decoder.weight"), ("heads", "draft_heads.norm.weight"), ("broken", "")):
         path = root / name / "iter_0000007"

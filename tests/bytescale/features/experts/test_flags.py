@@ -1,4 +1,4 @@
-"""``--moe-expert-slots`` and its companions: what is resolved, and what is refused before anything is built."""
+"""``--moe-expert-slots`` and related flags: resolved values, and refusals before anything is built."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match="--moe-expert-slots does not work with"):
-        # Biases are for the row about them; without expert parallelism every run refuses them.
+        # Biases are only in their own row, because without expert parallelism every run refuses them.
         config_of("--moe-expert-slots", "6", **{"add_bias_linear": name == "moe_grouped_gemm", name: REFUSED[name]})
 
 

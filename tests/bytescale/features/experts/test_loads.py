@@ -1,4 +1,4 @@
-"""Counts of ranks that share experts become loads, and one process writes them."""
+"""Ranks that share experts sum their counts to loads, and one process writes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_second_run_goes_on(tmp_path: Path) -> None:
 
 
 def no_experts(rank: int, world: int) -> dict[int, object]:
-    """A stage of dense layers asks nobody."""
+    """A stage of dense layers does not communicate."""
     from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
     from megatron.bytescale.features.experts.loads import step_loads
 
@@ -77,7 +77,7 @@ def test_a_stage_without_experts_has_no_loads() -> None:
 
 
 def follow(interval: int, cost: ExpertCost, passes: int = 1) -> list[tuple[int, str, str]]:
-    """Follow loads of four steps, expert 0 popular and then expert 3; return what is placed and told after each."""
+    """Follow loads of four steps with expert 0, then 3 popular; return the placement and the text of each step."""
     from megatron.bytescale.core.transformer.moe.placed_layer import Placements
     from megatron.bytescale.features.experts import loads as experts
 
@@ -119,7 +119,10 @@ def test_weights_travel_with_each_micro_batch() -> None:
 
 
 def feed_back(rank: int, world: int) -> list[float]:
-    """Two steps on two pairs of ranks; the first pair's layer is placed in a ratio of 3 to 1, the second's evenly."""
+    """Run two steps on two pairs of ranks.
+
+    The first pair's layer has a load ratio of 3 to 1, the second pair's is even.
+    """
     from megatron.core import parallel_state
 
     from bytescale_ext.data.loading.loads import LoadHistory
@@ -139,7 +142,7 @@ def feed_back(rank: int, world: int) -> list[float]:
 
 
 def test_the_planner_hears_how_uneven_experts_were_as_placed() -> None:
-    """1.5 and 1 in the first step, with a mean of 1.25; both even in the second."""
+    """Imbalances are 1.5 and 1 in the first step, with a mean of 1.25, and 1 in the second step."""
     assert run_ranks(feed_back, 4) == [[1.0, 1.25, 1.125]] * 4
 
 
@@ -148,14 +151,14 @@ def test_stages_without_experts_do_not_count() -> None:
 
 
 def no_layers(rank: int, world: int) -> list[float]:
-    """The first rank is of a dense stage."""
+    """The first rank belongs to a dense stage."""
     from bytescale_ext.data.loading.loads import LoadHistory
     from megatron.bytescale.core.transformer.moe.placed_layer import Placements
     from megatron.bytescale.features.experts import loads as experts
 
     loads = {3: np.array([[30, 0, 10, 0]] * 2)} if rank else {}
     found: list[float] = []
-    for of_step in (loads, {}):  # in the second step nobody has any
+    for of_step in (loads, {}):  # no rank has tokens in the second step
         experts.running_step = lambda: 0
         feedback = experts.Feedback(runtime_of(), Placements(PlacementPlan.static(4, 2, 3)), LoadHistory(lag=1))
         feedback(experts.StepLoads(of_step, 1))

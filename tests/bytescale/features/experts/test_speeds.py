@@ -1,4 +1,4 @@
-"""What placements are planned with is measured on all ranks together, and nothing of the training changes."""
+"""The cost for placements is measured on all ranks together, without any effect on training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN = 8
 
 
 class Expert(torch.nn.Module):
-    """Two matrices, as Megatron's experts take and return tokens."""
+    """Experts of two matrices with the interface of Megatron's experts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``--moe-placement-trace``: what is resolved, and what is refused before anything is built."""
+"""``--moe-placement-trace``: resolved values, and refusals before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--moe-dts-steps`` and its companions: what is resolved, and what is refused before anything is built."""
+"""``--moe-dts-steps`` and related flags: resolved values, and refusals before anything is built."""
 
 from __future__ import annotations
 

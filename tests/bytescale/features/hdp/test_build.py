@@ -1,4 +1,4 @@
-"""The forward step of documents."""
+"""Forward step of documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (40, 7, 12, 3)
 
 
 class Chunk(torch.nn.Module):
-    """Stands in for a model chunk without experts."""
+    """Fake of a model chunk without experts."""
 
     pre_process = post_process = True
     vp_stage = None
@@ -35,11 +35,11 @@ class Chunk(torch.nn.Module):
 def test_forward_passes_count_each_sequence_once_and_do_not_read_the_plan(
     monkeypatch: pytest.MonkeyPatch, rule: SliceRule | None
 ) -> None:
-    """Host work of a step grows with its micro-batches: a forward pass makes none of them again."""
+    """Host work of a step is proportional to its micro-batches, because a forward pass does not rebuild them."""
     counted: list[list[float]] = []
     monkeypatch.setattr(hdp, "update_seqlen_stats_from_cu_seqlens", lambda bounds: counted.append(bounds.tolist()))
     plan = plan_naive(LENGTHS, 2, 20)
-    forward = hdp.forward_step(runtime_of())  # it has no step to read
+    forward = hdp.forward_step(runtime_of())  # there is no step to read
     num_micro_batches = 0
     for rank in range(2):
         units = units_of(plan.ranks[rank], LENGTHS, rank, 1, rule)

@@ -1,4 +1,4 @@
-"""Flags of hybrid data parallelism, through Megatron's parser and checks: the configuration, or one line."""
+"""Flags of hybrid data parallelism, through Megatron's parser and checks: configuration or error line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_configuration_holds_what_was_given() -> None:
 @pytest.mark.ranks
 def test_fp16_starts_with_a_loss_scale_for_sums_over_tokens() -> None:
     values = resolved(4, *COMMON, "--fp16").args
-    assert values["initial_loss_scale"] == 2**16 / 128  # 64 tokens, rounded up to a power of two beyond them
+    assert values["initial_loss_scale"] == 2**16 / 128  # 64 tokens, rounded up to a larger power of two
     assert values["accumulate_allreduce_grads_in_fp32"] is True
     assert resolved(4, *COMMON, "--fp16", "--initial-loss-scale", 4).args["initial_loss_scale"] == 4
     assert resolved(4, *COMMON, "--fp16", "--loss-scale", 2).args["loss_scale"] == 2
@@ -54,20 +54,20 @@ def test_fp16_starts_with_a_loss_scale_for_sums_over_tokens() -> None:
 
 @pytest.mark.ranks
 def test_parameter_gathers_stay_aligned() -> None:
-    """Megatron turns that off without virtual stages; a rank that waits in a ring would then hold back another."""
+    """Megatron disables it without virtual stages. A rank that waits in a ring would then delay another rank."""
     words = ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"]
     assert resolved(4, *COMMON, *words).args["align_param_gather"] is True
 
 
 def actions_of(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[str, argparse.Action]:
-    """Return what a command adds to a parser, by option."""
+    """Return the options that a command adds to a parser, by name."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return {option: action for action in parser._actions for option in action.option_strings}
 
 
 def test_a_new_planner_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flag, both commands, the page of flags and the configuration read the table."""
+    """The flag, both commands, the page of flags and the configuration use the table."""
     assert "even" not in planner_names()
     row = PlannerRow("even", "nothing that is worth it", stateless(place_naive), aligned=True)
     monkeypatch.setattr(table, "PLANNERS", (*table.PLANNERS, row))
@@ -96,7 +96,7 @@ def test_each_planner_flag_reaches_the_configuration() -> None:
 
 @pytest.mark.ranks
 def test_swapped_keys_have_host_memory_and_a_price() -> None:
-    """Keys of 256 tokens in float32; two first slices in flight hold 1.25 times the tokens of a micro-batch."""
+    """Keys have 256 tokens in float32. Two first slices in flight have 1.25 times the tokens of a micro-batch."""
     words = "--seq1f1b-slices 2 --hdp-kept-keys 0 --hdp-swapped-keys 256 --host-memory-gb 0.01".split()
     fast, slow = (
         resolved(4, *COMMON, *words, "--link-gb-per-second", speed, *more)
@@ -140,7 +140,7 @@ def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
     assert values["dataloader_type"] != "external"
 
 
-# (processes, words after the common ones, words of the refusal)
+# (processes, words after the common words, words of the refusal)
 REFUSED = (
     (4, "--global-batch-size 6", "6 is not a multiple of the 4 data-parallel ranks|next multiple is 8"),
     (4, "--eval-global-batch-size 6", "--eval-global-batch-size 6 is not a multiple of the 4|next multiple is 8"),

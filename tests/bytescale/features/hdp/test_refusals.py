@@ -1,4 +1,4 @@
-"""What hybrid data parallelism refuses, by conditions on several arguments."""
+"""Refusals of hybrid data parallelism, by conditions on several arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--record-memory-plan``: what is recorded and where it goes is known before training."""
+"""``--record-memory-plan``: the recorded step and the output file are known before training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_the_step_is_recorded_as_it_is_used(tmp_path: Path) -> None:
     assert replace(target.record, activations=RECORD.activations) == RECORD
     without_policy = parsed(*words)
     assert [feature.name for feature in enabled(without_policy)] == ["activations", "memory_record"]
-    assert resolve(without_policy).find(ActivationConfig) is not None  # its layers are those of a run with the plan
+    assert (
+        resolve(without_policy).find(ActivationConfig) is not None
+    )  # its layers equal the layers of a run with the plan
 
 
 def test_bad_input(tmp_path: Path) -> None:

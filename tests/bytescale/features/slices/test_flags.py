@@ -1,4 +1,4 @@
-"""Flags of Seq1F1B: what is switched on, what does not fit, and the slices that come of them."""
+"""Flags of Seq1F1B: enabled features, refusals, and the resulting slices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLICES = ["--seq1f1b-slices", "4"]
     ],
 )
 def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -> None:
-    """Under recomputation and policies a token is sure to keep its layer's input only, so hardly any key is free."""
+    """Under recomputation and policies a token always keeps only its layer's input, so few keys fit for free."""
     stages = {"pipeline_model_parallel_size": 4, "world_size": 16 * changes.get("tensor_model_parallel_size", 1)}
     sizes = {"hybrid_data_parallel": True, "hdp_tokens_per_rank": 64, "seq_length": 256, "seq1f1b_slices": 4}
     host = {"host_memory_gb": 1.0} if changes.keys() & {"activation_policy", "swap_fraction"} else {}
@@ -65,7 +65,7 @@ def test_flags_and_slices_follow_from_each_other() -> None:
 
 
 def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
-    """Layers 7 + 8 + 8 + 9: stage 1 holds most, the keys of 6/4 micro-batches and float32 gradients of 3/4 of one."""
+    """With 7 + 8 + 8 + 9 layers, stage 1 has the peak: keys of 6/4 micro-batches and float32 gradients of 3/4."""
     longest, key_bytes = DOCUMENTS.longest_sequence, key_value_bytes(LLAMA_7B)
     some, everything = (DocumentSliceConfig(SliceRule(Slicing(4, kept)), 4) for kept in (100, longest))
     stages = [layers * key_bytes for layers in (7, 8, 8, 9)]

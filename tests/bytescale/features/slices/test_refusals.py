@@ -1,4 +1,4 @@
-"""What pipelines in slices refuse, by conditions on several arguments."""
+"""Refusals of pipelines in slices, by conditions on several arguments."""
 
 from __future__ import annotations
 

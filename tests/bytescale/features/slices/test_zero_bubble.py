@@ -1,4 +1,4 @@
-"""The flag of zero bubble: its configuration, and the flags that are refused beside it."""
+"""Flag of zero bubble: its configuration, and flags that are refused together with it."""
 
 from __future__ import annotations
 

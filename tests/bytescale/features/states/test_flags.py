@@ -1,4 +1,4 @@
-"""``--state-policy``: what is resolved, and what is refused before anything is built."""
+"""``--state-policy``: resolved values, and refusals before anything is built."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config_of(*words: str, **settings: Any) -> StateConfig:
 
 
 def least_gb(*words: str, **settings: Any) -> float:
-    """Return the least host memory that works, as the refusal of less names it."""
+    """Return the smallest host memory that works, from the refusal of less memory."""
     with pytest.raises(ValueError, match="raise --state-host-gb") as caught:
         config_of(*PAGED, "--state-host-gb", "0.01", *words, **settings)
     found = re.search(r"take ([\d.]+) GB", str(caught.value))
@@ -181,7 +181,7 @@ def test_settings_that_do_not_go_with_pages(row: Any) -> None:
 
 @pytest.mark.parametrize("row", LATER, ids=lambda row: row.flag)
 def test_settings_that_need_gradients_on_the_device(row: Any) -> None:
-    """They are refused from stage 2 on, and say what to do."""
+    """These settings are refused from stage 2 on, with a remedy."""
     dest = row.flag.split()[0].removeprefix("--").replace("-", "_")
     off = {"states": "--state-policy"}
     for stage in ("2", "3"):

@@ -1,4 +1,4 @@
-"""``--state-policy auto``: what is resolved for states and activations, and what is refused."""
+"""``--state-policy auto``: resolved values for states and activations, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_small_device_moves_states_and_names_why() -> None:
 
 
 def test_activations_get_what_states_leave() -> None:
-    """Host memory of pages is not theirs, and in stage 3 parameters take a part of the link."""
+    """Activations cannot use the host memory of pages, and in stage 3 parameters take a part of the link."""
     words = ("--activation-policy", "priced")
     left = run_of(80, 10, *words).get(ActivationConfig).machine
     assert (left.host_bytes, left.link_bytes_per_second) == (10e9, 55e9)
@@ -98,7 +98,7 @@ def test_pages_on_a_disk_leave_host_memory_to_activations(tmp_path: Path) -> Non
 
 
 def test_stages_make_equal_choices() -> None:
-    """Every process finds the same, whatever its stage of the pipeline."""
+    """Every process makes the same choice, on any stage of the pipeline."""
     args = parsed(*AUTO, "--device-memory-gb", "3", "--host-memory-gb", "10", "--activation-policy", "auto",
                   **{**OPTIMIZER, "pipeline_model_parallel_size": 2, "world_size": 2})  # fmt: skip
     features.check(args)
@@ -109,7 +109,7 @@ def test_stages_make_equal_choices() -> None:
 
 
 def test_costs_decide(tmp_path: Path) -> None:
-    """A slow device hides copies that a fast one waits for; ``--cost-file`` needs no other feature."""
+    """A slow device overlaps copies that a fast device waits for. ``--cost-file`` needs no other feature."""
     shape = replace(SHAPE, num_layers=8)
     slow = cost_of_rates(shape, 1e12, 1e12, 1e12)
     write_cost(tmp_path / "slow.json", slow)

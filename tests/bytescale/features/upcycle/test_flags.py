@@ -1,4 +1,4 @@
-"""``--moe-use-upcycling``: what is refused before anything is built."""
+"""``--moe-use-upcycling``: refusals before anything is built."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_files_of_ranks_fit_one_expert_rank_alone(tmp_path: Path) -> None:
     assert config_of(tmp_path, expert_model_parallel_size=1, add_bias_linear=False).load == tmp_path / "dense"
 
 
-# The words that switch on a feature which refuses, and the settings that it refuses.
+# Words that enable a feature with refusals, and the settings that it refuses.
 REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "dense models": ((), {"num_experts": None}),
     "--moe-router-pre-softmax with --moe-use-upcycling": (ON, {"moe_router_pre_softmax": True}),

@@ -1,4 +1,4 @@
-"""The loss by chunks against the loss at once, on one rank, with a layer that shows how many logits exist."""
+"""The chunked loss against the unchunked loss, on one rank, with a layer that counts existing logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, BATCH, HIDDEN, VOCAB = 11, 2, 4, 7
 
 
 class Layer:
-    """An output layer that remembers the rows of its calls."""
+    """Output layer that records the rows of its calls."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -26,7 +26,7 @@ class Layer:
 
 
 def losses_of(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """[b, s] from labels [b, s] and logits [s, b, v], as Megatron's loss has them."""
+    """Return losses [b, s] for labels [b, s] and logits [s, b, v], as in Megatron."""
     return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
 
 
@@ -66,7 +66,7 @@ def test_losses_and_gradients_are_those_at_once(num_tokens: int, rows: list[int]
     assert layer.rows == rows
     torch.testing.assert_close(losses, expected)
     losses.square().sum().backward()
-    assert sorted(layer.rows) == sorted(2 * rows)  # computed again, not kept
+    assert sorted(layer.rows) == sorted(2 * rows)  # recomputed, not kept
     torch.testing.assert_close(own_hidden.grad, hidden.grad)
     torch.testing.assert_close(own_weight.grad, weight.grad)
 
@@ -76,7 +76,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def long_case(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states [rows, 1, 32], a weight [48, 32] and labels [1, rows]."""
+    """Return hidden states [rows, 1, 32], a weight [48, 32] and labels [1, rows]."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(rows, 1, 32, generator=generator).to(dtype).requires_grad_()
     weight = (0.3 * torch.randn(48, 32, generator=generator)).to(dtype).requires_grad_()
@@ -84,7 +84,7 @@ def long_case(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 
 def in_chunks(num_tokens: int, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses."""
+    """Return the sum of the losses."""
     return chunked_loss(
         num_tokens,
         hidden_states=hidden,
@@ -99,12 +99,12 @@ def in_chunks(num_tokens: int, hidden: torch.Tensor, weight: torch.Tensor, label
 
 @pytest.fixture(scope="module")
 def at_once() -> tuple[torch.Tensor, float]:
-    """The exact gradient of the weight, and the error of the bf16 path without chunks."""
+    """Return the exact gradient of the weight, and the error of the bf16 path without chunks."""
     hidden, weight, labels = long_case(1024, torch.bfloat16)
     losses_of(labels, (hidden @ weight.T).float()).sum().backward()
     rounded = weight.grad
     hidden, weight = hidden.detach(), weight.detach().double().requires_grad_()
-    logits = (hidden @ weight.detach().bfloat16().T).double()  # rounded as above: only the sum differs
+    logits = (hidden @ weight.detach().bfloat16().T).double()  # rounded as above, so only the sum differs
     by_logits = torch.softmax(logits, 2).scatter_add(2, labels.T[:, :, None], torch.full((1024, 1, 1), -1.0).double())
     exact = by_logits.bfloat16().double().flatten(0, 1).T @ hidden.double().flatten(0, 1)
     assert rounded is not None
@@ -132,12 +132,12 @@ def test_the_sum_goes_to_the_gradient_buffer_of_ddp(is_tied: bool, at_once: tupl
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     assert weight.main_grad.data_ptr() == buffer  # type: ignore[attr-defined]
     assert relative_error(weight.main_grad - 2.0, at_once[0]) < 1e-5  # type: ignore[attr-defined]
-    assert weight.grad is not None  # or overlapped reductions would not start
+    assert weight.grad is not None  # otherwise overlapped reductions would not start
     assert not is_tied or not weight.grad.any()  # DDP adds it to the embedding's
 
 
 def test_a_buffer_in_host_memory_is_left_to_who_takes_gradients_there(at_once: tuple[torch.Tensor, float]) -> None:
-    """Meta stands for another device."""
+    """The meta device replaces a second device."""
     hidden, weight, labels = long_case(1024, torch.bfloat16)
     weight.main_grad = torch.zeros(weight.shape, device="meta")  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -160,9 +160,9 @@ def test_frozen_weights_and_hidden_states_get_no_gradient() -> None:
 
 
 class ParallelCase:
-    """Megatron's output layer and loss on tensor-parallel ranks, whole or in chunks.
+    """Run Megatron's output layer and loss on tensor-parallel ranks, whole or in chunks.
 
-    In bf16 Megatron adds the weight's gradient to its buffer by a fused kernel, for which there is a stand-in.
+    In bf16 Megatron adds the weight's gradient to its buffer by a fused kernel, which is replaced here.
     """
 
     def __init__(self, rank: int, world: int, sequence_parallel: bool, dtype: torch.dtype) -> None:
@@ -193,7 +193,7 @@ class ParallelCase:
         return vocab_parallel_cross_entropy(logits, labels.T.contiguous()).T.contiguous()
 
     def run(self, num_tokens: int | None) -> list[torch.Tensor]:
-        """Losses [2, 24], gradients of the hidden states and of the weight."""
+        """Return losses [2, 24], and gradients of the hidden states and of the weight."""
         hidden, weight = self.hidden.clone().requires_grad_(), self.layer.weight
         weight.grad = None
         if self.is_fused:
@@ -211,7 +211,7 @@ class ParallelCase:
 
 
 def run_tensor_parallel(rank: int, world: int, sequence_parallel: bool) -> list[list[float]]:
-    """Relative differences of losses and gradients of chunks to Megatron's own path, in bf16 and in fp64."""
+    """Return relative differences between chunks and Megatron's own path, in bf16 and in fp64."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])

@@ -54,7 +54,7 @@ def merged(x: torch.Tensor, e: torch.Tensor, merge: Any) -> torch.Tensor:
 
 
 def guesses(kind: str, heads: Any, x: torch.Tensor, after: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each head gives the output layer for one token, after whose label the tokens ``after`` come."""
+    """Return each head's input to the output layer for a token; ``after``: tokens after the token's label."""
     if kind == "medusa":
         x = rms(x, heads.norm)
         return [x + torch.nn.functional.silu(block.weight @ x) for block in heads.blocks]
@@ -67,7 +67,7 @@ def guesses(kind: str, heads: Any, x: torch.Tensor, after: list[torch.Tensor]) -
 
 
 def compare(rank: int, world: int, kind: str, chunk_tokens: int | None) -> tuple[list[float], list[float], float]:
-    """Return the sums of the loss, those by the formulas, and the largest difference of a gradient."""
+    """Return the sums of the loss, the sums by the formulas, and the largest difference of a gradient."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])
@@ -110,7 +110,7 @@ def compare(rank: int, world: int, kind: str, chunk_tokens: int | None) -> tuple
 
 
 def smooth_l1(guess: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of both over the root mean square of the target, which is float32 there."""
+    """Return differences relative to the root mean square of the target, which is float32."""
     scale = target.float().square().mean().sqrt()
     off = (guess.float() / scale - target.float() / scale).abs()
     return torch.where(off < 1, off.square() / 2, off - 0.5).mean()
@@ -140,7 +140,7 @@ def by_formulas(kind: str, heads: Any, tokens: Any, states: Any, weight: Any) ->
 @pytest.mark.parametrize(("kind", "chunk_tokens"), [("clover", None), ("clover", 2), ("medusa", 100)])
 def test_heads_and_loss_follow_the_formulas(kind: str, chunk_tokens: int | None) -> None:
     sums, wanted, difference = run_ranks(compare, 1, kind, chunk_tokens)[0]
-    assert sums == pytest.approx(wanted, rel=1e-6)  # sums are float32 where losses are
+    assert sums == pytest.approx(wanted, rel=1e-6)  # sums are float32 if losses are
     assert difference < 1e-6  # the difference from the model's states is float32; without it below 1e-10
 
 

@@ -1,4 +1,4 @@
-"""Heads are compared with the states of later tokens, on one rank and on ranks that share the sequence."""
+"""Comparison of heads with the states of later tokens, on one rank and on ranks that share the sequence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LENGTHS, ROWS, HIDDEN, COUNT = (5, 2), 8, 6, 3
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    """States of a micro-batch with padding, and what a head gives: [rows, 1, hidden]."""
+    """Return the states of a micro-batch with padding, and the output of a head: [rows, 1, hidden]."""
     generator = torch.Generator().manual_seed(4)
     first, second = torch.randn(2, ROWS, 1, HIDDEN, generator=generator)
     return first * 3, second
 
 
 def compared(rank: int, world: int, shares: bool) -> tuple[list[float], torch.Tensor]:
-    """Return the difference of each head, and the gradient of what it gives on this rank."""
+    """Return the difference of each head, and the gradient of its output on this rank."""
     from megatron.bytescale.core.models.gpt.later_states import later_states
 
     shards = tuple(Shard(seq, ((0, length),), (0,)) for seq, length in enumerate(LENGTHS))

@@ -1,6 +1,6 @@
-"""The memory of a step with experts is the one that is predicted, at the loads that occurred.
+"""The memory of a step with experts equals the forecast for the loads that occurred.
 
-Two ranks share the experts, so the router decides how many tokens the experts of each rank get.
+Two ranks share the experts, so the router decides the number of tokens of each rank's experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLANS = {
 
 
 def with_experts() -> None:
-    """Give the layers of ``build_fused`` experts."""
+    """Build the layers of ``build_fused`` with experts."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron.bytescale.training import one_device
@@ -52,7 +52,7 @@ def with_experts() -> None:
 
 
 def measure(rank: int, world: int) -> dict[str, tuple[list[int], int]]:
-    """Return (tokens that reached the experts of each layer, live bytes at most) of a step, by plan."""
+    """Return (tokens at the experts of each layer, peak live bytes) of a step, by plan."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def measure(rank: int, world: int) -> dict[str, tuple[list[int], int]]:
 
 
 def predicted(plan: ActivationPlan, load: float) -> float:
-    """The forecast, and the two hidden states that the norm and the loss at the end keep."""
+    """Return the forecast, plus the two hidden states that the final norm and the loss keep."""
     settings = LayerSettings(
         element_bytes=FLOAT_BYTES, resident_layers=plan.resident_layers, loss_tokens=LOSS_TOKENS,
         expert_load=load, expert_ranks=2,

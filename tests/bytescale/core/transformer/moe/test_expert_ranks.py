@@ -67,7 +67,7 @@ def test_ranks_are_those_of_megatrons_groups(
     count = ranks_that_share_experts(SimpleNamespace(num_experts=12, **sizes))
     assert count == expected
     groups = run_ranks(groups_of_megatron, 1, num_processes, tp_size, ep_size, etp_size, pp_size, init_group=False)[0]
-    reach = {rank: {rank} for rank in range(num_processes // tp_size // pp_size)}  # bound to it by any group
+    reach = {rank: {rank} for rank in range(num_processes // tp_size // pp_size)}  # linked to it by any group
     for _ in reach:
         for group in groups:
             joined = set().union(*(reach[rank] for rank in group))
@@ -79,7 +79,7 @@ def test_ranks_are_those_of_megatrons_groups(
 
 def communication(plan: StepPlan, counts: tuple[int, ...], rank: int, expert_ranks: int, stage: int, num_stages: int,
                   num_layers: int = 2) -> Iterator[tuple[tuple[int, ...], tuple[object, ...]]]:  # fmt: skip
-    """(who takes part, what it is) of one stage of a rank, in the order in which it runs them."""
+    """Return (participants, kind) of the exchanges of a rank's stage, in execution order."""
     first = rank - rank % expert_ranks
     group = tuple(range(first, first + expert_ranks))
     for kind, index, *_ in seq1f1b_schedule(num_stages, counts[rank]).stages[stage]:

@@ -1,4 +1,4 @@
-"""What the gate makes of logits: all experts when hot, few when cold, and nothing of its own once it has annealed."""
+"""Gate: all experts at high temperature, few at low temperature, and no effect after annealing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_experts_of_tokens_are_counted() -> None:
 
 
 class Top1(torch.nn.Module):
-    """Stands for Megatron's router."""
+    """Fake of Megatron's router."""
 
     layer_number = 1
 
@@ -81,7 +81,7 @@ def test_the_router_is_megatrons_once_the_gate_has_annealed() -> None:
 
 
 def test_what_hangs_on_megatrons_scores_gets_its_gradient() -> None:
-    """Megatron attaches auxiliary losses to the scores that it returns; these add nothing else."""
+    """Megatron attaches auxiliary losses to the returned scores. The gate adds nothing else."""
     seen = []
 
     class Losses(Top1):

@@ -1,4 +1,4 @@
-"""Noise of tokens: the distribution that it is drawn from, and that it belongs to tokens, not to ranks."""
+"""Noise of tokens: its distribution, and its dependence on tokens instead of ranks."""
 
 from __future__ import annotations
 

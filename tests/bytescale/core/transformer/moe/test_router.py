@@ -20,7 +20,7 @@ AUX, Z = 0.5, 0.25
 
 
 def build(kind: str, group: Any, **settings: Any) -> Any:
-    """Return a router, "stock" or "ours", of a model that is trained per token; weights are equal in all."""
+    """Return a router, "stock" or "ours", of a model with per-token loss. All routers have equal weights."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.router import TopKRouter
@@ -47,19 +47,19 @@ def build(kind: str, group: Any, **settings: Any) -> Any:
 
 
 def rows(count: int) -> torch.Tensor:
-    """[count, 1, hidden]; the first ones are equal for every count."""
+    """Return hidden states [count, 1, hidden]. A larger count only appends states."""
     return torch.randn((64, 1, HIDDEN), generator=torch.Generator().manual_seed(4))[:count].clone()
 
 
 def gradient(router: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Of the auxiliary losses alone: the experts' output has no weight."""
+    """Return the gradient of only the auxiliary losses. The experts' output has the weight 0."""
     probs, _ = router(inputs, None if mask is None else mask[:, None])
     (probs * 0).sum().backward()
     return router.weight.grad
 
 
 def weighed_by_labels(rank: int, world: int) -> None:
-    """Five labels on 100 tokens: Megatron then divides by 5 what is a mean over 100."""
+    """With five labels on 100 tokens, Megatron divides a mean over 100 tokens by 5."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     from megatron.bytescale.runtime import LabelShares
@@ -79,7 +79,7 @@ def test_few_labels_do_not_change_the_strength_and_the_log() -> None:
 
 
 def in_half_precision(rank: int, world: int) -> None:
-    """Losses are summed in float32, though logits are in bfloat16."""
+    """Losses are summed in float32, even if logits are in bfloat16."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     init_num_microbatches_calculator(0, None, 6, 1, 3)
@@ -112,7 +112,7 @@ def padding_and_none(rank: int, world: int) -> None:
         router = build("ours", group)
         mask = torch.arange(num_rows) >= NUM_TOKENS
         torch.testing.assert_close(gradient(router, rows(num_rows), mask), expected)
-        # Megatron's report averages over 3 ranks x 2 micro-batches; here one holds all tokens of the step.
+        # Megatron's report averages over 3 ranks x 2 micro-batches; here one micro-batch has all tokens of the step.
         assert logged(router) == pytest.approx({name: 6 * mean for name, mean in means.items()})
     empty = gradient(build("ours", group), rows(3), torch.ones(3, dtype=torch.bool))
     assert torch.equal(empty, torch.zeros_like(empty))
@@ -132,7 +132,7 @@ def padding_on_one_rank(rank: int, world: int) -> None:
     mine = slice(5 * rank, 5 * rank + 5)
     mask = torch.arange(10) >= NUM_TOKENS
     found = gradient(router, rows(10)[mine], mask[mine])
-    dist.all_reduce(found)  # as Megatron does for parameters of sequence-parallel layers
+    dist.all_reduce(found)  # like Megatron for parameters of sequence-parallel layers
     torch.testing.assert_close(found, expected)
 
 

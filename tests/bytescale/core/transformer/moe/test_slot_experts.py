@@ -1,4 +1,4 @@
-"""Replicas compute what their homes would, and their gradients arrive there before hooks run: exact in float64."""
+"""Replicas compute the same as their homes, and their gradients arrive there before hooks run: exact in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN, RANKS, EXPERTS, SLOTS = 6, 3, 6, 4
 
 
 def shared_plan() -> PlacementPlan:
-    """Rank 1 holds replicas of 0 and 5, rank 2 of 0; rank 0 of none."""
+    """Return the plan: rank 1 has replicas of experts 0 and 5, rank 2 of expert 0, rank 0 none."""
     parts = home_parts(EXPERTS, RANKS)
     parts[:, 0] = [PARTS - 24, 12, 12]
     parts[:, 5] = [0, 512, 512]
@@ -26,7 +26,7 @@ def shared_plan() -> PlacementPlan:
 
 
 class Expert(torch.nn.Module):
-    """Two matrices of other shapes and a bias, as Megatron's experts take and return tokens."""
+    """Experts with two matrices of different shapes and a bias, with the interface of Megatron's experts."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Expert(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """The part of Megatron's module that the slots use."""
+    """Part of Megatron's module that the slots use."""
 
     def __init__(self, rank: int, exchange: Exchange | None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Stack(torch.nn.Module):
 
 
 def inputs(rank: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Return tokens of each slot, tokens and probabilities of a rank. Replica 5 of rank 1 gets no token."""
+    """Return tokens per slot, tokens and probabilities of a rank. Replica 5 of rank 1 gets no token."""
     sizes = [[3, 0, 0, 0], [2, 1, 4, 0], [0, 2, 5, 0]][rank]
     generator = torch.Generator().manual_seed(100 + rank)
     tokens = torch.randn(sum(sizes), HIDDEN, dtype=torch.float64, generator=generator)
@@ -62,7 +62,7 @@ def inputs(rank: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
 
 
 def in_slots(rank: int, world: int) -> tuple[Any, ...]:
-    """Return the output of a rank and the gradients of tokens and weights, as a hook of each parameter saw them."""
+    """Return the output of a rank and the gradients of tokens and weights, recorded by a hook of each parameter."""
     stack = Stack(rank, Exchange(shared_plan(), torch.distributed.group.WORLD))
     seen: dict[str, torch.Tensor] = {}
 
@@ -142,7 +142,7 @@ def test_weights_travel_once_in_a_step() -> None:
 
 
 class Linear(torch.nn.Module):
-    """Megatron's linear layer of an expert, without bias and communication."""
+    """Fake of Megatron's linear layer of an expert, without bias and communication."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Linear(torch.nn.Module):
 
 
 class MegatronExpert(torch.nn.Module):
-    """The pass of Megatron's MLP on plain matrices."""
+    """Fake of Megatron's MLP on plain matrices."""
 
     forward = MLP.forward
 
@@ -197,7 +197,7 @@ def test_grouped_products_are_those_of_single_experts(config: TransformerConfig,
         else:
             parts = zip(experts, given.split(sizes.tolist()), probs.split(sizes.tolist()), strict=True)
             output = torch.cat([one(*part)[0] for one, *part in parts])
-        output.sum().backward()  # a gradient that is no block of memory of its own
+        output.sum().backward()  # a gradient that is a view of other memory
         of_weights = [torch.zeros(()) if one.grad is None else one.grad for x in experts for one in x.parameters()]
         found.append([output.detach(), given.grad, *of_weights])
     far = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]

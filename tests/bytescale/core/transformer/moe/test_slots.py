@@ -1,4 +1,4 @@
-"""Tokens go to the slots that a dispatch one by one would choose, whichever ranks they come from."""
+"""Tokens go to the same slots as in a token-by-token dispatch, for any source ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def a_plan(seed: int) -> PlacementPlan:
 
 
 def choices(seed: int, num_sources: int) -> list[torch.Tensor]:
-    """Return which experts each source chooses: [tokens, experts], more of them than others, at each its own number."""
+    """Return the experts that each source chooses, [tokens, experts]. Numbers of tokens differ by source."""
     generator = torch.Generator().manual_seed(seed)
     shares = torch.rand(num_sources, 1, EXPERTS, generator=generator)
     return list(torch.rand(num_sources, TOKENS, EXPERTS, generator=generator) < shares)
@@ -62,7 +62,7 @@ def test_ranks_of_two_sources_keep_the_quotas(seed: int) -> None:
 
 
 def in_slots(rank: int, world: int) -> tuple[torch.Tensor, ...]:
-    """Return what a rank chose, in slots too, and the gradient of its probabilities."""
+    """Return the experts and slots that a rank chose, and the gradient of its probabilities."""
     chosen = choices(1, world)[rank]
     probs = (chosen * torch.rand(TOKENS, EXPERTS)).requires_grad_()
     table = SlotTable.of(a_plan(1), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which rows tables read, and when."""
+"""Rows that tables read, and the times of the reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step_of(*rows: int, number: int = 0) -> Any:
 
 
 def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[str, np.ndarray], int]:
-    """Return what a rank reads in three steps, its rows at the end, and how many of them came ahead."""
+    """Return the rows that a rank reads in three steps, its final rows, and the number of rows read ahead."""
     group = torch.distributed.group.WORLD
     host_table.parallel_state = SimpleNamespace(  # type: ignore[attr-defined]
         get_data_parallel_group_gloo=lambda with_context_parallel: group, get_tensor_model_parallel_rank=lambda: 0
@@ -47,7 +47,7 @@ def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[
     for number, step in enumerate(steps):
         following = steps[number + 1] if number + 1 < len(steps) else None
         tables.begin(step, True, (lambda step=following: step) if ahead else None)
-        tables.begin(step, True, pytest.fail)  # of a second micro-batch
+        tables.begin(step, True, pytest.fail)  # tokens of a second micro-batch
         values = model[0].host.values_of(torch.from_numpy(step.rows))
         (values * (rank + 1)).sum().backward()
         read.append(values.detach().clone())
@@ -60,7 +60,7 @@ def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[
 
 
 def late_bounds(rank: int, world: int) -> list[tuple[int, int]]:
-    """Return the bounds of reads and writes in three steps, the second of which is an evaluation."""
+    """Return the bounds of reads and writes in three steps; the second step is an evaluation."""
     group = torch.distributed.group.WORLD
     host_table.parallel_state = SimpleNamespace(  # type: ignore[attr-defined]
         get_data_parallel_group_gloo=lambda with_context_parallel: group

@@ -1,4 +1,4 @@
-"""The memory of one layer: what it adds, how it begins, and which checkpoints it takes."""
+"""Memory of one layer: its output, initial values, and compatible checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = NgramConfig((2, 3), RULE, 4, 5)
 
 
 def memory_of(rule: GramRule, layer: int, value: float = 0.0, **options: Any) -> Any:
-    """Return the memory of a layer of a small model, with all of ``value`` set."""
+    """Return the memory of a layer of a small model, with the fields in ``value`` set."""
     from megatron.core.transformer import TransformerConfig
 
     from megatron.bytescale.core.models.common.embeddings.ngram_memory import NgramMemory

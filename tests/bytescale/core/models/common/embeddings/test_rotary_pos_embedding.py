@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def angles(rank: int, world: int, settings: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Megatron's angles of 300 positions, ours, and ours of positions in another order."""
+    """Return Megatron's angles of 300 positions, our angles, and our angles of permuted positions."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
@@ -34,7 +34,7 @@ def angles(rank: int, world: int, settings: dict[str, Any]) -> tuple[torch.Tenso
 
 
 def angles_of_yarn(rank: int, world: int) -> tuple[Any, ...]:
-    """Megatron's angles of YaRN and plain RoPE at 300 positions, and ours of YaRN at positions in another order."""
+    """Return Megatron's YaRN and plain RoPE angles of 300 positions, and our YaRN angles of permuted positions."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
