@@ -168,28 +168,29 @@ def measure_costs(
     fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
     ring_fitted, ring_unseen = fitted_rings(max_tokens, num_ranks), unseen_rings(max_tokens, num_ranks)
     timings = time_packs(subject, [*fitted, *unseen], repeats, [*ring_fitted, *ring_unseen])
-    seen = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
+    fitted_timings = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
     rings = [timing for timing in timings if (timing.lengths, timing.width) in ring_fitted]
-    others = [timing for timing in timings if timing not in seen and timing not in rings]
-    rate, between, how = link_rates(given_rates, subject)
+    others = [timing for timing in timings if timing not in fitted_timings and timing not in rings]
+    rate, between, origin_of_rate = link_rates(given_rates, subject)
     crosses = num_ranks > subject.cluster.node_ranks
     exchange = subject.ring_seconds(between if crosses else rate)
-    fits = fit_rings(fit_timings(seen), rings, exchange, has_waits=not subject.has_processor_time)
+    fits = fit_rings(fit_timings(fitted_timings), rings, exchange, has_waits=not subject.has_processor_time)
     predictions = predict(fits, others)
     recompute = subject.args.recompute_granularity
-    what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
+    measured = f"{len(fitted_timings)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
     assert subject.runtime.parts.kernel is not None
     source = (
         f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.parts.kernel.name}: "
-        f"{what} of up to {max_tokens} tokens in models "
+        f"{measured} of up to {max_tokens} tokens in models "
         f"of {LAYERS[0]} and {LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
-        f"other lengths predicted with an error of {errors_text(predictions)}; ring {how}, {rate / 1e9:.3g} GB/s"
+        f"other lengths predicted with an error of {errors_text(predictions)}; "
+        f"ring {origin_of_rate}, {rate / 1e9:.3g} GB/s"
         f"{f', between nodes {between / 1e9:.3g} GB/s' if between < rate else ''}"
     )
     kept = kept_bytes_per_token(subject, max_tokens // 4)
     origin = Origin(subject.shape, subject.device, subject.dtype, subject.tensor_parallel, source)
     cost, inside = model_cost(fits, kept, origin), subject.ring_seconds(rate)
-    forward, backward = (replace(one, c=c) for one, c in zip((cost.forward, cost.backward), inside, strict=True))
+    forward, backward = (replace(part, c=c) for part, c in zip((cost.forward, cost.backward), inside, strict=True))
     cost = replace(cost, forward=forward, backward=backward, slowdown=max(1.0, rate / between))
     collective, latency = collective_seconds(subject)
     return replace(cost, collective=collective, latency=latency), predictions
@@ -202,11 +203,11 @@ def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tu
     comm, node = subject.runtime.parts.comm, subject.cluster.node_ranks
     if given[0] is None and comm is not None and 1 < node < comm.size and comm.size % node == 0:
         rate, between = ring_speed.bytes_per_second_of_nodes(comm, node, subject.runtime.device)
-        how = f"measured by {comm.size} ranks on nodes of {node}"
+        origin = f"measured by {comm.size} ranks on nodes of {node}"
     else:
-        rate, how = ring_rate(given[0], subject)
+        rate, origin = ring_rate(given[0], subject)
         between = rate
-    return rate, given[1] or between, how
+    return rate, given[1] or between, origin
 
 
 def collective_seconds(subject: Subject) -> tuple[float, float]:

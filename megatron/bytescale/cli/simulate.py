@@ -209,7 +209,9 @@ def compare(
             ),
             "speedup_over_static": None
             if isinstance(references, str)
-            else _figure([one.makespan / time for one, time in zip(references, times, strict=True)], worst=min),
+            else _figure(
+                [reference.makespan / time for reference, time in zip(references, times, strict=True)], worst=min
+            ),
             **{figure: _figure([asdict(outcome)[figure] for outcome in outcomes]) for figure in asdict(outcomes[0])},
         }
     return result

@@ -149,7 +149,11 @@ class Finish:
         from bytescale_ext.data.clean.report import REPORT, make_report, save_report
 
         sets = gather(self.recipe, self.work, self.output)
-        prefixes = {found.name: self._data_set(found.name, found.shards) for found in sets} if self.tokenize else {}
+        prefixes = (
+            {data_set.name: self._data_set(data_set.name, data_set.shards) for data_set in sets}
+            if self.tokenize
+            else {}
+        )
         duplicates = self.work / "duplicates.jsonl"
         if duplicates.exists():
             os.replace(duplicates, self.output / duplicates.name)

@@ -76,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
         weighed = reweigh(weighed, {name: proposal.factor for name, proposal in proposals.items() if proposal.is_clear})
     blended = blend(parts, weighed)
     write_whole(args.output, "".join(f"{weight:.6g} {prefix}\n" for weight, prefix in blended))
-    seen = epochs(parts, weighed, args.simulate) if args.simulate is not None else {}
+    repetitions = epochs(parts, weighed, args.simulate) if args.simulate is not None else {}
     if args.json:
         values = {
             "sources": [dataclasses.asdict(source) for source in weighed],
             "blend": [{"weight": weight, "prefix": prefix} for weight, prefix in blended],
-            "epochs": seen,
+            "epochs": repetitions,
             "proxies": {
                 name: {**dataclasses.asdict(proposal), "is_clear": proposal.is_clear}
                 for name, proposal in proposals.items()
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(values, indent=2))
         return 0
-    print("\n".join(_text(weighed, proposals, parts, seen)))
+    print("\n".join(_text(weighed, proposals, parts, repetitions)))
     print(f"train with --data-args-path {args.output} --seq-length {args.seq_length}")
     return 0
 
@@ -105,16 +105,16 @@ def _temper(args: argparse.Namespace) -> Temper:
 
 def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
     """Return the data sets, and the report's figures of their sources."""
-    found: list[tuple[str, str, float]] = []
+    data_sets: list[tuple[str, str, float]] = []
     known: dict[str, Known] = {}
     if args.report is not None:
         from bytescale_ext.data.clean.report import load_report
 
         report = load_report(args.report)
-        for one in report.data_sets:
-            if one["prefix"] is None:
-                raise ValueError(f"{args.report}: {one['name']} has text and no tokens: clean with --tokenize")
-            found.append((str(one["prefix"]), str(one["source"]), float(str(one["weight"]))))
+        for data_set in report.data_sets:
+            if data_set["prefix"] is None:
+                raise ValueError(f"{args.report}: {data_set['name']} has text and no tokens: clean with --tokenize")
+            data_sets.append((str(data_set["prefix"]), str(data_set["source"]), float(str(data_set["weight"]))))
         # With weights by copies, duplicates already count for a source, so duplication does not lower its share.
         is_weighed = report.recipe["policy"] == "weight"
         for name, about in report.sources.items():
@@ -123,10 +123,10 @@ def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
         name, _, prefix = words.partition("=")
         if not name or not prefix:
             raise ValueError(f"--data {words}: give NAME=PREFIX")
-        found.append((prefix, name, 1.0))
-    if not found:
+        data_sets.append((prefix, name, 1.0))
+    if not data_sets:
         raise ValueError("no data sets: give --report or --data")
-    return [_part(*one, args) for one in found], known
+    return [_part(*data_set, args) for data_set in data_sets], known
 
 
 def _part(prefix: str, source: str, weight: float, args: argparse.Namespace) -> Part:
@@ -140,21 +140,27 @@ def _part(prefix: str, source: str, weight: float, args: argparse.Namespace) -> 
 
 
 def _text(
-    weighed: Sequence[Weighed], proposals: dict[str, Proposal], parts: Sequence[Part], seen: dict[str, float]
+    weighed: Sequence[Weighed], proposals: dict[str, Proposal], parts: Sequence[Part], repetitions: dict[str, float]
 ) -> list[str]:
     rows = [["source", "tokens", "share by size", "no duplicates", "quality", "small runs", "share"]]
-    for one in weighed:
-        proposal = proposals.get(one.source)
-        told = "-"
+    for source in weighed:
+        proposal = proposals.get(source.source)
+        verdict = "-"
         if proposal is not None:
-            told = f"x {proposal.factor:.2f} ({proposal.low:.2f} to {proposal.high:.2f})"
-            told += "" if proposal.is_clear else ", left out"
-        values = (f"{one.size:.1%}", f"x {one.duplication:.2f}", f"x {one.quality:.2f}", told, f"{one.share:.1%}")
-        rows.append([one.source, f"{one.tokens:,.0f}", *values])
+            verdict = f"x {proposal.factor:.2f} ({proposal.low:.2f} to {proposal.high:.2f})"
+            verdict += "" if proposal.is_clear else ", left out"
+        values = (
+            f"{source.size:.1%}",
+            f"x {source.duplication:.2f}",
+            f"x {source.quality:.2f}",
+            verdict,
+            f"{source.share:.1%}",
+        )
+        rows.append([source.source, f"{source.tokens:,.0f}", *values])
     lines = aligned(rows, {0})
-    if seen:
+    if repetitions:
         of_prefix = {part.prefix: part for part in parts}
         table = [["data set", "tokens", "epochs"]]
-        table += [[prefix, f"{of_prefix[prefix].tokens:,}", f"{often:.2f}"] for prefix, often in seen.items()]
+        table += [[prefix, f"{of_prefix[prefix].tokens:,}", f"{often:.2f}"] for prefix, often in repetitions.items()]
         lines += ["", *aligned(table, {0})]
     return lines

@@ -126,11 +126,11 @@ def data_set_of(args: argparse.Namespace) -> str:
     return str(args.output)
 
 
-def materialise(corpus: CorpusTokens, made: SculptedCorpus, prefix: Path) -> None:
+def materialise(corpus: CorpusTokens, sculpted: SculptedCorpus, prefix: Path) -> None:
     """Write a data set whose documents are the windows."""
     from megatron.bytescale.core.datasets.corpus import write_tokens
 
-    table = made.made.table
+    table = sculpted.made.table
     bounds = window_bounds(table).tolist()
     windows = (
         np.concatenate([corpus.read(*row) for row in table[["document", "start", "length"]][first:end].tolist()])
@@ -139,14 +139,14 @@ def materialise(corpus: CorpusTokens, made: SculptedCorpus, prefix: Path) -> Non
     write_tokens(prefix, windows, corpus.tokens.dtype.type)
 
 
-def report_of(corpus: CorpusTokens, made: SculptedCorpus, context: int) -> dict[str, object]:
+def report_of(corpus: CorpusTokens, sculpted: SculptedCorpus, seq_length: int) -> dict[str, object]:
     """Return the figures of the windows."""
-    clusters = made.cluster_tokens
+    clusters = sculpted.cluster_tokens
     return {
         "documents": len(corpus.lengths),
         "tokens": int(corpus.lengths.sum()),
-        **asdict(quality_of(made.made.table, made.pieces, context)),
-        "documents_longer_than_context": made.num_long,
+        **asdict(quality_of(sculpted.made.table, sculpted.pieces, seq_length)),
+        "documents_longer_than_context": sculpted.num_long,
         "clusters": len(clusters),
         "largest_cluster_tokens": int(clusters[0]),
         "median_cluster_tokens": int(np.median(clusters)),

@@ -41,13 +41,13 @@ class Texts:
         if self._tokenizer is None:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda tokens: write(decoder.decode(bytes(token for token in tokens if token < BYTES)))
-        seen: list[int] = []
+        received: list[int] = []
         written = 0
 
         def of_tokenizer(tokens: Sequence[int]) -> None:
             nonlocal written
-            seen.extend(token for token in tokens if token != self.end)
-            text = self._tokenizer.detokenize(seen)
+            received.extend(token for token in tokens if token != self.end)
+            text = self._tokenizer.detokenize(received)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 write(text[written:])
                 written = len(text)

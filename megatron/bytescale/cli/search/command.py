@@ -98,48 +98,48 @@ def run(args: argparse.Namespace) -> int:
     if args.explain is not None:
         return explain(args, tasks, space)
     best = max(args.best, args.verify or 0)
-    seen = watched(tasks, space.branches(tasks[0]), best, sys.stderr.isatty(), opens_all=args.plot is not None)
-    if not seen.found:
-        raise ValueError(why_nothing(args, tasks[0], space, seen))
-    task = seen.found[0].task
-    rows = strategy_rows(seen.found, peak_flops(task.cost.device))
+    exploration = watched(tasks, space.branches(tasks[0]), best, sys.stderr.isatty(), opens_all=args.plot is not None)
+    if not exploration.found:
+        raise ValueError(why_nothing(args, tasks[0], space, exploration))
+    task = exploration.found[0].task
+    rows = strategy_rows(exploration.found, peak_flops(task.cost.device))
     if args.output is not None:
-        write_script(args, seen.found[0], rows[0])
+        write_script(args, exploration.found[0], rows[0])
     if args.plot is not None:
-        plot(args, task, seen)
+        plot(args, task, exploration)
     if args.json:
-        counts = {"branches": seen.branches, "closed": len(seen.closed), "unfit": dict(seen.unfit),
-                  "fitting": seen.fitting, "bounded": seen.bounded, "replayed": seen.replayed,
-                  "steps_run": seen.steps_run}  # fmt: skip
-        found = {"strategies": [asdict(row) for row in rows], "counts": counts}
-        print(json.dumps(found | verification(args, task, seen)))
+        counts = {"branches": exploration.branches, "closed": len(exploration.closed), "unfit": dict(exploration.unfit),
+                  "fitting": exploration.fitting, "bounded": exploration.bounded, "replayed": exploration.replayed,
+                  "steps_run": exploration.steps_run}  # fmt: skip
+        document = {"strategies": [asdict(row) for row in rows], "counts": counts}
+        print(json.dumps(document | verification(args, task, exploration)))
         return 0
-    sizes = " or ".join(f"{one.batch:,}" for one in tasks)
+    sizes = " or ".join(f"{sized.batch:,}" for sized in tasks)
     print(f"{task.cost.device}: {args.ranks} ranks, steps of {sizes} documents; predicted\n")
     print(table_text(rows))
-    print(f"\n{counts_text(seen)}")
+    print(f"\n{counts_text(exploration)}")
     for note in [*notes_of(args, task), *(f"not tried: {reason}" for reason in trainable.refused())]:
         print(note)
     wrote = args.output and f"wrote {args.output} and its cost file {cost_path(args.output)}"
     print(wrote or f"flags of the fastest: {rows[0].flags}", flush=True)
     if args.verify is not None:
         print(f"\nmeasured on this machine, median of {args.steps} steps:\n")
-        print(verified_text(verified(args, task, seen.found[: args.verify])))
+        print(verified_text(verified(args, task, exploration.found[: args.verify])))
     return 0
 
 
-def why_nothing(args: argparse.Namespace, task: Task, space: Space, seen: Exploration) -> str:
+def why_nothing(args: argparse.Namespace, task: Task, space: Space, exploration: Exploration) -> str:
     """Return the reason why a search found nothing, and changes that help."""
-    if not seen.branches:
+    if not exploration.branches:
         return (
             f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes and "
             f"stages leave of --ranks {args.ranks}: change one of them"
         )
     assert isinstance(space.allows, Trainable)
-    if not seen.unfit.total():
+    if not exploration.unfit.total():
         return next(iter(space.allows.refused()), "no strategy is possible")
-    changes = "; ".join(remedies(task, space, seen)) or "nothing that was tried helps"
-    return f"none of {seen.unfit.total():,} strategies fits; what fits: {changes}"
+    changes = "; ".join(remedies(task, space, exploration)) or "nothing that was tried helps"
+    return f"none of {exploration.unfit.total():,} strategies fits; what fits: {changes}"
 
 
 def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
@@ -160,11 +160,11 @@ def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
     return notes
 
 
-def verification(args: argparse.Namespace, task: Task, seen: Exploration) -> dict[str, object]:
+def verification(args: argparse.Namespace, task: Task, exploration: Exploration) -> dict[str, object]:
     """Return the JSON entries of ``--verify``."""
     if args.verify is None:
         return {}
-    rows = verified(args, task, seen.found[: args.verify])
+    rows = verified(args, task, exploration.found[: args.verify])
     return {"verified": [asdict(row) for row in rows], "rank_correlation": correlation(rows)}
 
 
@@ -216,37 +216,37 @@ def watched(
     tasks: Sequence[Task], branches: Iterable[Branch], best: int, shows: bool, opens_all: bool = False
 ) -> Exploration:
     """Search with a progress bar on standard error; Ctrl-C keeps the strategies so far. See ``explore``."""
-    seen = Exploration()
+    exploration = Exploration()
     with progress_bar("searching", shows) as bar:
         line = bar.add_task("", total=best)
         try:
-            for seen in explore(tasks, branches, best, opens_all):
-                text = f"{len(seen.found)} of {best} found, {seen.steps_run} steps replayed"
-                bar.update(line, completed=len(seen.found), description=text)
+            for exploration in explore(tasks, branches, best, opens_all):
+                text = f"{len(exploration.found)} of {best} found, {exploration.steps_run} steps replayed"
+                bar.update(line, completed=len(exploration.found), description=text)
         except KeyboardInterrupt:
-            if not seen.found:
+            if not exploration.found:
                 raise
             print("stopped; the best so far:", file=sys.stderr)
-    return seen
+    return exploration
 
 
-def replayed_frontier(seen: Exploration, batch: int, shows: bool) -> list[Candidate]:
+def replayed_frontier(exploration: Exploration, batch: int, shows: bool) -> list[Candidate]:
     """Replay the strategies that may be on the frontier, with a progress bar, and return ``waiting_whole``."""
-    latest = {one.number: one for one in waiting_whole(seen, batch)}
+    latest = {candidate.number: candidate for candidate in waiting_whole(exploration, batch)}
     with progress_bar("drawing", shows) as bar, contextlib.suppress(KeyboardInterrupt):
         line = bar.add_task("", total=None)
-        for one in run_frontier(seen, batch):
-            latest[one.number] = one
-            bar.update(line, description=str(one.case.strategy))
+        for candidate in run_frontier(exploration, batch):
+            latest[candidate.number] = candidate
+            bar.update(line, description=str(candidate.case.strategy))
     return list(latest.values())
 
 
-def progress_bar(what: str, shows: bool) -> Progress:
+def progress_bar(label: str, shows: bool) -> Progress:
     """Return a progress bar on standard error, which is erased at its end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
-    columns = (what, BarColumn(), "{task.description}", TimeElapsedColumn())
+    columns = (label, BarColumn(), "{task.description}", TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows)
 
 
@@ -255,14 +255,14 @@ def cost_path(script: Path) -> Path:
     return script.with_name(f"{script.stem}.cost.json")
 
 
-def write_script(args: argparse.Namespace, one: Scored, row: StrategyRow) -> None:
+def write_script(args: argparse.Namespace, best: Scored, row: StrategyRow) -> None:
     """Write the launch script of a strategy and its cost file, in the same folder."""
     comments = [
         f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
         "Give the flags of data, learning rate and duration as arguments.",
     ]
-    write_costs(cost_path(args.output), one.task, one.strategy)
-    run = ScriptedRun.of(args.model_flags, one.task, one.strategy, cost_path(args.output))
+    write_costs(cost_path(args.output), best.task, best.strategy)
+    run = ScriptedRun.of(args.model_flags, best.task, best.strategy, cost_path(args.output))
     text = script_text(run, args.ranks, args.ranks_per_node, args.launch, comments)
     args.output.write_text(text, encoding="utf-8")
     args.output.chmod(0o755)
@@ -280,26 +280,26 @@ def with_value(flag: str, value: str, branches: Iterable[Branch]) -> Iterator[Br
     """Yield branches of the strategies with a value of a flag."""
     for branch in branches:
         if flag in VALUES:
-            yield Branch(branch.mesh, (one for one in branch.strategies if CHOICES[flag](one) == value))
+            yield Branch(branch.mesh, (strategy for strategy in branch.strategies if CHOICES[flag](strategy) == value))
         elif CHOICES[flag](branch.mesh) == value:
             yield branch
 
 
 def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
     """Print the fastest strategy for each value of one flag. Raises ValueError if no strategy fits with any value."""
-    found: dict[str, Scored] = {}
+    fastest: dict[str, Scored] = {}
     for value, (of_value, branches) in values_of(args.explain, tasks, space).items():
-        seen = watched(of_value, branches, 1, sys.stderr.isatty())
-        if seen.found:
-            found[value] = seen.found[0]
-        elif seen.unfit and not args.json:
-            print(f"{args.explain} {value}: nothing fits ({', '.join(sorted(seen.unfit))})")
-    if not found:
+        exploration = watched(of_value, branches, 1, sys.stderr.isatty())
+        if exploration.found:
+            fastest[value] = exploration.found[0]
+        elif exploration.unfit and not args.json:
+            print(f"{args.explain} {value}: nothing fits ({', '.join(sorted(exploration.unfit))})")
+    if not fastest:
         raise ValueError(
             f"no strategy fits with any value of {args.explain}; a search without --explain names changes that help"
         )
-    values = sorted(found, key=lambda value: found[value].seconds / found[value].task.batch)
-    rows = strategy_rows([found[value] for value in values], peak_flops(tasks[0].cost.device))
+    values = sorted(fastest, key=lambda value: fastest[value].seconds / fastest[value].task.batch)
+    rows = strategy_rows([fastest[value] for value in values], peak_flops(tasks[0].cost.device))
     if args.json:
         print(json.dumps({value: asdict(row) for value, row in zip(values, rows, strict=True)}))
         return 0
@@ -309,14 +309,20 @@ def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
     return 0
 
 
-def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
+def plot(args: argparse.Namespace, task: Task, exploration: Exploration) -> None:
     """Draw the strategies of a search for steps of one size, after a replay of the possible frontier."""
     from bytescale_ext.draw.search import draw_strategies
 
-    others = replayed_frontier(seen, task.batch, sys.stderr.isatty())
-    scored = [one for one in seen.found if one.task.batch == task.batch]
-    scored += [one.scored for one in others if one.scored is not None]
-    found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in scored]
-    bounded = [(one.seconds / one.scale, one.case.full_bytes[0] / 1e9) for one in others if one.scored is None]
+    others = replayed_frontier(exploration, task.batch, sys.stderr.isatty())
+    scored = [candidate for candidate in exploration.found if candidate.task.batch == task.batch]
+    scored += [candidate.scored for candidate in others if candidate.scored is not None]
+    figures = [
+        (candidate.seconds, candidate.most("device_bytes") / 1e9, str(candidate.strategy)) for candidate in scored
+    ]
+    bounded = [
+        (candidate.seconds / candidate.scale, candidate.case.full_bytes[0] / 1e9)
+        for candidate in others
+        if candidate.scored is None
+    ]
     title = f"{args.ranks} ranks, sequences of up to {args.seq_length} tokens, {task.batch} documents a step: predicted"
-    draw_strategies(found, bounded, args.plot, title)
+    draw_strategies(figures, bounded, args.plot, title)

@@ -52,25 +52,25 @@ class StrategyRow:
     loses: str
 
 
-def strategy_rows(found: Sequence[Scored], peak_flops: float | None) -> list[StrategyRow]:
+def strategy_rows(scored: Sequence[Scored], peak_flops: float | None) -> list[StrategyRow]:
     """Return the rows of strategies, fastest first. ``peak_flops`` is the peak of one device in FLOP/s."""
     rows: list[StrategyRow] = []
-    for one in found:
-        task, parts = one.task, {name: one.mean(name) for name in PARTS}
+    for result in scored:
+        task, parts = result.task, {name: result.mean(name) for name in PARTS}
         tokens = sum(map(sum, task.steps)) / len(task.steps)
         flops = sum(model_flops(task.cost.shape, step) for step in task.steps) / len(task.steps)
-        same_documents = found[0].task.batch / task.batch  # steps with the documents of a step of the fastest
-        device_bytes = one.most("device_bytes")
+        same_documents = scored[0].task.batch / task.batch  # steps with the documents of a step of the fastest
+        device_bytes = result.most("device_bytes")
         row = StrategyRow(
-            strategy=str(one.strategy),
-            flags=" ".join(one.strategy.flags()),
+            strategy=str(result.strategy),
+            flags=" ".join(result.strategy.flags()),
             documents=task.batch,
-            seconds=one.seconds,
-            slow_seconds=one.slow_seconds,
-            tokens_per_second=tokens / one.seconds,
-            mfu=None if peak_flops is None else flops / one.seconds / peak_flops / task.devices.count,
+            seconds=result.seconds,
+            slow_seconds=result.slow_seconds,
+            tokens_per_second=tokens / result.seconds,
+            mfu=None if peak_flops is None else flops / result.seconds / peak_flops / task.devices.count,
             device_gb=device_bytes / 1e9,
-            host_gb=one.most("host_bytes") / 1e9,
+            host_gb=result.most("host_bytes") / 1e9,
             parts=parts,
             binds=binds(parts, device_bytes / task.devices.memory_bytes),
             loses=loses({name: same_documents * seconds for name, seconds in parts.items()}, rows[0].parts)
@@ -111,12 +111,13 @@ def _cells(number: int, row: StrategyRow) -> tuple[str, ...]:
             f"{row.host_gb:.1f}", *shares, row.binds, row.loses)  # fmt: skip
 
 
-def counts_text(seen: Exploration) -> str:
+def counts_text(exploration: Exploration) -> str:
     """Return the numbers of pruned, bounded and replayed strategies in one line."""
-    num_unfit = seen.unfit.total()
-    unfit = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(seen.unfit.items()))
+    num_unfit, num_opened = exploration.unfit.total(), exploration.branches - len(exploration.closed)
+    unfit = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(exploration.unfit.items()))
     return (
-        f"{seen.branches - len(seen.closed):,} of {seen.branches:,} branches (tensor parallelism, stages, C, experts) "
-        f"were opened, with {seen.fitting + num_unfit:,} strategies: {num_unfit:,} do not fit ({unfit or 'none'}), "
-        f"{seen.bounded:,} were bounded, {seen.replayed:,} planned and replayed, in {seen.steps_run:,} steps"
+        f"{num_opened:,} of {exploration.branches:,} branches (tensor parallelism, stages, C, experts) were opened, "
+        f"with {exploration.fitting + num_unfit:,} strategies: {num_unfit:,} do not fit ({unfit or 'none'}), "
+        f"{exploration.bounded:,} were bounded, {exploration.replayed:,} planned and replayed, in "
+        f"{exploration.steps_run:,} steps"
     )

@@ -125,15 +125,15 @@ def verified(
     with tempfile.TemporaryDirectory(prefix="bytescale-search-") as name:
         folder = Path(name)
         write_documents(folder / "documents", steps, min(MOST_IDS, task.cost.shape.vocab))
-        for number, one in enumerate(scored, 1):
-            print(f"training {number} of {len(scored)}: {one.strategy}", file=sys.stderr)
+        for number, result in enumerate(scored, 1):
+            print(f"training {number} of {len(scored)}: {result.strategy}", file=sys.stderr)
             of_number = folder / str(number)
             of_number.mkdir()
-            write_costs(of_number / "cost.json", task, one.strategy)
-            run = ScriptedRun.of(args.model_flags, task, one.strategy, of_number / "cost.json")
+            write_costs(of_number / "cost.json", task, result.strategy)
+            run = ScriptedRun.of(args.model_flags, task, result.strategy, of_number / "cost.json")
             words = flags_of_trial(args, task, folder / "documents", of_number)
-            gb = CostedStrategy.of(task, one.strategy).step_bytes(task.steps[fullest]) / 1e9
-            row = Verified(number, str(one.strategy), one.median_seconds, gb)
+            gb = CostedStrategy.of(task, result.strategy).step_bytes(task.steps[fullest]) / 1e9
+            row = Verified(number, str(result.strategy), result.median_seconds, gb)
             try:
                 rows.append((train or partial(by_script, args))(run, words, of_number, row))
             except KeyboardInterrupt:
@@ -229,7 +229,7 @@ def verified_text(rows: Sequence[Verified]) -> str:
     """Return a table of the strategies by measured time, and the quality of the predictions."""
     heads = ("", "strategy", "predicted s", "measured s", "ratio", "predicted GB", "measured GB", "ratio")
     ran = [(row.seconds, row.gb, row) for row in rows if row.seconds is not None and row.gb is not None]
-    ran.sort(key=lambda one: one[0])
+    ran.sort(key=lambda entry: entry[0])
     cells = [
         (str(row.number), row.strategy, f"{row.predicted_seconds:.4g}", f"{seconds:.4g}",
          f"{seconds / row.predicted_seconds:.2f}", f"{row.predicted_gb:.4g}", f"{gb:.4g}",

@@ -192,12 +192,12 @@ def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node:
 def memory_gb(forecast: Forecast, table: ShardTable, slicing: Slicing) -> list[dict[str, float]]:
     """Return the GB of each stage in a step, on its fullest HDP rank; ``total`` is device memory."""
     stages = forecast.memory(table, slicing)
-    kinds = [asdict(one.device) | {"host": one.host, "pages": one.pages} for one in stages]
-    shown = [name for name in kinds[0] if name in ("states", "activations") or any(one[name] for one in kinds)]
+    kinds = [asdict(memory.device) | {"host": memory.host, "pages": memory.pages} for memory in stages]
+    shown = [name for name in kinds[0] if name in ("states", "activations") or any(memory[name] for memory in kinds)]
     return [
-        {"stage": stage, "layers": layers, **{name: found[name] / 1e9 for name in shown}, "total": whole}
-        for stage, (layers, found, whole) in enumerate(
-            zip(forecast.setup.mesh.stage_layers, kinds, (one.device.total / 1e9 for one in stages), strict=True)
+        {"stage": stage, "layers": layers, **{name: parts[name] / 1e9 for name in shown}, "total": whole}
+        for stage, (layers, parts, whole) in enumerate(
+            zip(forecast.setup.mesh.stage_layers, kinds, (memory.device.total / 1e9 for memory in stages), strict=True)
         )
     ]
 

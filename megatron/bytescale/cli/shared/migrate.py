@@ -147,11 +147,13 @@ def _split(line: str) -> _Line:
     head, name = words[: scripts[0] + 1], words[scripts[0]].split("/")[-1]
     if name not in SCRIPTS:
         raise ValueError(f"--launch: {name} is another script: only lines of pretrain_gpt.py can be changed")
-    found = _Line(head, words[scripts[0] + 1 :])
+    changed = _Line(head, words[scripts[0] + 1 :])
     if name != SCRIPTS[1]:
-        found.head[-1] = SCRIPTS[1]
-        found.changes.append(LineChange("replace", f"{name} -> {SCRIPTS[1]}", "the same training loop, with our flags"))
-    return found
+        changed.head[-1] = SCRIPTS[1]
+        changed.changes.append(
+            LineChange("replace", f"{name} -> {SCRIPTS[1]}", "the same training loop, with our flags")
+        )
+    return changed
 
 
 def _processes(head: list[str]) -> int | None:
@@ -159,10 +161,10 @@ def _processes(head: list[str]) -> int | None:
     counts = {"--nnodes": 1, "--nproc-per-node": 1}
     joined = " ".join(head).replace("=", " ").replace("_", "-")
     for name in counts:
-        if found := re.search(rf"{name} (\S+)", joined):
-            if not found[1].isdigit():
+        if match := re.search(rf"{name} (\S+)", joined):
+            if not match[1].isdigit():
                 return None
-            counts[name] = int(found[1])
+            counts[name] = int(match[1])
     return math.prod(counts.values()) if "--nproc-per-node" in joined else None
 
 

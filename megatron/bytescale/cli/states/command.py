@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="steps that overlap with a lock-free update, for host memory (default: none, updates are exact)",
+        help="steps that overlap with a late update, for host memory (default: none, updates are exact)",
     )
     parser.add_argument("--float32", action="store_true", help="parameters of 32 bits on the device, not of 16")
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
