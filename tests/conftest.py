@@ -1,4 +1,4 @@
-"""Rules for every test: it leaves the process unchanged, and only marked tests start processes."""
+"""Rules for every test: tests leave the process unchanged, and only marked tests start processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def pytest_configure() -> None:
     settings.load_profile("steady")
     sys.addaudithook(refuse_interpreters)
     if hasattr(os, "SCHED_BATCH"):
-        # More ranks than cores: one that wakes up must not stop another in the middle of a send. Children inherit it.
+        # With more ranks than cores, a rank that wakes up must not interrupt another rank's send. Children inherit this
+        # policy.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
@@ -31,10 +32,10 @@ def pytest_configure() -> None:
 def pytest_collection() -> Iterator[object]:
     """Import Megatron without ``torch.compile``, which imports the compiler for each fused function.
 
-    On CPU the product does the same (``cpu.py``).
+    On CPU the project does the same (``cpu.py``).
     """
     compiled, torch.compile = torch.compile, cpu._not_compiled
-    gc.disable()  # modules and tests stay: nothing is garbage, and no later collection need visit them
+    gc.disable()  # modules and tests live until the end, so garbage collections need not visit them
     try:
         return (yield)
     finally:
@@ -44,33 +45,33 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first: trainings, then others that start processes."""
+    """Run the longest tests first: trainings, then other tests that start processes."""
     items.sort(key=lambda item: (item.get_closest_marker("ranks") is None, not item.nodeid.startswith("tests/e2e/")))
 
 
 def refuse_interpreters(event: str, arguments: tuple[object, ...]) -> None:
-    """Raise RuntimeError where a test without the mark starts Python, as an audit hook of the interpreter."""
+    """Raise RuntimeError if a test without the mark starts Python. This is an audit hook of the interpreter."""
     if event == "subprocess.Popen" and arguments[0] == sys.executable:
         harness.check_may_start_processes()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let the harness start ranks only for tests with the mark."""
+    """Allow the harness to start ranks only for tests with the mark."""
     harness.may_start_processes = item.get_closest_marker("ranks") is not None
     return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def session_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Share what ``once`` makes between the workers of this session."""
+    """Share the results of ``once`` between the workers of this session."""
     base = tmp_path_factory.getbasetemp()
     os.environ[once.FOLDER] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once")
 
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_alone() -> Iterator[None]:
-    """Check that the stand-ins for CUDA are not installed: they change torch for the whole process."""
+    """Check that the replacements of CUDA functions are not installed. They would change torch in this process."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     assert not cpu.installed(), "this test left the stand-ins for torch.cuda in place"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Functions with more than MAX_PARAMETERS parameters, because other code calls them: (file, name): which code.
+# Functions with more than MAX_PARAMETERS parameters, because other code calls them: (file, name): calling code.
 FOREIGN_SIGNATURES = {
     ("bytescale_ext/attention/fused_merge.py", "_join"): "Triton, whose kernels take pointers, steps and sizes",
     ("megatron/bytescale/core/transformer/dot_product_attention.py", "forward"): "Megatron's attention layer",
@@ -16,7 +16,7 @@ TESTED_ELSEWHERE = {
     "bytescale_ext/plan/setup/forecast.py": "tests/bytescale/cli and tests/plan/search, with every command",
     "bytescale_ext/data/loading/plan_worker.py": "the program of a process that test_planning.py starts",
 }
-# Modules of today's import cycles through functions. A module leaves the set when its cycle ends; none enters.
+# Modules in current import cycles through functions. A module leaves the set when its cycle ends; no module is added.
 IN_A_CYCLE = {
     "scripts.bench.gpu_all",
     "scripts.bench.gpu_commands",

@@ -1,4 +1,4 @@
-"""Tests of several ranks on the CPU: run one function in W processes that share a gloo process group.
+"""Tests of several ranks on the CPU: a function runs in W processes that share a gloo process group.
 
     def sum_of_ranks(rank, world, start):            # at module level: it is pickled by name
         total = torch.tensor([start + rank])
@@ -8,22 +8,22 @@
     def test_sum():
         assert run_ranks(sum_of_ranks, 4, 10) == [46, 46, 46, 46]
 
-What it does:
+Behaviour:
 
 - Processes are forked from a server that has imported torch, Megatron and this project, so a rank starts warm, in
   about 0.1 s. The server starts at the first call, takes some seconds, and serves all tests of the test process.
 - Each rank has one thread, the gloo group ``torch.distributed.group.WORLD`` and RANK, WORLD_SIZE, LOCAL_RANK set.
   The group meets through a file, so no port is taken. ``init_group=False`` leaves the group to the function;
   ``world`` is then only a number.
-- A rank whose function has ended stays connected until all have.
-- If ranks fail, ``RanksFailed`` is raised with the traceback of the one that failed *first*; the others usually
+- A rank stays connected after its function has ended, until all functions have ended.
+- If ranks fail, ``RanksFailed`` is raised with the traceback of the rank that failed *first*. Other ranks usually
   fail because of it.
 - If ranks hang, ``TimeoutError`` names them and shows the stack of each.
-- When ``run_ranks`` returns or raises, every process that it started is gone, and so are their children.
+- When ``run_ranks`` returns or raises, every process that it started, and all their children, have ended.
 - Only tests with the mark ``ranks`` may call it or start Python; others fail (``conftest.py``).
 
-What ranks print goes to the terminal of the test run. A test that changes global state in a rank needs no clean-up:
-each call has fresh processes.
+Ranks print to the terminal of the test run. A test that changes global state in a rank needs no clean-up, because
+each call has new processes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from typing import Any
 PRELOADED = (
     "torch",
     "torch.distributed",
-    # These two are imported when torch.utils.checkpoint.checkpoint and torch.autograd.grad are first called, with
-    # hundreds of modules.
+    # torch.utils.checkpoint.checkpoint and torch.autograd.grad import these two, with hundreds of modules, at their
+    # first call.
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
     "numpy",
@@ -62,20 +62,20 @@ PRELOADED = (
     "hypothesis",
     "tests.e2e.preload",
 )
-# Many times what any test needs on a slow machine: only a hang lasts this long.
+# Many times longer than any test on a slow machine, so only a hang lasts this long.
 HANG_SECONDS = 1200.0
-# Reports of ranks that fail together arrive in any order; we wait this long for an earlier one.
+# Reports of ranks that fail together arrive in any order. An earlier failure may arrive within this time.
 SECONDS_FOR_EARLIER_FAILURES = 2.0
 SECONDS_FOR_STACKS = 20.0
 SECONDS_TO_END = 60.0
 
 
-# Whether the test that runs has the mark "ranks"; conftest.py sets it before each test.
+# Whether the running test has the mark "ranks"; conftest.py sets it before each test.
 may_start_processes = True
 
 
 def check_may_start_processes() -> None:
-    """Raise RuntimeError if the test that runs lacks the mark ``ranks``."""
+    """Raise RuntimeError if the running test lacks the mark ``ranks``."""
     if not may_start_processes:
         raise RuntimeError("this test starts processes without the mark: add @pytest.mark.ranks")
 
@@ -84,7 +84,7 @@ class RanksFailed(RuntimeError):
     """A rank raised or died.
 
     Attributes:
-        rank: the rank that failed first.
+        rank: rank that failed first.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -94,7 +94,7 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sends at its end."""
+    """Report that a rank sends at its end."""
 
     rank: int
     value: Any = None
@@ -104,7 +104,7 @@ class Report:
 
 @dataclass
 class RankProcess:
-    """A rank that was started; ``report`` is None until it ends."""
+    """Started rank; ``report`` is None until the rank ends."""
 
     process: BaseProcess
     reports: Connection
@@ -125,15 +125,15 @@ def run_ranks(
     Args:
         function: a function of a module (not a lambda, not nested).
         world_size: number of processes.
-        args: picklable arguments, the same for all ranks.
+        args: picklable arguments, equal for all ranks.
         timeout: seconds until ranks that have not finished are stopped.
-        init_group: join a gloo process group of all ranks first.
+        init_group: whether all ranks first join a gloo process group.
         may_die: ranks that may exit without a value, in tests of failures; their value is None.
 
     Raises:
-        RanksFailed: a rank raised (the message holds its traceback) or died.
-        TimeoutError: ranks had not finished in time; the message names them and holds their stacks.
-        RuntimeError: the test that runs is not marked ``ranks``.
+        RanksFailed: a rank raised (the message contains its traceback) or died.
+        TimeoutError: ranks had not finished in time; the message names them and contains their stacks.
+        RuntimeError: the running test is not marked ``ranks``.
     """
     check_may_start_processes()
     multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -159,13 +159,13 @@ def _start(rank: int, world_size: int, call: bytes, folder: Path, group_timeout:
         name=f"rank {rank}",
     )
     process.start()
-    # Only the rank may hold this end, or its death would go unnoticed.
+    # Only the rank may have this end open, otherwise its death would not be noticed.
     of_rank.close()
     return RankProcess(process, mine, stack_file)
 
 
 def _collect(ranks: list[RankProcess], deadline: float, timeout: float, may_die: frozenset[int]) -> None:
-    """Wait for every rank's report; raise for failures and for the deadline."""
+    """Wait for every rank's report. Raises for failures and at the deadline."""
     open_ranks = dict(enumerate(ranks))
     failures: list[Report] = []
     while open_ranks:
@@ -198,7 +198,7 @@ def _receive(item: RankProcess, rank: int, may_die: bool) -> Report:
 
 
 def _describe_hang(open_ranks: dict[int, RankProcess], timeout: float) -> str:
-    """Return which ranks did not finish, each with the stack that it prints on a signal."""
+    """Return the unfinished ranks as text, each with the stack that it prints on a signal."""
     for item in open_ranks.values():
         with suppress(ProcessLookupError):
             os.kill(item.process.pid or 0, signal.SIGUSR1)
@@ -210,7 +210,7 @@ def _describe_hang(open_ranks: dict[int, RankProcess], timeout: float) -> str:
 
 
 def _read_stack(file: Path, end: float) -> str:
-    """Return what a rank wrote once the file stops growing, or at ``end`` what is there."""
+    """Return the text of a rank when the file stops growing, or at ``end``."""
     stack = ""
     while True:
         before, stack = stack, file.read_text() if file.exists() else ""
@@ -220,11 +220,11 @@ def _read_stack(file: Path, end: float) -> str:
 
 
 def _end_all(ranks: list[RankProcess]) -> None:
-    """Kill what still runs, with its children, and wait until it is gone."""
+    """Kill all running ranks with their children, and wait for their end."""
     for item in ranks:
         if item.report is None or item.report.error is not None:
             _kill(item.process)
-        # A rank that has reported ends when it sees this.
+        # A rank that has reported ends when it receives this.
         item.reports.close()
     for item in ranks:
         item.process.join(SECONDS_TO_END)
@@ -268,18 +268,18 @@ def _rank_main(
         except BaseException:
             report = pickle.dumps(Report(rank, error=traceback.format_exc(), at_seconds=time.monotonic()))
         reports.send_bytes(report)
-        # Stay until all have reported: a rank that leaves early breaks connections that others are still making,
-        # and their errors would hide the first one.
+        # Stay until all ranks have reported. A rank that leaves early breaks connections that others are still making,
+        # and their errors would hide the first error.
         with suppress(EOFError, OSError):
             reports.recv_bytes()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not a normal exit: a group whose peers have failed may hang in its destructor.
+        # Not a normal exit, because a group with failed peers may hang in its destructor.
         os._exit(0)
 
 
 def _tie_to_parent() -> None:
-    """Lead a process group, and on Linux die with the fork server, which dies with the test run."""
+    """Lead a process group, and on Linux end together with the fork server, which ends with the test run."""
     with suppress(OSError):
         os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -293,7 +293,7 @@ def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
 
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
-        # Host names do not resolve everywhere; all ranks are on this host.
+        # All ranks are on this host, and host names do not resolve everywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",

@@ -1,12 +1,12 @@
-"""A CUDA device without CUDA: shapes and devices of tensors are real, values are not, and waits are noted.
+"""Fake CUDA device that records waits. Tensors have real shapes and devices, but no values.
 
     with FakeGpu() as gpu:
         run(torch.empty(3, device="cuda"))
     assert gpu.waits == []
 
-Torch's fake tensors play the device. A wait is whatever makes the host stop until the device has caught up: reading a
-value, a shape that depends on values, and a copy between device and pageable memory. Autograd's engine needs a real
-device, so backward passes are run by calling them.
+Torch's fake tensors simulate the device. A wait is an operation that stops the host until the device has finished:
+reading a value, a shape that depends on values, or a copy between device and pageable memory. Autograd's engine needs a
+real device, so backward passes are called directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COPIES = ("aten::_to_copy", "aten::copy_")
-# Operators whose result or whose shape the host needs.
+# Operators with a result or shape that the host needs.
 READS = (
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -36,7 +36,7 @@ READS = (
 
 
 class PinnedMemory(TorchFunctionMode):
-    """Note which tensors a program asks to be page-locked; there is no driver to lock them."""
+    """Records the tensors that a program locks in memory, because there is no driver to lock them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``, without ``pin_memory``."""
@@ -51,14 +51,14 @@ class PinnedMemory(TorchFunctionMode):
 
 
 class NotedWaits(TorchDispatchMode):
-    """Note each operator that makes the host wait for the device, with the line that called it."""
+    """Records each operator that makes the host wait for the device, with the calling line."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note ``func`` if it waits, and run it."""
+        """Record ``func`` if it waits, and run it."""
         name, kwargs = func._schema.name, dict(kwargs or {})
         tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         on_device = [tensor.is_cuda for tensor in tensors]
@@ -78,7 +78,7 @@ class NotedWaits(TorchDispatchMode):
 
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a copy makes the host wait: between device and pageable memory, or not in the background."""
+    """Return whether a copy makes the host wait: a blocking copy, or a copy between device and pageable memory."""
     source = args[1] if name == "aten::copy_" else args[0]
     target = args[0] if name == "aten::copy_" else None
     to_cuda = (
@@ -92,7 +92,7 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class FakeGpu(AbstractContextManager["FakeGpu"]):
-    """Factories make fake tensors inside, on "cuda" too, and ``waits`` says where the host waited for the device."""
+    """Context that turns all new tensors into fake tensors, even on "cuda". ``waits`` lists the waits of the host."""
 
     def __init__(self) -> None:
         self._noted = NotedWaits()
@@ -115,7 +115,7 @@ class FakeGpu(AbstractContextManager["FakeGpu"]):
 
 
 def waits_of(run: Callable[[], object]) -> list[str]:
-    """Return the waits of a function that makes its own tensors."""
+    """Return the waits of a function that creates its own tensors."""
     with FakeGpu() as gpu:
         run()
     return gpu.waits

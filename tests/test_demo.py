@@ -1,4 +1,4 @@
-"""The demo and the bench of its training: flags, figures and files. tests/e2e trains."""
+"""Demo and the bench of its training: flags, figures and files. tests/e2e trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multi-rank harness itself: values, failures, hangs, and no processes left behind."""
+"""Multi-rank harness: values, failures, hangs, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def die_on_two(rank: int, world: int, folder: str) -> int:
     dist.barrier()
     Path(folder, str(rank)).touch()
     if rank == 2:
-        while len(os.listdir(folder)) < world:  # in the barrier, another rank would fail with it
+        while len(os.listdir(folder)) < world:  # in the barrier, another rank would fail with this rank
             time.sleep(0.01)
         os._exit(7)
     return rank
@@ -115,7 +115,7 @@ def test_a_hang_is_ended_and_shown(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     began = time.monotonic()
     run_ranks(environment, 2)
-    start_seconds = time.monotonic() - began  # on a machine that is busy now, the ranks below start as slowly
+    start_seconds = time.monotonic() - began  # on a busy machine, the ranks below start as slowly
     with pytest.raises(TimeoutError, match=r"ranks \[0\b.*did not finish") as caught:
         run_ranks(hang_on_zero, 2, str(pid_file), timeout=3 + 5 * start_seconds)
     assert "wait_for_ever" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Imports go one way: rooms and floors of plan/, no cycle, Megatron only behind its border."""
+"""Imports go one way: rooms and floors of plan/, no cycle, and Megatron only in megatron/."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tree import (
 )
 
 MAX_FLOORS = 7
-# Rooms of plan/, from the ground up; a room imports from rooms beside and below it.
+# Rooms of plan/, lowest first. A room imports from rooms on its floor and below.
 FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "states", "experts", "sculpt"),
           ("evaluate",), ("setup",), ("search",))  # fmt: skip
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

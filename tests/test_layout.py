@@ -1,4 +1,4 @@
-"""Rules for the source tree: functions, names, docstrings, places of tests, numbers of flags and patches.
+"""Rules for the source tree: functions, names, docstrings, locations of tests, numbers of flags and patches.
 
 test_imports.py checks the directions of imports; exceptions.py lists the exceptions from both.
 """
@@ -33,17 +33,17 @@ from tests.tree import (
 
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
-MAX_FLAGS = 74  # our own
-MAX_ANY = 699  # in megatron/, where arguments and objects of Megatron have no types; issue 40 asks for at most 350
+MAX_FLAGS = 74  # our own flags
+MAX_ANY = 699  # in megatron/, because arguments and objects of Megatron have no types
 MAX_PATCHES = 8  # rows that replace a function on any machine
 MAX_ROWS = 26  # including rows for CPUs, functions that slices run copies of, and 10 specialized classes
 SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",
     "megatron/bytescale/cpu.py",
-    "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",  # on a layer spec of its own
+    "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",  # on a separate layer spec
 }
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# Folders of the source and of the tests that mirror them.
+# Folders of the source, and folders of the tests that mirror them.
 MIRRORS = {"bytescale_ext": "tests", "megatron/bytescale": "tests/bytescale", "scripts/bench": "tests/bench"}
 NO_MIRROR = ("tests.e2e", "tests.cluster", "tests.faults", "tests.scripts")  # whole trainings, faults, launchers
 ARRAY_TYPE = r"ndarray|NDArray|Tensor"
@@ -51,7 +51,7 @@ SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNO
 
 
 def mirrored(name: str) -> str | None:
-    """Return the folder of the tests of a source file, or None where no folder mirrors it."""
+    """Return the folder of the tests of a source file, or None if no folder mirrors it."""
     roots = [root for root in MIRRORS if name.startswith(root + "/")]
     return str(Path(MIRRORS[roots[0]], Path(name).parent.relative_to(roots[0]))) if roots else None
 
@@ -60,7 +60,7 @@ MIRRORED = {"tests", "tests/bench", *map(mirrored, SOURCE)}
 
 
 def is_overload(node: ast.FunctionDef) -> bool:
-    """Return whether a function only adds a signature to the one below it, which has the docstring."""
+    """Return whether a function only adds a signature to the function below it, which has the docstring."""
     return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
@@ -129,7 +129,7 @@ def test_array_functions_name_their_shapes(name: str) -> None:
 
 @for_each([name for name in PACKAGES if name.startswith("bytescale_ext/")])
 def test_a_test_of_the_mirrored_folder_imports_each_module(name: str) -> None:
-    """Modules of megatron/ may be tested by whole trainings alone."""
+    """Modules of megatron/ may be tested only by whole trainings."""
     folder = mirrored(name)
     if folder is None or name in TESTED_ELSEWHERE or Path(name).name == "__init__.py":
         return

@@ -92,7 +92,7 @@ def test_the_page_of_limits_calls_refused_only_what_is() -> None:
 
 
 def leads_somewhere(paper: Path, link: str) -> bool:
-    """Return whether a link of a page names a file of the repository, and a heading of it if it names one."""
+    """Return whether a link of a page names a file of the repository and, if given, a heading of the file."""
     name, _, heading = link.partition("#")
     target = paper.parent / name if name else paper
     lines = target.read_text().splitlines() if heading and target.is_file() else []
@@ -126,7 +126,7 @@ SEPARATOR = re.compile(r"\|( *:?-+:? *\|)+")
 def broken_rows(text: str) -> list[str]:
     """Return the rows of Markdown tables that do not fit their table, outside code blocks.
 
-    A table follows an empty line or a comment, has a separator below its head, and equally many cells in each row.
+    A table follows an empty line or a comment, has a separator below its header, and equally many cells in each row.
     """
     broken, table, before = [], list[str](), ""
     for line in re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).splitlines():
@@ -198,7 +198,7 @@ def test_figures_of_the_log_line_are_explained() -> None:
 
 
 def launch_lines() -> tuple[list[str], list[str]]:
-    """Return (before, after): the words of both launch lines."""
+    """Return the words of both launch lines, (before, after)."""
     lines = [shlex.split(line) for line in code_lines(README.read_text()) if line.startswith("torchrun ")]
     before, after = lines
     assert "pretrain_gpt.py" in before

@@ -1,4 +1,4 @@
-"""The repository as the tests of its layout see it; ``python -m tests.tree`` draws plan/ on the architecture page."""
+"""Source tree for the tests of its layout. ``python -m tests.tree`` draws plan/ on the architecture page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 
 def repository_files() -> list[str]:
-    """Return the paths of the files that git tracks or would; without git, of the Python files."""
+    """Return the paths of all files that git does not ignore; without git, of the Python files."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -34,7 +34,10 @@ PACKAGES = [name for name in SOURCE if name.startswith(("megatron/", "bytescale_
 
 
 def for_each(names: Sequence[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
-    """Make a rule for one name into one test of all: thousands of tests would take longer than what they check."""
+    """Turn a rule for one name into a single test of all names.
+
+    Thousands of tests would take longer than their checks.
+    """
 
     def test_of_all(rule: Callable[[str], None]) -> Callable[[], None]:
         def test() -> None:
@@ -62,12 +65,12 @@ def tree_of(name: str) -> ast.Module:
 
 @cache
 def nodes_of(name: str) -> tuple[ast.AST, ...]:
-    """Return every node of a file; the rules of the layout read the same trees many times."""
+    """Return every node of a file. Cached, because the rules of the layout read the same trees many times."""
     return tuple(ast.walk(tree_of(name)))
 
 
 def functions_of(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield every function of a file, methods and nested ones too."""
+    """Yield every function of a file, including methods and nested functions."""
     for node in nodes_of(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
@@ -86,7 +89,7 @@ def module_of(name: str) -> str:
 
 @cache
 def imports_of(name: str) -> tuple[str, ...]:
-    """Return every module that a file imports, at any depth; ``from a import b`` counts as a.b too."""
+    """Return every module that a file imports, at any depth. ``from a import b`` also counts as a.b."""
     return tuple(imported_modules(nodes_of(name)))
 
 
@@ -101,7 +104,7 @@ def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def patch_rows() -> list[dict[str | None, str]]:
-    """Return the rows of the table of patches as they are written, without importing Megatron."""
+    """Return the rows of the table of patches from the source, without importing Megatron."""
     return [
         {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         for node in ast.walk(tree_of("megatron/bytescale/patches.py"))
@@ -117,12 +120,12 @@ MODULES = {module_of(name): name for name in PYTHON}
 
 
 def known_module(imported: str) -> str | None:
-    """Return the module of this repository that an import names, or the module that holds the imported name."""
+    """Return the module of this repository that an import names, or the module that contains the imported name."""
     return next((module for module in (imported, imported.rpartition(".")[0]) if module in MODULES), None)
 
 
 def runtime_imports(name: str, in_functions: bool) -> set[str]:
-    """Return the modules of this repository that a file imports when it runs: not imports for types only.
+    """Return the modules of this repository that a file imports at run time, without imports for types.
 
     Imports inside functions count only with `in_functions`.
     """
@@ -142,7 +145,7 @@ def runtime_imports(name: str, in_functions: bool) -> set[str]:
 
 
 def nodes_in_cycles(arrows: Mapping[str, Iterable[str]]) -> set[str]:
-    """Return the nodes of a graph that reach themselves."""
+    """Return the nodes of a graph that are on a cycle."""
 
     def reached_from(start: str) -> set[str]:
         reached: set[str] = set()
@@ -157,7 +160,7 @@ def nodes_in_cycles(arrows: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def room_arrows() -> dict[str, Counter[str]]:
-    """Return, for each room of plan/, the number of imports from each other room, at any depth."""
+    """Return the number of imports of each room of plan/ from each other room, at any depth."""
     rooms: dict[str, Counter[str]] = {}
     for module, name in MODULES.items():
         if not is_under(module, PLAN) or name.endswith("__init__.py"):
@@ -170,7 +173,7 @@ def room_arrows() -> dict[str, Counter[str]]:
 
 
 def floors(arrows: dict[str, Counter[str]]) -> dict[str, int]:
-    """Return the floor of each room: one above the highest that it imports from, the ground floor is 1."""
+    """Return the floor of each room: one above the highest room that it imports from. The lowest floor is 1."""
     assert not nodes_in_cycles(arrows)
     found: dict[str, int] = {}
     while len(found) < len(arrows):
@@ -192,7 +195,7 @@ def drawing() -> str:
 
 
 def with_rooms(text: str) -> str:
-    """Return the architecture page with the drawing of the rooms between its two marks."""
+    """Return the architecture page with a new drawing of the rooms between its two marks."""
     begin, end = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
     head, _, rest = text.partition(begin)
     return f"{head}{begin}```\n{drawing()}\n```\n{end}{rest.partition(end)[2]}"

@@ -20,7 +20,7 @@ def test_parts_never_overlap_and_join_again() -> None:
     for step in range(2000):
         if held and dice.random() < 0.5:
             block, view, mark = held.pop(dice.randrange(len(held)))
-            assert (view == mark).all()  # nobody else has written there
+            assert (view == mark).all()  # no other tensor has written there
             arena.give_back(block)
         else:
             size = dice.randint(1, 9 * ALIGNMENT)
@@ -28,7 +28,7 @@ def test_parts_never_overlap_and_join_again() -> None:
             if taken is None:
                 refused += 1
                 free = 64 * ALIGNMENT - sum(b.num_bytes for b, *_ in held)
-                assert size > free / (len(held) + 1)  # some gap would have been large enough otherwise
+                assert size > free / (len(held) + 1)  # otherwise some gap would have been large enough
                 continue
             view = arena.view(taken, (size,), torch.uint8)
             view.fill_(step % 251)

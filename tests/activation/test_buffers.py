@@ -1,4 +1,4 @@
-"""Rounding buffers hold what comes back, in turn, and change no value."""
+"""Rotating buffers receive returning tensors in turn, and change no value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Layer:
-    """Who uses a buffer, as a layer's record."""
+    """User of a buffer, like a layer's record."""
 
     is_waiting: bool = True
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_reserved_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_buffers_are_given_up_when_nothing_is_in_them() -> None:
-    """The forward pass of a micro-batch takes no part in them, unless another one is still to come back."""
+    """A forward pass uses no part of the buffers, unless another micro-batch has not returned yet."""
     buffers, layers = RoundingBuffers(1024, CPU), [Layer(), Layer()]
     for layer in layers:
         assert buffers.take(layer, [1000]) is not None

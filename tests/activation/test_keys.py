@@ -1,4 +1,4 @@
-"""Keys of slices between their uses: off the device, read back once for each use, and given back."""
+"""Keys of slices between their uses: off the device, read back once for each use, and freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bytescale_ext.activation.link import Pairs, PlainLink, Ticket
 
 
 class CountingLink(PlainLink):
-    """Counts copies both ways."""
+    """Link that counts copies in both directions."""
 
     writes = reads = 0
 
@@ -59,7 +59,7 @@ def test_keys_that_are_used_next_stay_on_the_device() -> None:
     keys.release()
     assert (link.writes, link.reads) == (0, 0)
     keys.take()
-    keys.release()  # the announced use was this one
+    keys.release()  # the announced use was this use
     assert (link.writes, link.reads) == (1, 0)
     assert keys._keys is None
 

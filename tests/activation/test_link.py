@@ -1,4 +1,4 @@
-"""The order of copies, events and waits on a GPU, with streams that only note what they are told."""
+"""Order of copies, events and waits on a GPU, with streams that only record their calls."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_swapped_keys_wait_for_their_copies_once(link: CudaLink) -> None:
     assert NOTES == ["compute waits for in1"]
     assert link.used_bytes == ALIGNMENT
     del keys
-    assert link.used_bytes == 0  # the part waits for the read
+    assert link.used_bytes == 0  # the memory is freed only after the read
     assert len(link._freeing) == 1
 
 
@@ -114,13 +114,13 @@ def test_memory_that_is_still_read_is_handed_out_last(link: CudaLink) -> None:
     assert first is not None
     reading = link.read([], None)
     link.give_back(first, reading)
-    assert link.used_bytes == 0  # though the copy runs on
+    assert link.used_bytes == 0  # the copy still runs
     NOTES.clear()
     second = link.take(2 * ALIGNMENT)
     assert second is not None
     assert second.start != first.start
     assert not NOTES
-    third = link.take(2 * ALIGNMENT)  # only the part that is being read is left
+    third = link.take(2 * ALIGNMENT)  # only the part that is being read remains
     assert third == first
     assert NOTES == ["out waits for in1"]
     link.give_back(second, None)
@@ -141,7 +141,7 @@ def test_stalls_are_what_the_compute_stream_waits(link: CudaLink, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "Event", Timer)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     link.wait(link.read([], None))
-    assert link.take_stall_seconds() == 0.0  # nobody asked for it
+    assert link.take_stall_seconds() == 0.0  # it was not requested
     link.timed = True
     NOTES.clear()
     link.wait(link.read([], None))

@@ -1,4 +1,4 @@
-"""The order of work of a stage: what is read ahead, and that every layer of a pipeline is read before it is needed."""
+"""Order of work of a stage: layers that are read ahead, and every layer of a pipeline is read before its use."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_a_forward_pass_too_many_is_an_error() -> None:
 
 
 def run_stage(store: ActivationStore | None, actions: tuple[Action, ...], num_layers: int) -> list[torch.Tensor]:
-    """Run a stage of toy layers in this order; outputs, and the gradients of inputs and weights.
+    """Run a stage of toy layers in this order; return outputs, and the gradients of inputs and weights.
 
-    The layers of chunk c are numbered as on a stage with others between its chunks.
+    Layers of different chunks are not numbered consecutively, as on a stage with other stages between its chunks.
     """
     torch.manual_seed(0)
     chunks: dict[int, list[ToyLayer]] = {}
@@ -81,7 +81,7 @@ def run_stage(store: ActivationStore | None, actions: tuple[Action, ...], num_la
 
 
 def cases() -> Iterator[tuple[str, int, int, str]]:
-    """Yield each schedule with one plan, and the last one with all of them."""
+    """Yield each schedule with one plan, and the last schedule with all plans."""
     for number, (name, schedule) in enumerate(SCHEDULES.items()):
         plans = list(PLANS) if number == len(SCHEDULES) - 1 else [list(PLANS)[number % len(PLANS)]]
         for stage, plan in itertools.product(range(schedule.num_stages), plans):
@@ -92,7 +92,7 @@ def cases() -> Iterator[tuple[str, int, int, str]]:
 def test_no_layer_is_read_late(
     name: str, stage: int, num_layers: int, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading begins before the backward pass of each layer, at most two layers are on the device, nothing changes."""
+    """Reads begin before each layer's backward pass, at most two layers are on the device, and results are equal."""
     schedule: SliceSchedule = SCHEDULES[name]
     store, actions = make_store(PLANS[plan]), schedule.stages[stage]
     reading: list[LayerRecord] = []
@@ -121,12 +121,15 @@ def test_no_layer_is_read_late(
 
 
 def resident_units(schedule: SliceSchedule, num_layers: int) -> int:
-    """The last layer of the last chunk is resident; a chunk that turns around keeps its last layer too."""
+    """The last layer of the last chunk is resident.
+
+    A chunk whose backward follows immediately also keeps its last layer.
+    """
     return schedule.num_forwards // schedule.num_chunks
 
 
 def test_without_an_order_the_last_layer_is_read_late() -> None:
-    """As where given shares swap all layers, and the backward pass follows at once."""
+    """Given shares swap all layers, and the backward pass follows immediately."""
     store = make_store(ActivationPlan("shares", 1.0, 0.0, 1.0))
     layers = [ToyLayer(number, store) for number in (1, 2, 3)]
     for seed in range(2):

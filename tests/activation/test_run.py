@@ -1,4 +1,4 @@
-"""Layers under every kind of plan give the loss and the gradients of plain ones, and do the work that was planned."""
+"""Layers under every kind of plan have the loss and gradients of plain layers, and do the planned work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def inputs_of(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
 
 
 def results(layers: list[ToyLayer], *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs and all gradients of a step of one micro-batch for each input."""
+    """Return outputs and all gradients of a step with one micro-batch for each input."""
     outputs = []
     for x in inputs:
         out = x
@@ -57,7 +57,7 @@ def results(layers: list[ToyLayer], *inputs: torch.Tensor) -> list[torch.Tensor]
 
 
 def assert_equal(one: torch.Tensor, other: torch.Tensor, plan: ActivationPlan | None = None, num_rows: int = 0) -> None:
-    """Bitwise, but where few rows are recomputed: their product may be another kernel's than that of many rows."""
+    """Results are bitwise equal, except if few rows are recomputed, because their product may use another kernel."""
     if plan is not None and (num_rows > 32 or not plan.recompute):
         assert torch.equal(one, other)
     else:
@@ -115,7 +115,7 @@ def test_arena_is_never_exceeded_and_what_does_not_fit_stays() -> None:
 
 @pytest.mark.parametrize("name", ["offload-half", "three-shares"])
 def test_backward_passes_may_come_in_any_order(name: str) -> None:
-    """As in pipelines (first in, first out), in slices of a sequence (last in, first out) and in between."""
+    """Orders are as in pipelines (first in, first out), in slices of a sequence (last in, first out) and in between."""
     for order in itertools.permutations(range(3)):
         store, results_of = make_store(PLANS[name]), []
         for layers in (make_layers(store), make_layers(None)):
@@ -142,7 +142,7 @@ def test_memory_is_flat_over_changing_lengths() -> None:
         store.check_empty()
         peaks.append(store.link.arena.peak_bytes)
     assert peaks[-1] == peaks[10]
-    assert store.link.arena.take(store.link.arena.num_bytes) is not None  # one free part again
+    assert store.link.arena.take(store.link.arena.num_bytes) is not None  # a single free part again
 
 
 def test_an_exception_leaves_nothing_in_use() -> None:
@@ -187,7 +187,7 @@ def test_random_shares_and_lengths() -> None:
 
 
 class NormProduct(torch.nn.Module):
-    """A norm and the product behind it as one module that saves the norm's output, as TransformerEngine's."""
+    """A norm and the following product as one module that saves the norm's output, as in TransformerEngine."""
 
     def __init__(self, norm: torch.nn.LayerNorm, product: torch.nn.Linear) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def with_fused_norms(layers: list[ToyLayer]) -> list[ToyLayer]:
 
 @pytest.mark.parametrize("name", ["memo-0", "memo-0.4", "three-shares", "priced-three-shares"])
 def test_norms_inside_of_hook_points(name: str) -> None:
-    """What they save is treated as the layer's input, as the plans for such layers count it."""
+    """Their saved tensors are treated like the layer's input, as in the plans of such layers."""
     plan, length, float_bytes = PLANS[name], 50, 4
     store = make_store(plan)
     with FlopCounterMode(display=False) as counted:

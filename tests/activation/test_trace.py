@@ -13,8 +13,8 @@ def test_sizes_and_lives_by_hand() -> None:
     trace = AllocationTrace([weight])
     with trace:
         a = weight * 2  # 4096 bytes
-        b = a[:10] + 1  # a view of a is no request; 40 bytes become a granule
-        weight.add_(1)  # in place, of what was there
+        b = a[:10] + 1  # a view of a is not a request; 40 bytes are rounded up to a granule
+        weight.add_(1)  # in place, so no new request
         del a
         c = b * b
     requests = trace.requests()
@@ -44,7 +44,7 @@ def test_passes_of_layers_follow_each_other() -> None:
             hidden, _ = layer(hidden_states=hidden)
         hidden.sum().backward()
 
-    step()  # before a trace runs, nothing is noted
+    step()  # before a trace runs, nothing is recorded
     traces.append(AllocationTrace([x.detach()]))
     with traces[0]:
         step()

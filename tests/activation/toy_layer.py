@@ -1,4 +1,4 @@
-"""A transformer layer of a few lines with hook points, as ``PlannedTransformerLayer`` gives them to Megatron's."""
+"""Small transformer layer with the hook points that ``PlannedTransformerLayer`` adds to Megatron's layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bytescale_ext.activation.store import ActivationStore
 
 
 class CausalAttention(torch.autograd.Function):
-    """q, k, v [t, b, heads, dim] -> [t, b, heads * dim]; saves them, its output and its log-sum-exp [b, heads, t]."""
+    """q, k, v [t, b, heads, dim] -> [t, b, heads * dim]; saves inputs, output and log-sum-exp [b, heads, t]."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

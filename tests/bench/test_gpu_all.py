@@ -113,7 +113,7 @@ def is_running(process: int) -> bool:
 
 @pytest.mark.ranks
 def test_commands_that_would_not_end_in_time_are_not_started(tmp_path: Path) -> None:
-    """Shorter commands after them are; a long command counts with its budget."""
+    """Shorter commands run after them. A long command counts with its budget."""
     file = tmp_path / "file"
     commands = [counted("long", file, 40.0), counted("longer", file, 8.0), counted("short", file, 2.0)]
     results = run_all(commands, Limits(5.0, 9.0), tmp_path / "results")

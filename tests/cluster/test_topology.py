@@ -1,4 +1,4 @@
-"""An emulated cluster as a value: addresses, and the commands that build its network."""
+"""Value of an emulated cluster: addresses, and the commands that build its network."""
 
 from __future__ import annotations
 

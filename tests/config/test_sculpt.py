@@ -1,4 +1,4 @@
-"""What a run knows of its windows: their tables, and lengths drawn from them."""
+"""Configuration of windows: their tables, and lengths drawn from them."""
 
 from __future__ import annotations
 

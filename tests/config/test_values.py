@@ -1,4 +1,4 @@
-"""Configurations of features: values that are refused, and how a run finds them by their class."""
+"""Configurations of features: refused values, and search of a run's configurations by class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products together and apart: of groups of heads, of the experts of a layer."""
+"""Joined and separate matrix products of groups of heads, and of the experts of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face model make Megatron's: each once, in both directions."""
+"""Tensors of a Hugging Face model and of Megatron: each is used once, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations for tests, and a tokenizer of transformers that is trained on their text."""
+"""Conversations for tests, and a transformers tokenizer that is trained on their text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def chat(*contents: str, system: str = "") -> Messages:
-    """Return a conversation in which user and assistant take turns."""
+    """Return a conversation with alternating messages of user and assistant."""
     turns = [message(("user", "assistant")[turn % 2], content) for turn, content in enumerate(contents)]
     return [*([message("system", system)] if system else []), *turns]
 
@@ -36,7 +36,7 @@ def write_lines(path: Path, chats: Sequence[Messages]) -> Path:
 
 
 def random_chats(lengths: Sequence[Sequence[int]], seed: int = 0) -> list[Messages]:
-    """Return conversations whose messages have so many words each, the first of every third one a system's."""
+    """Return conversations with these numbers of words per message. Every third begins with a system message."""
     generator = random.Random(seed)
     found = []
     for number, sizes in enumerate(lengths):
@@ -46,7 +46,7 @@ def random_chats(lengths: Sequence[Sequence[int]], seed: int = 0) -> list[Messag
 
 
 def write_tokenizer(folder: Path, chat_template: str | None = TEMPLATE) -> Path:
-    """Train byte-pair encoding on the words of the tests, and save it as transformers does; return the folder."""
+    """Train byte-pair encoding on the words of the tests, save it for transformers, and return the folder."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained(), unk_token="<unk>", eos_token="<SPECIAL_12>")
@@ -56,7 +56,7 @@ def write_tokenizer(folder: Path, chat_template: str | None = TEMPLATE) -> Path:
 
 
 def trained() -> Any:
-    """Return a tokenizer of byte pairs, in which a word of the tests is one or two tokens."""
+    """Return a byte-pair tokenizer. It encodes a word of the tests as one or two tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""Texts with known duplicates, and a way to run the steps of a stage in this process."""
+"""Texts with known duplicates, and functions that run the steps of a stage in this process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SYLLABLES = "ka lo mi ru se to na vi pe do ga hu".split()
 
 
 def words(count: int, seed: int) -> list[str]:
-    """Return random words, of a vocabulary so large that texts of different seeds share few runs."""
+    """Return random words of a large vocabulary, so that texts of different seeds share few runs."""
     random = np.random.RandomState(seed)
     return ["".join(random.choice(_SYLLABLES, 3)) for _ in range(count)]
 
 
 def text(seed: int, count: int = 200, changed: int | None = None) -> str:
-    """Return a text in lines of ten words, which differ for different seeds; ``changed``: a word to replace."""
+    """Return a text in lines of ten random words; ``changed``: a word to replace."""
     made = words(count, seed)
     if changed is not None:
         made[changed] = "altered"
@@ -50,7 +50,7 @@ def folder_of(root: Path, name: str, bodies: dict[str, str]) -> Source:
 
 
 def run_steps(steps: list[Callable[..., object]], tasks: int = 1) -> list[object]:
-    """Run steps as an executor does, task after task; return what the last one yields."""
+    """Run steps like an executor, task after task, and return the documents that the last step yields."""
     found: list[object] = []
     for rank in range(tasks):
         piped: object = None
@@ -62,7 +62,7 @@ def run_steps(steps: list[Callable[..., object]], tasks: int = 1) -> list[object
 
 
 def run_recipe(recipe: Recipe, work: Path) -> list[Stage]:
-    """Run all stages in this process, without the last one."""
+    """Run all stages except the last in this process."""
     stages = stages_of(recipe, work, print)[:-1]
     for stage in stages:
         run_steps(stage.steps, stage.tasks)
@@ -70,5 +70,5 @@ def run_recipe(recipe: Recipe, work: Path) -> list[Stage]:
 
 
 def told(work: Path) -> Tally:
-    """Return what all tasks have counted."""
+    """Return the sum of the tallies of all tasks."""
     return merged((work / "tallies").glob("*.json"))

@@ -25,7 +25,7 @@ def write_data_set(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], d
 
 
 class MemorySource:
-    """Whole documents in memory; sample i of document lengths ``lengths`` cut at ``seq_length``."""
+    """Documents in memory with samples like ``sample_table(lengths, seq_length)``."""
 
     def __init__(self, document_lengths: Sequence[int], seq_length: int = 1 << 30) -> None:
         self.documents = []

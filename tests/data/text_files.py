@@ -1,4 +1,4 @@
-"""JSONL files for tests, and what the local loader makes of them."""
+"""JSONL files for tests, and their samples in the local loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 1234
 
 
 def write_text(path: Path, num_lines: int, seed: int = 0, longest: int = 300) -> Path:
-    """Lines of random letters, some of two bytes, with blank lines and empty texts between them."""
+    """Return lines of random letters, some of two bytes, with blank lines and empty texts in between."""
     generator = np.random.default_rng(seed)
     with path.open("w") as stream:
         for number in range(num_lines):
@@ -29,7 +29,7 @@ def write_text(path: Path, num_lines: int, seed: int = 0, longest: int = 300) ->
 
 
 class LocalText:
-    """All samples of a file of text in training order, a token for each byte: what a ``StepLoader`` reads."""
+    """Source of a ``StepLoader``: all samples of a text file in training order, with one token per byte."""
 
     def __init__(
         self, path: Path, seq_length: int, num_epochs: int = 1, first: int = 0, stop: int | None = None
@@ -60,5 +60,5 @@ class LocalText:
 
 
 def lengths_of(documents: Sequence[np.ndarray]) -> list[int]:
-    """Tokens of each document."""
+    """Return the tokens of each document."""
     return [len(document) for document in documents]

@@ -13,7 +13,7 @@ HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """[t, heads, dim], one query and head at a time; ``visible``: [t, keys]."""
+    """Return attention [t, heads, dim], computed for one query and head at a time; ``visible``: [t, keys]."""
     out = torch.zeros_like(q)
     for row in range(q.shape[0]):
         for head in range(HEADS):

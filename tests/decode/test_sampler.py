@@ -11,11 +11,11 @@ from bytescale_ext.decode.sampler import Sampler
 from bytescale_ext.decode.tree import TreeShape, grow_trees
 
 VOCAB, DRAWS = 4, 50_000
-CHI_SQUARE_999 = {15: 37.70}  # 99.9 % of the draws are below it, with so many degrees of freedom
+CHI_SQUARE_999 = {15: 37.70}  # 99.9 % of the draws are below it, for this number of degrees of freedom
 
 
 def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of the model after each token [v, v], its distribution, and other log-probabilities of the heads."""
+    """Return the model's logits after each token, [v, v], its distribution, and other log-probabilities of heads."""
     generator = torch.Generator().manual_seed(3)
     logits, other = torch.randn(2, VOCAB, VOCAB, generator=generator) * 1.5
     return logits, (logits / temperature).softmax(-1), other.log_softmax(-1)
@@ -36,7 +36,7 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, te
         first = of_nodes[0]
         accepted += len(path) - 1
         seen[first, of_nodes[path[1]] if len(path) > 1 else plain[first]] += 1
-    assert accepted > DRAWS / 8  # guesses do take part
+    assert accepted > DRAWS / 8  # some drafts are accepted
     expected = {(a, b): DRAWS * float(chances[root, a] * chances[a, b]) for a in range(VOCAB) for b in range(VOCAB)}
     assert min(expected.values()) > 5
     assert sum((seen[pair] - mean) ** 2 / mean for pair, mean in expected.items()) < CHI_SQUARE_999[VOCAB**2 - 1]

@@ -1,4 +1,4 @@
-"""Trees of guesses against all nodes written out, and what a model accepts of them."""
+"""Draft trees against an enumeration of all nodes, and the nodes that a model accepts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ VOCAB, DEPTH = 4, 3
 
 
 def table(seed: int) -> torch.Tensor:
-    """Log-probabilities of a token after another one: [v, v]."""
+    """Return log-probabilities of a token after another token: [v, v]."""
     generator = torch.Generator().manual_seed(seed)
     return (2 * torch.randn(VOCAB, VOCAB, generator=generator)).log_softmax(-1)
 
 
 def grown(seed: int, shape: TreeShape, root: int = 1) -> TokenTree:
-    """A tree by heads that see the token before; their states are the paths, to check that they follow the nodes."""
+    """Grow a tree with heads that depend on the previous token. Their states are the paths, to check their order."""
     chances, paths = table(seed), torch.zeros(1, DEPTH + 1, dtype=torch.int64)
 
     def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_what_the_model_accepts(chosen: list[int], path: list[int]) -> None:
 
 
 def test_certain_guesses_keep_their_parents() -> None:
-    """A guess of probability 1 is as likely as its parent, which must still come before it."""
+    """A draft of probability 1 is as likely as its parent, which must still come first."""
     certain = torch.full((1, VOCAB), log(1e-30))
     certain[0, 2] = log(1.0)
 
@@ -128,7 +128,7 @@ def test_certain_guesses_keep_their_parents() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=30), st.lists(st.integers(0, 5), min_size=31)
 )
 def test_any_tree(branches: list[tuple[int, int]], chosen: list[int]) -> None:
-    """A node sees itself and what is above it; the accepted path is the longest that the choices follow."""
+    """A node attends to itself and its ancestors. The accepted path is the longest path that matches the choices."""
     parents, tokens = [-1], [0]
     for above, token in branches:
         parent = above % len(parents)

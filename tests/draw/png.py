@@ -1,3 +1,3 @@
-"""Reads PNG files."""
+"""Reader of PNG files."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The palette, and writing of figures."""
+"""Palette, and writing of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every picture is drawn, also of the least that there can be, and nothing is refused by name."""
+"""Every picture is drawn, even of minimal input, and empty input is refused with its name."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_frames_hold_all_members_of_a_ring() -> None:
 
 
 def rings_out_of_step(num_ranks: int) -> list[Phase]:
-    """Return passes of rings over all ranks, of many widths, which each rank begins and ends at its own time."""
+    """Return passes of rings of many widths over all ranks. Each rank begins and ends a pass at a different time."""
     generator = np.random.default_rng(0)
     clocks = generator.uniform(0.0, 3.0, num_ranks)
     phases = []

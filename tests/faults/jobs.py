@@ -1,4 +1,4 @@
-"""Run a job that a fault may strike, on ranks that log to files and end like programs."""
+"""Jobs that a fault may strike, on ranks that log to files and end like programs."""
 
 from __future__ import annotations
 

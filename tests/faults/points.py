@@ -1,4 +1,4 @@
-"""The faults, and the points of a run at which they strike, drawn from a seed."""
+"""Faults, and random points of a run at which they strike."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 10.0
 """Replaces ``--distributed-timeout-minutes``, which is at least a minute."""
 SAVE_SECONDS = 0.2
 PASS_SECONDS = 0.1
-"""Seconds of a backward pass on the rank that is not slow."""
+"""Seconds of a backward pass on a normal rank."""
 SLOW_TIMES = 3.0
 SLOT_SECONDS = 0.02
 LOSS_SHARE = 0.3

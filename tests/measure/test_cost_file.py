@@ -1,4 +1,4 @@
-"""Cost files: the shipped ones, reading and writing, and errors that name file and entry in one line."""
+"""Cost files: shipped files, reading and writing, and errors that name file and entry in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COST = ModelCost(
 
 
 def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> str:
-    """Return the message for a good file after ``change`` (of its content, or returning another one)."""
+    """Return the message for a valid file after ``change``, which changes its content or returns another content."""
     value = COST.to_json()
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(change(value) or value))
@@ -122,7 +122,7 @@ def test_the_same_model_may_have_other_layers() -> None:
 
 
 def test_the_head_costs_as_much_as_its_vocabulary() -> None:
-    """Megatron pads the vocabulary to a multiple that depends on the tensor-parallel ranks."""
+    """Megatron pads the vocabulary to a multiple that depends on the number of tensor-parallel ranks."""
     wider = replace(COST.shape, vocab=3 * COST.shape.vocab)
     cost = check_same_model(COST, wider, 2, "bfloat16", "cost.json")
     assert cost.head_forward == pytest.approx(3 * COST.head_forward)

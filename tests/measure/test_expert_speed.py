@@ -1,4 +1,4 @@
-"""The constants of the placement's cost model, by a clock that the tests turn. No test depends on time."""
+"""Constants of the placement's cost model, with a clock that the tests control. No test depends on real time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Shows the seconds that computing was said to take."""
+    """Clock with the given seconds of computations."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds, self.now = seconds, 0.0
@@ -38,7 +38,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ({100: 5.0, 400: 11.0}, 0.02),  # 3 seconds to start, whatever the tokens
+        ({100: 5.0, 400: 11.0}, 0.02),  # 3 seconds to start, for any number of tokens
         ({100: 6.0, 400: 4.0}, 0.01),  # noise
         ({100: 4.0, 400: 4.0}, 0.01),
     ],
@@ -50,7 +50,7 @@ def test_seconds_of_a_token_are_those_by_which_computing_grows(seconds: dict[int
 
 
 def exchange_parts(rank: int, world: int) -> tuple[list[tuple[list[int], list[int]]], float]:
-    """Exchange by a clock that goes 8, 7, 6, ... seconds; return what was sent where, and the seconds found."""
+    """Exchange with a clock of 8, 7, 6, ... seconds; return the messages and the measured seconds."""
     seen: list[tuple[list[int], list[int]]] = []
     times = iter([0.0, 8.0] + [value for left in range(7, 0, -1) for value in (0.0, float(left))])
     works = dist.all_to_all_single

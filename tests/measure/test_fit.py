@@ -1,4 +1,4 @@
-"""The fit of measured times: made-up times come back as the constants that they were made of."""
+"""Fit of measured times: it recovers the constants of synthetic times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPE = ModelShape(32, 4096, 32, 8, 128, 11008, True, 32000)
 
 
 def seconds(fit: Fit, num_layers: int, lengths: Sequence[int]) -> float:
-    """Return the seconds by the formula of the module, written out."""
+    """Return the seconds by the formula of the module."""
     squares, tokens = sum(length**2 for length in lengths), sum(lengths)
     layer = fit.layer.a * squares + fit.layer.b * tokens + fit.layer.g
     return num_layers * layer + fit.head * tokens + fit.rest
@@ -68,7 +68,7 @@ def test_noisy_times_still_predict_other_lengths() -> None:
 
 
 def test_no_constant_is_negative() -> None:
-    """Times that fall with the number of micro-batches would want a negative fixed cost."""
+    """Times that fall with the number of micro-batches would need a negative fixed cost."""
     packs = fitted_lengths(4096)
     made = [Timing(t.num_layers, t.lengths, t.forward_seconds - 5e-4 * t.num_layers, t.backward_seconds)
             for t in timings(packs) if sum(t.lengths) > 1000]  # fmt: skip
@@ -78,7 +78,7 @@ def test_no_constant_is_negative() -> None:
 
 
 def test_the_best_of_the_constants_from_0_on() -> None:
-    """Against a fine grid of all of them."""
+    """The result equals the best of a fine grid."""
     features = np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
     found = fit_constants(features, np.array([1.0, 3.0, 5.0]))  # a line through -1
     assert found[1] == 0
@@ -99,7 +99,7 @@ RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7, m=2e-5), CostModel(0.0, 0.0, c=9e-8,
 def ring_timings(
     rings: Sequence[Ring], noise: Callable[[], float] = lambda: 1.0, has_waits: bool = True
 ) -> list[Timing]:
-    """Return times of a rank's share of the sequences, plus what the ring adds for the tokens that it receives."""
+    """Return times of a rank's share of the sequences, plus the cost of received tokens."""
     made = []
     for layers in LAYERS:
         for lengths, width in rings:
@@ -133,7 +133,7 @@ def test_rings_give_back_their_constants(width: int, has_waits: bool) -> None:
 
 
 def test_short_sequences_tell_m_where_times_hold_no_waiting() -> None:
-    """On a slow link their exchange takes longer than their attention, so times with waiting would tell nothing."""
+    """On a slow link the exchange takes longer than attention, so times with waiting are not used."""
     c, rings = (1e-6, 3e-6), [of_one(32768, 2), ((256,) * 16, 2), of_one(16384, 2)]
     made = ring_timings(rings, has_waits=False)
     (forward, backward), waited = (fit_rings((FORWARD, BACKWARD), made, c, each) for each in (False, True))
@@ -142,7 +142,7 @@ def test_short_sequences_tell_m_where_times_hold_no_waiting() -> None:
 
 
 def test_narrow_and_wide_rings_share_one_h() -> None:
-    """Where they differ it lies between, so that neither kind is always thought too slow."""
+    """If the measurements differ, the result is in between, so that neither kind is always overestimated."""
     rings = fitted_rings(32768, 8)
     made = ring_timings(rings)
     free = [replace(one, forward_seconds=FORWARD.seconds(one), backward_seconds=BACKWARD.seconds(one)) for one in made]
@@ -161,11 +161,11 @@ def test_noisy_rings() -> None:
 
 
 def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
-    """Their time is explained by c; it would be counted twice."""
+    """Their time is part of c and would be counted twice."""
     slow = (1e-3, 1e-3)
     made = ring_timings([of_one(1000, 2), of_one(2000, 2)])
     assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), made, slow)] == [0.0, 0.0]
-    fast = ring_timings([of_one(1_000_000_000, 2)])  # whose attention is longer even than that
+    fast = ring_timings([of_one(1_000_000_000, 2)])  # their attention is even longer
     both = fit_rings((FORWARD, BACKWARD), [*made, *fast], slow)
     alone = fit_rings((FORWARD, BACKWARD), fast, slow)
     assert both == alone
@@ -201,7 +201,7 @@ def test_the_cost_file_of_a_fit() -> None:
     assert cost.forward == CostModel(4e-11, 1.6e-6, 3e-8, 1e-4 + 3e-4 / 32, h, m=m)
     assert cost.backward == CostModel(1e-10, 3.2e-6, 9e-8, 2e-4 + 5e-4 / 32, backward_h, m=backward_m)
     assert cost.forward.h == pytest.approx(5e-7)
-    # the whole model costs what the formula of the module says
+    # the whole model has the cost of the module's formula
     for fit, whole in ((FORWARD, cost.whole().forward), (BACKWARD, cost.whole().backward)):
         expected = seconds(fit, 32, (4096, 512))
         assert whole.g + sum(whole.sequence_cost(length, 1) for length in (4096, 512)) == pytest.approx(expected)
@@ -209,10 +209,10 @@ def test_the_cost_file_of_a_fit() -> None:
 
 
 def test_ring_bytes_by_hand() -> None:
-    # keys and values of 8 heads of 128 numbers; backwards the same in 2 bytes and their gradients in 4
+    # keys and values of 8 heads of 128 numbers; backward again in 2 bytes, and their gradients in 4 bytes
     assert ring_bytes_per_token(SHAPE, 1, 2, 4) == (2 * 8 * 128 * 2, 2 * 8 * 128 * 6)
     assert ring_bytes_per_token(SHAPE, 4, 2, 4) == (2 * 2 * 128 * 2, 2 * 2 * 128 * 6)
-    assert ring_bytes_per_token(SHAPE, 16, 2, 4) == (2 * 1 * 128 * 2, 2 * 1 * 128 * 6)  # a head is not cut
+    assert ring_bytes_per_token(SHAPE, 16, 2, 4) == (2 * 1 * 128 * 2, 2 * 1 * 128 * 6)  # a head is not divided
     latents = replace(SHAPE, num_kv_heads=32, head_dim=192, latent=LatentShape(0, 512, 64, 128))
     assert ring_bytes_per_token(latents, 1, 2, 4) == ring_bytes_per_token(latents, 4, 2, 4) == (576 * 2, 576 * 6)
 
@@ -221,5 +221,7 @@ def test_rank_correlation() -> None:
     assert rank_correlation([(1.0, 10.0), (2.0, 20.0), (3.0, 90.0)]) == pytest.approx(1.0)
     assert rank_correlation([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]) == pytest.approx(-1.0)
     assert rank_correlation([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)]) == pytest.approx(0.5)
-    assert rank_correlation([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]) == pytest.approx(0.75**0.5)  # equal ones share a rank
+    assert rank_correlation([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]) == pytest.approx(
+        0.75**0.5
+    )  # equal documents share a rank
     assert rank_correlation([(1.0, 1.0), (1.0, 2.0)]) is None

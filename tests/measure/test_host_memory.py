@@ -1,4 +1,4 @@
-"""Free memory under control groups of both versions, as containers and jobs have them."""
+"""Free memory under control groups of both versions, as in containers and jobs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FREE = 1000
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with ``FREE`` bytes, and no control group yet."""
+    """Fake machine with ``FREE`` bytes, without control groups."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": FREE}))
     return tmp_path
 
 
 def group_files(folder: str, limit: object, used: int, cached: int = 0) -> dict[str, object]:
-    """The files of a group of version 2."""
+    """Write the files of a group of version 2."""
     stat = f"anon 7\ninactive_file {cached}\nactive_file 9"
     return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used, f"{folder}/memory.stat": stat}
 

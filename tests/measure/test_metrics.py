@@ -36,7 +36,7 @@ STEP = (
 
 def test_work_is_processor_time_in_forward_and_backward_passes() -> None:
     assert clock_of(*STEP).work_seconds() == 4.0
-    waiting = ("wait", None, 104.0, 2.5)  # for another pipeline stage, until the forward pass that follows
+    waiting = ("wait", None, 104.0, 2.5)  # waits for another pipeline stage, until the next forward pass
     assert clock_of(*STEP[:3], waiting, *STEP[3:]).work_seconds() == 2.5
 
 
@@ -119,7 +119,7 @@ def test_memory_is_that_of_the_process_that_needs_most() -> None:
 
 
 def test_slices_are_a_mean_over_steps() -> None:
-    """The planner may choose other slices in each step; without slices nothing is said of them."""
+    """The planner may choose other slices in each step. Without slices their figures are left out."""
     steps = RankStep(num_micro_batches=1, num_slices=12) + RankStep(num_micro_batches=1, num_slices=8)
     metrics = IntervalMetrics.of(4, 2, 1.0, [steps, steps])
     assert metrics.slices_per_micro_batch == 10.0

@@ -12,13 +12,13 @@ MEGABYTE = 1 << 20
 
 
 def floats(num_megabytes: int) -> torch.Tensor:
-    """Return float32 ones of so many megabytes, [n]."""
+    """Return float32 ones that take ``megabytes``, [n]."""
     return torch.ones(num_megabytes * MEGABYTE // 4)
 
 
 def measured(num_megabytes: int, host: list[torch.Tensor]) -> float:
-    """Return what a step takes in which so many megabytes and half as many live at the same time, and later as many."""
-    gc.collect()  # what other tests left would else count until Python collects it
+    """Return the measured peak of a step: tensors of ``megabytes`` and half as many together, and others later."""
+    gc.collect()  # otherwise garbage of other tests would count until Python collects it
     meter = PeakMeter()
     meter.begin(False, host)
     both = [floats(num_megabytes), floats(num_megabytes // 2)]

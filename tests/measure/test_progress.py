@@ -1,4 +1,4 @@
-"""The figures of a log line that tell how far a training is."""
+"""Figures of a log line about the progress of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speed of an exchange: the messages of a rank, and two new processes that exchange. No test depends on time."""
+"""Speed of an exchange: messages of a rank, and two new processes that exchange. No test depends on real time."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def test_two_processes() -> None:
 
 @pytest.mark.ranks
 def test_processes_that_fail_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_speed, "_run_rank", abs)  # fails at once in the new process
+    monkeypatch.setattr(ring_speed, "_run_rank", abs)  # fails immediately in the new process
     with pytest.raises(ValueError, match="give --ring-bytes-per-second"):
         bytes_per_second_of_two_processes(on_cuda=False)

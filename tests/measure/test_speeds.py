@@ -1,4 +1,4 @@
-"""Speeds that are measured at start: what is timed and how rates follow from it, with a clock of the test."""
+"""Speeds measured at the start: timed work and the resulting rates, with a clock of the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """A clock that work turns on."""
+    """Clock that work advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -93,7 +93,7 @@ def test_rates_are_those_of_the_growth() -> None:
     assert rates.products == pytest.approx(1e6)
     assert rates.attention_forward == pytest.approx(2e6)
     assert rates.attention_backward == pytest.approx(4e6)
-    noisy = [(1.0, 1.0, 1.0, 1.0), (0.5, 0.5, 0.5, 0.5)]  # the longer one was faster: its own rate
+    noisy = [(1.0, 1.0, 1.0, 1.0), (0.5, 0.5, 0.5, 0.5)]  # the longer copy was faster, so its own rate
     rates = rates_of(SHAPE, 1, lengths, noisy)
     assert rates.products == pytest.approx(3 * products * 300 / 1.0)
     assert rates.attention_forward == pytest.approx(attention * 300 * 300 / 0.5)

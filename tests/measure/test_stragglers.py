@@ -1,4 +1,4 @@
-"""When a rank is called slow: by equal work, against the median of the others, and not for an outlier."""
+"""Detection of slow ranks: with equal work, against the median of the others, without effect of outliers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_outliers_and_small_passes_do_not_move_a_pace() -> None:
 
 
 def test_half_a_second_on_a_busy_processor_is_not_slow() -> None:
-    """Passes of 10 ms of two ranks; one of them is 2.2 times slower for half a second, as was measured."""
+    """Passes of two ranks take 10 ms, but one rank is 2.2 times slower for half a second, as was measured."""
     calm, busy = [(1.0, 0.010)] * 300, [(1.0, 0.022)] * 23
     paces = {0: window(*calm).seconds_per_work(), 1: window(*calm, *busy).seconds_per_work()}
     assert find_stragglers(paces, HOSTS) == ()

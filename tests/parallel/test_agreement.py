@@ -1,4 +1,4 @@
-"""Ranks find out that their plans differ, or that the planner of one of them ran out of time."""
+"""Ranks detect that their plans differ, or that the planner of some rank ran out of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failed is named when a peer has gone."""
+"""Errors name the failed operation when a peer is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 
 
 def lose_a_peer(rank: int, world: int) -> list[str]:
-    """Rank 1 ends; what rank 0 says of a collective, of an exchange, and of one that is posted after that."""
+    """Rank 1 ends. Return rank 0's errors of a collective, of an exchange, and of a later exchange."""
     import os
 
     group = dist.new_group([0, 1])
@@ -45,7 +45,7 @@ def test_a_collective_and_an_exchange_name_their_ranks() -> None:
 
 
 def wait_for_nobody(rank: int, world: int) -> str:
-    """What a rank says when the others do not start."""
+    """Return the error of a rank if the others do not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

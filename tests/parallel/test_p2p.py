@@ -1,4 +1,4 @@
-"""Exchange between processes: rings, groups, lost peers and what is counted."""
+"""Exchange between processes: rings, groups, lost peers and counted bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exchange_all(rank: int, world: int) -> dict[str, object]:
     mine = torch.full((rank + 2,), float(rank))
     received = torch.empty((rank - 1) % world + 2)
     pending = comm.exchange([(mine, (rank + 1) % world)], [(received, (rank - 1) % world)])
-    # Two more exchanges before the first is done; they match in the order of posting.
+    # Two more exchanges are posted before the first completes. They match in the order of posting.
     second, third = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
     values = [torch.tensor([10 * rank + n]) for n in (2, 3)]
     later = [
@@ -119,7 +119,7 @@ def test_a_dead_peer_is_an_error() -> None:
 
 
 class RecordedWork:
-    """A request that notes when it is waited for."""
+    """Request that records its waits."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name

@@ -26,7 +26,7 @@ exec {command} "$@"
 """
 
 
-# As long as the sentences that the recipe removes: six lines.
+# Six lines, as long as the sentences that the recipe removes.
 LICENCE = HEADER + "".join(f"the {line}\n" for line in HEADER.splitlines())
 
 
@@ -76,7 +76,7 @@ def test_from_text_to_training_after_a_failure(tmp_path: Path) -> None:
     sources = json.loads((out / "clean" / "report.json").read_text())["sources"]
     for name in ("python", "headers"):
         assert sources[name]["read"] == 12
-        assert sources[name]["kept"] == 10  # two are duplicates
+        assert sources[name]["kept"] == 10  # two documents are duplicates
         assert sources[name]["sentences"] >= 9  # the header
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2]

@@ -1,4 +1,4 @@
-"""Recipes of models: each passes Megatron's parser and our checks, plans a step and has the model's parameters."""
+"""Recipes of models pass Megatron's parser and our checks, plan a step and have the model's parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Surveyed:
-    """Parameters of a recipe's built shapes and of its forecast, the plan of a step, and types of buffers."""
+    """Survey of a recipe: parameters of built shapes and of the forecast, the plan of a step, and types of buffers."""
 
     parameters: int
     buffers: dict[str, str]
@@ -120,7 +120,7 @@ def built_parameters(words: list[str], vocab: int) -> int:
 
 
 def built_buffers(words: list[str], vocab: int) -> dict[str, str]:
-    """Return the type of each buffer, by "Class.buffer", once Megatron has wrapped the model; experts have a bias."""
+    """Return the type of each buffer of Megatron's wrapped model, by "Class.buffer". Experts have a bias."""
     from megatron.core.transformer.module import Float16Module
 
     from megatron.bytescale.training.buffer_types import BufferTypes, buffers_of

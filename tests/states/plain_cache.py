@@ -1,4 +1,4 @@
-"""A cache of rows written once more, with dictionaries and one row at a time, to compare ``RowCache`` with."""
+"""Simple cache with dictionaries and one row at a time, as a reference for ``RowCache``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bytescale_ext.states.rows import RowTable
 
 @dataclass
 class Line:
-    """One copy: its row's version, the updates that wait and their gradients, and when and how often it was used.
+    """Cached copy: its row's version, pending updates and their gradients, and time and number of uses.
 
-    ``gradient``: of one update; of several, the sum of their steps at a rate of 1.
+    ``gradient``: gradient of a single update, or the sum of the steps of several updates at a rate of 1.
     """
 
     version: int
@@ -27,19 +27,19 @@ class Line:
     added: np.float32 = field(default_factory=np.float32)
 
     def with_waiting(self, rate: float) -> tuple[np.ndarray, np.float32]:
-        """Return the value [dim] and the square once what waits is applied."""
+        """Return the value [dim] and the square after the pending updates."""
         return self.value - np.float32(rate) * self.steps(), np.float32(self.square + self.added)
 
     def steps(self) -> np.ndarray:
-        """Return what waits as steps [dim] at a rate of 1."""
+        """Return the pending updates as steps [dim] at a rate of 1."""
         return self.gradient if self.waiting > 1 else self.gradient / self.root()
 
     def root(self) -> np.float32:
-        """Return the root of the squares, with those of what waits."""
+        """Return the root of the squares, including pending updates."""
         return np.float32(np.sqrt(np.float32(self.square + self.added)) + np.float32(1e-10))
 
     def wait(self, gradient: np.ndarray) -> None:
-        """Let one more gradient [dim] wait."""
+        """Add a pending gradient [dim]."""
         steps = self.steps()
         self.added = np.float32(self.added + np.mean(gradient * gradient))
         self.gradient = steps + gradient / self.root() if self.waiting else gradient
@@ -48,7 +48,7 @@ class Line:
 
 @dataclass
 class PlainCache:
-    """The copies of one worker by row, and what it has counted."""
+    """Copies of one worker by row, and its counters."""
 
     settings: CacheSettings
     lines: dict[int, Line] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class PlainCache:
         return Line(int(table.versions[row]), 0, np.zeros_like(value), value, table.squares[row])
 
     def drop_one(self) -> bool:
-        """Drop the copy that goes first; return whether there was one."""
+        """Drop the next copy to evict; return whether there was a copy."""
         policy = self.settings.policy
         able = [
             (line.last_use if policy == "lru" else (line.uses, line.last_use), row)
@@ -102,7 +102,7 @@ class PlainCache:
         return True
 
     def update(self, rows: list[int], gradients: np.ndarray, rate: float) -> dict[int, tuple[int, np.ndarray]]:
-        """Return the updates and gradients [dim] that go to the table now, by row. ``gradients``: [n, dim]."""
+        """Return the updates and gradients [dim] that are sent to the table now, by row. ``gradients``: [n, dim]."""
         sent, self.leaving = self.leaving, {}
         for row, gradient in zip(rows, gradients, strict=True):
             line = self.lines.get(row)
@@ -116,7 +116,7 @@ class PlainCache:
         return sent
 
     def sent(self, line: Line, rate: float) -> tuple[int, np.ndarray]:
-        """Return what waits in a copy, which keeps it as applied."""
+        """Return the pending updates of a copy, which applies them."""
         result = line.waiting, line.gradient
         line.value, line.square = line.with_waiting(rate)
         line.version, line.waiting, line.gradient = line.version + line.waiting, 0, np.zeros_like(line.gradient)

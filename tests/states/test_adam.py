@@ -1,4 +1,4 @@
-"""Adam on pages gives what torch's Adam gives, to the last bit, and its states are where torch would have them."""
+"""Adam on pages is bitwise equal to torch's Adam, and its states are where torch would have them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.adam import PagedAdam, PagedParameter
 
 SHAPES = ((5, 3), (1,), (40, 7), (2, 2), (9,), (33,))
-GROUPS = ((0, 2, 3, 5), (1, 4))  # the second one without weight decay
+GROUPS = ((0, 2, 3, 5), (1, 4))  # the second group has no weight decay
 STEPS = 6
 PAGE_BYTES = 64
 AMPLE = StateConfig(PAGE_BYTES, math.inf)
 
 
 def models(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Parameters of a model, equal in each call."""
+    """Return parameters of a model, equal in each call."""
     torch.manual_seed(1)
     return [torch.randn(shape).to(dtype) for shape in SHAPES]
 
@@ -40,7 +40,7 @@ def in_order(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Resident:
-    """Torch's Adam on float32 copies, as Megatron runs it; float32 parameters are their own copies."""
+    """Torch's Adam on float32 copies, as in Megatron; float32 parameters are their own copies."""
 
     def __init__(self, dtype: torch.dtype, is_decoupled: bool = True) -> None:
         self.model = models(dtype)
@@ -48,7 +48,7 @@ class Resident:
         self.optimizer = optimizer_of(self.main, is_decoupled)
 
     def step(self, number: int) -> None:
-        self.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)  # as a schedule changes it
+        self.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)  # like a schedule
         torch.manual_seed(100 + number)
         for parameter in self.main:
             parameter.grad = torch.randn(parameter.shape)
@@ -58,7 +58,7 @@ class Resident:
 
 
 class Paged(Resident):
-    """The same on pages."""
+    """Run the same steps on pages."""
 
     def __init__(self, dtype: torch.dtype, is_decoupled: bool = True, config: StateConfig = AMPLE) -> None:
         super().__init__(dtype, is_decoupled)
@@ -76,7 +76,7 @@ class Paged(Resident):
 
 
 def assert_equal(paged: Resident, resident: Resident) -> None:
-    """Check parameters and states to the last bit."""
+    """Check that parameters and states are bitwise equal."""
     for one, other in zip((paged.model, paged.main), (resident.model, resident.main), strict=True):
         for found, expected in zip(one, other, strict=True):
             assert torch.equal(found, expected)
@@ -122,7 +122,7 @@ def test_states_go_from_resident_to_paged_and_back(dtype: torch.dtype) -> None:
 
 
 def load(run: Resident, saved: Resident) -> None:
-    """Load what another run has saved: parameters, and states as a file holds them."""
+    """Load the state of another run: parameters, and states as in a file."""
     for parts in zip((run.model, run.main), (saved.model, saved.main), strict=True):
         for found, expected in zip(*parts, strict=True):
             found.data.copy_(expected)

@@ -18,7 +18,7 @@ NUM_ROWS, DIM, WORKERS, RATE = 30, 3, 4, 0.1
 
 
 def batches(seed: int, num_steps: int, most: int = 12) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-    """Yield for each step the rows [n] and gradients [n, dim] of each worker; low rows are used more often."""
+    """Yield the rows [n] and gradients [n, dim] of each worker in each step. Low rows are used more often."""
     rng = np.random.default_rng(seed)
     for _ in range(num_steps):
         sizes = rng.integers(0, most, WORKERS)
@@ -27,7 +27,7 @@ def batches(seed: int, num_steps: int, most: int = 12) -> Iterator[list[tuple[np
 
 
 class CheckedTable(RowTable):
-    """A table that checks the clock of every row that a worker reads."""
+    """Table that checks the clock of every row that a worker reads."""
 
     def answer(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> Answer:
         answer = super().answer(rows, versions, read_bound)
@@ -77,14 +77,14 @@ def run(
 
 
 def sent_of(cache: RowCache) -> np.ndarray:
-    """Return the updates [rows] that wait in a cache."""
+    """Return the number of pending updates of each row in a cache: [rows]."""
     waiting = np.zeros(NUM_ROWS, np.int64)
     waiting[cache.row[cache.row >= 0]] = cache.updates[cache.row >= 0]
     return waiting
 
 
 def check_lines(cache: RowCache) -> None:
-    """Check that lines and rows name each other."""
+    """Check that lines and rows refer to each other."""
     used = np.flatnonzero(cache.row >= 0)
     assert (cache.line[cache.row[used]] == used).all()
     assert (cache.line >= 0).sum() == len(used)
@@ -164,7 +164,7 @@ def test_as_a_cache_written_row_by_row(
 
 
 def go_in_order_of_rows(cache: RowCache) -> None:
-    """Let lines that a policy ranks alike go in the order of their rows, as in ``PlainCache``."""
+    """Evict lines with equal rank in the order of their rows, as in ``PlainCache``."""
     priority = cache._priority
     cache._priority = lambda slots: priority(slots) * NUM_ROWS + cache.row[slots]  # type: ignore[method-assign]
 

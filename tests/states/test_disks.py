@@ -1,4 +1,4 @@
-"""What is a local disk, and what it has free."""
+"""Detection of local disks, and their free space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUT = FileLayout(2, 2, 4096)
 
 
 def mount(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
-    """Let a folder be the root of a file system of some kind."""
+    """Make a folder the root of a file system of some kind."""
     mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(folder), fstype=kind)]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
 

@@ -1,4 +1,4 @@
-"""Gradients are summed in host memory as a device sums them, to the last bit, and reduced from there in chunks."""
+"""Gradient sums in host memory are bitwise equal to sums on a device, and are reduced in chunks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.harness import run_ranks
 
 SLOT_BYTES = 64
 SHARD = 13
-CHUNK_SIZES = (1, 5, 1000)  # 5 elements of three ranks: one each
-SHAPES = ((3, 5), (1,), (NUM_GRADIENT_SLOTS * 3, 40), (7,))  # the third one takes more parts than there are slots
+CHUNK_SIZES = (1, 5, 1000)  # 5 elements on three ranks: one element each
+SHAPES = ((3, 5), (1,), (NUM_GRADIENT_SLOTS * 3, 40), (7,))  # the third tensor needs more parts than there are slots
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -30,13 +30,13 @@ def test_sums_are_those_of_a_device(dtype: torch.dtype) -> None:
             gradient = torch.randn(total.shape).to(dtype)
             plain.add_(gradient)
             sums.add(total, gradient)
-            gradient.fill_(torch.nan)  # its memory is free for computing as soon as it was copied
+            gradient.fill_(torch.nan)  # its memory is free for computation as soon as it is copied
     sums.finish()
     assert all(map(torch.equal, found, expected))
 
 
 def test_slots_are_not_overwritten_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Additions wait until the second gradient wants the slots of the first."""
+    """Additions are delayed until the second gradient needs the slots of the first."""
     may_add, add = threading.Event(), gradients._add
     monkeypatch.setattr(gradients, "_add", lambda *given: may_add.wait(60) and add(*given))
     sums = GradientSums(SLOT_BYTES, on_cuda=False)
@@ -59,7 +59,7 @@ def test_a_failed_addition_is_raised() -> None:
 
 
 def compare(rank: int, world: int) -> list[tuple[str, bool]]:
-    """Return whether each collective gave the right elements."""
+    """Return whether each collective returned the correct elements."""
     group = dist.group.WORLD
     assert group is not None
     whole = torch.stack([torch.arange(world * SHARD, dtype=torch.float64) * 10 + one for one in range(world)])
@@ -91,7 +91,7 @@ def test_chunks_are_parts_of_one_collective() -> None:
 
 
 def alone(rank: int, world: int) -> bool:
-    """Return whether one rank leaves its tensor as it is, without a device."""
+    """Return whether a single rank leaves its tensor unchanged, without a device."""
     group = dist.group.WORLD
     assert group is not None
     chunks, whole = ChunkedCollectives(group, torch.device("meta"), 2), torch.arange(6.0)

@@ -1,4 +1,4 @@
-"""Pages of an optimizer that counts updates in its groups, in place of one of TransformerEngine or Apex."""
+"""Pages of an optimizer with update counts per group, as a replacement of TransformerEngine's or Apex's Adam."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.states.test_adam import AMPLE, Resident, in_order
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Counts in groups as the Adam of Apex, whose signature it has; computes as torch's does."""
+    """Optimizer with counts per group and the signature of Apex's Adam, and the arithmetic of torch's Adam."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class Fused(Resident):
-    """The reference: the fused Adam on float32 copies."""
+    """Run the reference: the fused Adam on float32 copies."""
 
     def __init__(self, is_decoupled: bool = True) -> None:
         super().__init__(torch.bfloat16, is_decoupled)
@@ -65,7 +65,7 @@ class Fused(Resident):
 
 
 class PagedFused(Fused):
-    """The same on pages."""
+    """Run the same steps on pages."""
 
     def __init__(self, is_decoupled: bool = True) -> None:
         super().__init__(is_decoupled)

@@ -1,6 +1,6 @@
-"""Updates beside training are those of torch's Adam with gradients that come late, whenever the thread runs.
+"""Updates that overlap with training equal torch's Adam with late gradients, for any timing of the thread.
 
-The reference steps torch's Adam with mean gradients of some steps, and shows its parameters one update later.
+The reference steps torch's Adam with the mean gradients of some steps. Its parameters appear one update later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 
 class Late(Future[None]):
-    """Runs when somebody waits for it, so as late as can be."""
+    """Future that runs its function as late as possible: when it is awaited."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Late(Future[None]):
 
 
 def at_once(function: Callable[[], None]) -> Future[None]:
-    """Run a function before training goes on, so as early as can be."""
+    """Run a function as early as possible: before training continues."""
     done: Future[None] = Future()
     function()
     done.set_result(None)
@@ -53,11 +53,14 @@ WHEN: dict[str, Submit] = {"late": Late, "at once": at_once, "thread": ThreadPoo
 
 
 class Delayed(Resident):
-    """The reference: an update has the mean gradients of some steps, and is seen when the next one starts."""
+    """Run the reference.
+
+    An update has the mean gradients of some steps, and becomes visible when the next one starts.
+    """
 
     def __init__(self, dtype: torch.dtype, update_steps: int) -> None:
         super().__init__(dtype)
-        if dtype is torch.float32:  # what is seen and what is updated differ here as well
+        if dtype is torch.float32:  # visible and updated parameters differ here as well
             self.main = [one.clone() for one in self.model]
             self.optimizer = type(self.optimizer)(self._groups(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
         self.update_steps = update_steps
@@ -98,7 +101,7 @@ class Delayed(Resident):
 
 
 class LockFree(Resident):
-    """The same on pages."""
+    """Run the same steps on pages."""
 
     def __init__(self, dtype: torch.dtype, config: StateConfig, submit: Submit) -> None:
         super().__init__(dtype)
@@ -145,7 +148,7 @@ def test_updates_are_those_of_torch_some_steps_later(dtype: torch.dtype, update_
     if dtype is torch.bfloat16:
         late.adam.lend(late.optimizer, changed=False)
         assert_equal(late, delayed)
-    if update_steps == 1:  # the gradients do not depend on the parameters here, so only the time differs
+    if update_steps == 1:  # gradients do not depend on parameters here, so only the time differs
         assert_models_equal(late, exact)
 
 
@@ -168,7 +171,7 @@ def test_pages_on_a_disk(when: str, tmp_path: Path) -> None:
 
 
 class LockFreeLarge(LockFree):
-    """With parameters of several pages that a disk takes."""
+    """Parameters have several pages on a disk."""
 
     def __init__(self, config: StateConfig, submit: Submit) -> None:
         torch.manual_seed(2)
@@ -193,7 +196,7 @@ def test_what_is_saved_goes_on_exact_and_back(dtype: torch.dtype) -> None:
     load(exact, late)
     assert_equal(exact, late)
     again = LockFree(dtype, replace(MEMORY, update_steps=1), at_once)
-    again.step(7)  # what it holds is replaced
+    again.step(7)  # its content is replaced
     again.adam.flush()
     load(again, exact)
     for number in range(3, STEPS):

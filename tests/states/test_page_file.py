@@ -1,4 +1,4 @@
-"""The file of pages: what is written is read, or the page is named; of two versions the recorded one is whole."""
+"""File of pages: round trip or an error that names the page, and the recorded of two versions is complete."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def path(tmp_path: Path) -> Path:
 
 
 def buffer() -> np.ndarray:
-    """Return a page of memory that direct I/O takes, uint8 [page_bytes]."""
+    """Return a page of memory for direct I/O, uint8 [page_bytes]."""
     return np.frombuffer(mmap.mmap(-1, LAYOUT.page_bytes), np.uint8)
 
 
 def content(step: int, plane: int, page: int) -> np.ndarray:
-    """Return what a page holds after a step, uint8 [page_bytes]."""
+    """Return the content of a page after a step, uint8 [page_bytes]."""
     return np.random.default_rng((step, plane, page)).integers(0, 256, LAYOUT.page_bytes, np.uint8)
 
 
 def write_step(file: PageFile, step: int) -> None:
-    """Write every page of a step and record it, as a run does."""
+    """Write every page of a step and record the step, like a run."""
     page_bytes = buffer()
     for plane, page in PLACES:
         page_bytes[:] = content(step, plane, page)
@@ -64,7 +64,7 @@ def test_pages_are_read_as_they_were_written(path: Path, has_direct: bool, monke
 
 
 def test_a_file_system_without_direct_io(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some refuse to open a file so, and others the first write."""
+    """Some file systems refuse to open a file for direct I/O, others refuse the first write."""
     opened = os.open
     monkeypatch.setattr(os, "open", lambda name, flags, *rest: opened(name, flags & ~os.O_DIRECT, *rest))
 
@@ -154,7 +154,7 @@ def write_for_ever(path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_killed_process_leaves_a_whole_version(path: Path) -> None:
-    """At 20 random moments: every page of the recorded step is what the step has written."""
+    """After kills at 20 random moments, every page of the recorded step is intact."""
     draw = random.Random(17)
     steps = []
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The memory of pages: planes in one block, aligned, apart from each other."""
+"""Memory of pages: disjoint, aligned planes in one block."""
 
 from __future__ import annotations
 

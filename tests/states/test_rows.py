@@ -1,4 +1,4 @@
-"""The table of rows: Adagrad row by row, and versions that count updates."""
+"""Table of rows: Adagrad row by row, and versions that count updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_pushes_of_a_step_are_summed_before_the_update() -> None:
     before = table.values.copy()
     of_workers = push([1, 4], [[1, 2], [3, 4]], [1, 1], [2.5, 12.5]), push([4, 0], [[-1, 0], [5, 6]], [1, 3], [0.5, 40])
     table.apply(of_workers, 0.1)
-    assert table.squares.tolist() == [40, 2.5, 0, 0, 10, 0]  # three that have waited; one; the square of a sum
+    assert table.squares.tolist() == [40, 2.5, 0, 0, 10, 0]  # three pending updates; one update; the square of a sum
     moved = (before - table.values) / 0.1
     expected = np.zeros((6, 2))
     expected[[0, 1, 4]] = [[5, 6], [1 / 2.5**0.5, 2 / 2.5**0.5], [2 / 10**0.5, 4 / 10**0.5]]
@@ -38,7 +38,7 @@ def test_pushes_of_a_step_are_summed_before_the_update() -> None:
 
 @pytest.mark.parametrize("updates", [1, 3])
 def test_a_worker_that_waited_is_shortened_by_the_squares_of_the_others(updates: int) -> None:
-    """Its three steps, or its one gradient of 2, count beside ten updates of another worker with squares of 32."""
+    """Its three steps, or its single gradient of 2, count next to ten updates of another worker with squares of 32."""
     table = RowTable.random(range(1), 2, 1.0, 3)
     before = table.values.copy()
     mine = push([0], [[2, 2]], [updates], [4.0])

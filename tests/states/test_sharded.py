@@ -1,4 +1,4 @@
-"""A table shared out over ranks answers and learns as one table does."""
+"""A table distributed over ranks has the values and updates of a single table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STALE = CacheSettings(6, "lfu", 2, 3)
 def train(
     rank: int, world: int, options: CacheSettings, num_steps: int, ahead: bool
 ) -> tuple[list[np.ndarray], np.ndarray, int]:
-    """Return the values that this rank reads in each step, the rows that it owns, and how many rows it fetched."""
+    """Return the values that this rank reads in each step, its own rows, and the number of fetched rows."""
     group = dist.group.WORLD
     assert group is not None
     own = -(-NUM_ROWS // world)
@@ -58,6 +58,6 @@ def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings, ahead: 
         table.apply([cache.update(*given, RATE) for cache, given in zip(caches, step, strict=True)], RATE)
     table.apply([cache.flush(RATE) for cache in caches], RATE)
     whole = np.concatenate([values for _, values, _ in found])
-    assert len(whole) == 32  # the last two belong to nobody
+    assert len(whole) == 32  # the last two belong to no rank
     assert (whole[:NUM_ROWS] == table.values).all()
     assert [fetched for *_, fetched in found] == [cache.traffic.num_fetched for cache in caches]

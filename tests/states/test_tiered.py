@@ -1,4 +1,4 @@
-"""Adam with pages on a disk gives what torch's Adam gives, to the last bit, and survives a full disk."""
+"""Adam with pages on a disk is bitwise equal to torch's Adam, and survives a full disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def larger_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tiered(Paged):
-    """Torch's Adam with so many pages of states in host memory, and the others on a disk."""
+    """Torch's Adam with ``num_host`` pages of states in host memory, and the others on a disk."""
 
     def __init__(self, dtype: torch.dtype, folder: Path, num_host_pages: int) -> None:
         host_bytes = least_host_bytes(PAGE_BYTES, dtype is not torch.float32) + num_host_pages * PAGE_BYTES
@@ -56,7 +56,7 @@ def resident_after(dtype: torch.dtype, steps: Sequence[int]) -> Resident:
 
 
 def saved(run: Tiered) -> Tiered:
-    """Have the states in the optimizer, as a save does."""
+    """Load the states into the optimizer, as for a save."""
     run.optimizer.state_dict()
     return run
 
@@ -87,7 +87,7 @@ def test_states_go_from_resident_to_tiered_and_back(dtype: torch.dtype, tmp_path
     number = 0
     for before, run in zip([None, *runs], runs, strict=False):
         if isinstance(run, Tiered):
-            run.step(99)  # what was read ahead must go
+            run.step(99)  # pages that were read ahead must be dropped
             run.optimizer.state_dict()
         if before is not None:
             load(run, before)
@@ -99,7 +99,7 @@ def test_states_go_from_resident_to_tiered_and_back(dtype: torch.dtype, tmp_path
 
 
 def test_each_saved_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
-    """Otherwise Megatron's writer copies all of them in host memory."""
+    """Otherwise Megatron's writer would copy all states in host memory."""
     run = Tiered(torch.bfloat16, tmp_path, 9)
     run.step(0)
     run.optimizer.state_dict()
@@ -116,11 +116,11 @@ def test_pages_are_read_ahead_of_the_step(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(page_file.PageFile, "read", lambda *args: read.append(args[3]) or original(*args))
     run.run(range(2))
     run.tiers._finish(reads=True)
-    assert sorted(read[-8:]) == sorted(2 * first)  # two planes of the first four pages, once the step has ended
+    assert sorted(read[-8:]) == sorted(2 * first)  # two planes of the first four pages, after the step
     count = len(read)
     run.step(2)
     run.tiers._finish(reads=True)
-    assert len(read) == count + 2 * len(run.adam.on_disk)  # those are not read again in the step
+    assert len(read) == count + 2 * len(run.adam.on_disk)  # these pages are not read again in the step
 
 
 @pytest.mark.parametrize("when", ["first write", "middle", "record"])
@@ -128,7 +128,7 @@ def test_pages_are_read_ahead_of_the_step(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_full_disk_costs_no_step(
     dtype: torch.dtype, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step ends with what could not be written in host memory, once it is said why; a save then has all of it."""
+    """The step reports the reason, and ends with the unwritten pages in host memory. A save then has all states."""
     run = Tiered(dtype, tmp_path, 9)
     said: list[str] = []
     run.tiers.report_failure = said.append
@@ -158,7 +158,7 @@ def test_a_full_disk_costs_no_step(
     assert said[0].endswith("failed: No space left on device; they stay in host memory")
     record = read_record(run.tiers.file.path)
     assert record is not None
-    assert record.step == 3  # what was whole before stays whole
+    assert record.step == 3  # the complete version stays complete
     run.run(range(6, 8))
     assert_equal(saved(run), resident_after(dtype, range(8)))
 

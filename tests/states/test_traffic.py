@@ -54,10 +54,10 @@ def test_copies_lack_the_updates_of_other_workers(bound: int, num_fetched: int) 
 
 
 def test_rows_of_the_next_step_come_ahead() -> None:
-    """Rows that all steps read are copies after the first; those that change meanwhile are fetched again."""
+    """Rows that all steps read are cached after the first step. Rows that have changed are fetched again."""
     steps = [[np.array([0, step, 10 + step])] for step in range(1, 6)]
     alone = measure_traffic(steps, 20, CacheSettings(20), ahead=True)
-    assert (alone.num_fetched, alone.num_staged) == (11, 8)  # all but the first three rows, and row 0 is a copy
+    assert (alone.num_fetched, alone.num_staged) == (11, 8)  # all except the first three rows, and row 0 is cached
     assert alone.wait_rate == pytest.approx(3 / 15)
     both = measure_traffic([[one[0], one[0] + 1] for one in steps], 20, CacheSettings(0), ahead=True)
     assert both.num_fetched > both.num_read == 30

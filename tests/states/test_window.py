@@ -1,4 +1,4 @@
-"""Layers see their parameters through a window of the device; what they compute is the same to the last bit."""
+"""Layers use their parameters through a window on the device. Their results are bitwise equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER_BYTES = 4 * (5 * WIDTH + 3 * WIDTH)
 
 
 class Product(torch.autograd.Function):
-    """A matrix product that keeps its weight as Megatron's linear layers do: the parameter, not a view of it."""
+    """Matrix product that saves its weight like Megatron's linear layers: the parameter, not a view of it."""
 
     @staticmethod
     def forward(ctx, hidden, weight):  # type: ignore[no-untyped-def]
@@ -60,7 +60,7 @@ def windowed(part: Part, num_layers: int) -> LayerWindow:
 
 
 class Live:
-    """The bytes of fetched parameters whose memory somebody holds, and the most of them."""
+    """Counts the bytes of fetched parameters that are still referenced, and their peak."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.storages: list[tuple[StorageWeakRef, int]] = []
@@ -104,7 +104,7 @@ def test_passes_are_those_of_resident_layers(
             assert torch.equal(expected.grad, found.grad)
             with torch.no_grad():
                 expected.sub_(0.1 * expected.grad)
-                found.sub_(0.1 * found.grad)  # in host memory: the next pass must see it
+                found.sub_(0.1 * found.grad)  # in host memory, and the next pass must use it
     assert live.most == min(num_layers, NUM_LAYERS) * LAYER_BYTES + OTHER_BYTES
     assert live.now == 0
 
@@ -123,7 +123,7 @@ def test_passes_fetch_ahead_in_their_direction(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(HostedParameters, "fetch", fetch_and_note)
     part(torch.tensor([1, 2])).backward()
     assert fetched == ["others", 0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
-    assert [one.on_device for one in its_window._layers] == [True] * 2 + [False] * 4  # for a next forward pass
+    assert [one.on_device for one in its_window._layers] == [True] * 2 + [False] * 4  # for the next forward pass
 
 
 def test_a_pass_without_gradients_leaves_its_last_layers() -> None:

@@ -1,4 +1,4 @@
-"""The targets of the GPU bench of activations, on rows made by hand."""
+"""Targets of the GPU bench of activations, on hand-made rows."""
 
 from __future__ import annotations
 

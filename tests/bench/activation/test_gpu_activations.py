@@ -55,7 +55,7 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
-    """Megatron's fine-grained offload as the script drives it, with Megatron's own layers for TransformerEngine's.
+    """Fake of the arm with Megatron's fine-grained offload, with Megatron's own layers instead of TransformerEngine's.
 
     It has the configuration, hooks and end of a step of the real arm; on CPU it moves nothing.
     """
@@ -67,7 +67,7 @@ def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
     entered: list[str] = []
     local = one_device._layer_spec
     one_device._layer_spec = lambda kernel, traits: local(kernel, replace(traits, transformer_impl="local"))
-    transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # of the engine's own
+    transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # of TransformerEngine
     end = one_device.end_fine_grained_step
     from scripts.bench.activation import activation_arms
 
@@ -97,14 +97,14 @@ def test_arms_differ_in_everything_but_the_loss(figures: dict[str, Any]) -> None
         assert predicted == {arm for arm in arms if "recompute" not in arm} - {"save_on_cpu"}
         assert arms["none"]["swapped_bytes"] == arms["save_on_cpu"]["recomputed_flops"] == 0
         most = arms["keep attention output"]["recomputed_flops"]
-        assert most == arms["alpha 0"]["recomputed_flops"] > 0  # of equally many layers
+        assert most == arms["alpha 0"]["recomputed_flops"] > 0  # with equally many layers
         assert most >= arms["memo"]["recomputed_flops"]
         assert arms["alpha 0"]["swapped_bytes"] > 0
         moved = {arm for arm, row in arms.items() if row["stall_seconds"]}
         assert moved >= {"alpha 0", "memo", "full recompute, inputs on host"}
         assert "none" not in moved
         assert arms["save_on_cpu"]["stall_seconds"] is None
-        assert arms["priced"]["alpha"] == 0.0  # everything fits: nothing is done
+        assert arms["priced"]["alpha"] == 0.0  # everything fits, so nothing is swapped or recomputed
     assert "alpha 0.5" in {row["arm"] for row in rows}
     assert set(figures["activations"]["layer_forward_seconds"]) == {64, 130}
     assert {target["text"].split(":")[0] for target in figures["activations"]["targets"]} >= {"64", "130"}
@@ -120,7 +120,7 @@ def test_a_host_bound_model_runs_the_chosen_arms(figures: dict[str, Any]) -> Non
 
 @pytest.mark.ranks
 def test_the_longest_sequences_are_searched(figures: dict[str, Any]) -> None:
-    """On CPU the limit is counted, and norms are not fused: so only the order of the arms tells something."""
+    """On CPU the limit is counted and norms are not fused, so only the order of the arms is meaningful."""
     longest = figures["activations"]["longest_tokens"]
     assert all(tokens % 32 == 0 for tokens in longest.values())
     assert 0 < longest["none"] < longest["full recompute"] <= longest["keep attention output"] < 512
@@ -133,7 +133,7 @@ def test_the_arm_of_fine_grained_offload_computes_the_same(figures: dict[str, An
     losses = {row["num_tokens"]: row["loss"] for row in figures["activations"]["rows"] if row["arm"] == "none"}
     assert {row["num_tokens"]: row["loss"] for row in engine["rows"]} == losses
     assert {row["arm"] for row in engine["rows"]} == {"fine-grained offload (TransformerEngine)"}
-    assert engine["ends"] == 2 * (2 + 1)  # every step of both lengths, to warm up or timed
+    assert engine["ends"] == 2 * (2 + 1)  # every step of both lengths, warm-up or timed
 
 
 def test_a_machine_without_the_host_memory_does_not_run_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_arms_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("words", [(), ("--host-bound",)])
 def test_defaults_fit_nine_minutes(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the rates that plans are made with, on a GPU of 80 GB; everything takes hours."""
+    """The bench takes hours at the rates of plans, on a GPU of 80 GB."""
     from scripts.bench.activation import activation_arms, gpu_activations
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -211,7 +211,7 @@ def test_without_a_gpu_the_message_says_what_to_do(
 
 
 def test_recomputing_arms_keep_as_many_layers_whole_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both budgets of device memory: with all that is free, and with no more than alpha 0 takes."""
+    """Budgets of device memory are all free memory, and the memory that alpha 0 needs."""
     from scripts.bench.activation import activation_arms, gpu_activations
 
     monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu", "--activation-gb", "30", "--all"])

@@ -1,4 +1,4 @@
-"""The benchmark's full recompute with inputs in host memory trains as full recompute does."""
+"""The benchmark's full recompute with inputs in host memory trains like full recompute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.bench.activation.offloaded_inputs import OffloadedInputs
 
 
 class Decoder(torch.nn.Module):
-    """Layers that recompute themselves, as Megatron's under full recompute."""
+    """Layers that recompute themselves, like Megatron's layers under full recompute."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ def test_inputs_come_back() -> None:
         got = gradients(decoder, offloaded)
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         assert arena.used_bytes == 0
-    assert arena.peak_bytes == 3 * 256  # all layers but the last two, 160 bytes each, aligned
+    assert arena.peak_bytes == 3 * 256  # all layers except the last two, 160 bytes each, aligned
     tight = OffloadedInputs(PlainLink(HostArena(torch.empty(256, dtype=torch.uint8))), 3)
     assert all(torch.equal(one, other) for one, other in zip(gradients(decoder, tight), expected, strict=True))
 
 
 def test_a_forward_pass_that_raises_leaves_no_hooks() -> None:
-    """As one that runs out of memory does; the next arm of a benchmark must not be caught."""
+    """A forward pass may run out of memory. The hooks must not affect the next arm of a benchmark."""
     decoder, offloaded = Decoder(5), OffloadedInputs(PlainLink(HostArena(torch.empty(1 << 16, dtype=torch.uint8))), 3)
     with pytest.raises(RuntimeError), offloaded.during(decoder):
         decoder(torch.randn(5, 1, 7))

@@ -1,4 +1,4 @@
-"""How many GPUs share a link, by their speeds, and processes that copy at once."""
+"""Number of GPUs that share a link, by their speeds, and processes that copy at the same time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_way_that_suffers_more_decides(together: tuple[float, float], expect
 
 
 def test_one_process_shares_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is measured once; of several, the slowest counts."""
+    """A single speed is measured once. The slowest of several speeds counts."""
     calls: list[int] = []
 
     def speeds(num_processes: int, *_: object) -> list[tuple[float, float]]:

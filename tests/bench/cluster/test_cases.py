@@ -1,4 +1,4 @@
-"""Cases by their names, the links of each, and which arms they refuse."""
+"""Cases by name, their links, and the arms that they refuse."""
 
 from __future__ import annotations
 

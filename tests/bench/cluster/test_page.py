@@ -31,7 +31,7 @@ def test_the_page_has_a_table_of_each_case_and_its_pictures(tmp_path: Path) -> N
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """Of some cases, and of all, once and with a second round of the quick ones."""
+    """Return results of some cases and of all cases, once and with a second round of the quick cases."""
     results, script = results_of(tmp_path / "results.json"), "speed.py"
     assert [line.partition(script)[2] for line in page(results).splitlines() if script in line] == [" --quick"]
     results.runs["byted 2x8 matched"] = results.runs["byted 2x4 slow"]

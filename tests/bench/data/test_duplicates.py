@@ -26,7 +26,7 @@ def test_the_join_finds_all_pairs(sets: list[set[int]], least: float) -> None:
 
 
 def packages(folder: Path) -> Path:
-    """Write three packages: two versions of a manual, and one of pages of the web."""
+    """Write three packages: two versions of a manual, and a package of web pages."""
     for version, changed in (("6.1_1", None), ("6.1_2", 70)):
         root = folder / f"linux-doc-{version}" / "usr"
         root.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert duplicates.main() == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["documents"], figures["distinct"]) == (25, 17)
-    assert figures["true_pairs"]["0.8"] == 4  # the changed ones
+    assert figures["true_pairs"]["0.8"] == 4  # the changed texts
     assert figures["recall"]["0.8"] == 1.0
     assert figures["precision"] == 1.0
     assert figures["kept"] == 13

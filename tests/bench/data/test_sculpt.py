@@ -1,4 +1,4 @@
-"""The bench of windows on made-up texts, and its corpora."""
+"""The bench of windows on synthetic texts, and its corpora."""
 
 from __future__ import annotations
 

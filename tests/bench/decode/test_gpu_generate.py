@@ -19,7 +19,7 @@ NEW_TOKENS = 6
 
 
 def measured(rank: int, world: int, load: Path, text: Path) -> str:
-    """Return what it prints."""
+    """Return the output of the benchmark."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])

@@ -1,4 +1,4 @@
-"""The bench of replicas without a cluster: its flags, the order of its runs, what it reads and what it prints."""
+"""The bench of replicas without a cluster: its flags, the order of its runs, its input and its output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log_of(times: Sequence[float], balances: Sequence[float]) -> str:
 
 
 def trace_of(kept: float, steps: int = 4) -> Trace:
-    """Return loads of two layers with this share of all pairs, half of them on the first rank."""
+    """Return loads of two layers with a share of all (token, expert) pairs, half of them on the first rank."""
     each = round(kept * wall_time.TOKENS * wall_time.TOPK / wall_time.RANKS)
     loads = np.zeros((steps, 2, wall_time.RANKS, wall_time.EXPERTS), np.int64)
     loads[..., 0], loads[..., 2], loads[..., 4] = each // 2, each // 4, each // 4
@@ -56,7 +56,7 @@ def trace_of(kept: float, steps: int = 4) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Append loads as the training does."""
+    """Append loads like a training."""
     rows: list[object] = [] if path.exists() else [asdict(trace.head)]
     for step, loads in enumerate(trace.loads):
         by_layer = {str(layer): row.tolist() for layer, row in zip(trace.layers, loads, strict=True)}
@@ -151,14 +151,14 @@ def value_of(words: Sequence[str], flag: str) -> str:
 
 @pytest.fixture
 def argv(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Hold a process that looks like one of four ranks."""
+    """Make this process look like one of four ranks."""
     monkeypatch.setenv("WORLD_SIZE", str(wall_time.RANKS))
     monkeypatch.setenv("RANK", "0")
     return monkeypatch
 
 
 def test_megatron_and_the_feature_accept_the_flags(tmp_path: Path, argv: pytest.MonkeyPatch) -> None:
-    """The flags are parsed and resolved as by a rank."""
+    """The flags are parsed and resolved like on a rank."""
     from megatron.bytescale.arguments.parse import parse
     from megatron.bytescale.arguments.resolve import resolve
 
@@ -178,7 +178,7 @@ def test_megatron_and_the_feature_accept_the_flags(tmp_path: Path, argv: pytest.
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Launch, Topology]]:
-    """Replace the cluster; return the runs on it. Ranks of flexmoe take half the time."""
+    """Replace the cluster, and return its runs. Ranks of flexmoe take half the time."""
     ran: list[tuple[str, Launch, Topology]] = []
 
     def run(topology: Topology, launch: Launch) -> Ended:
@@ -283,7 +283,7 @@ def test_dropped_tokens_are_read_from_the_trace() -> None:
 
 
 def test_arms_are_compared_by_the_tokens_they_keep() -> None:
-    """The arm that drops half of the tokens is as fast and has other losses."""
+    """The arm that drops half of the tokens is equally fast and has other losses."""
     far = replace(DROPPED, losses=(1.0,) * 4)
     plain, placed, dropped = wall_time.rows_of({"static": [STATIC], "flexmoe": [FLEXMOE], "capacity": [far]})
     assert (plain.kept, placed.kept, dropped.kept) == (1, 1, 0.5)

@@ -44,7 +44,7 @@ def test_figures_leave_out_the_warm_up() -> None:
 
 
 def test_the_model_replaces_the_model_of_the_demo(tmp_path: Path) -> None:
-    """On one GPU the longest document fits in a micro-batch, and our parser takes the flags."""
+    """On one GPU the longest document fits in a micro-batch, and our parser accepts the flags."""
     words = gpu_training.training_command(Demo(1, False, tmp_path), False, 10, tmp_path)
     parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     parser.add_argument("--seq-length", type=int)

@@ -1,4 +1,4 @@
-"""The choice of strategies to train, their rounds, and the errors of predictions, without a training."""
+"""Choice of strategies to train, their rounds, and errors of predictions, without a training."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_the_choice_there_is_no_ratio() -> None:
 
 
 def budgets(strategy: Strategy) -> Iterator[Strategy]:
-    """Less and less device memory, as long as the policy fits; the host has some."""
+    """Device memory decreases as long as the policy fits. The host has some memory."""
     for device_gb in np.geomspace(1.0, 1e-4, 100).tolist():
         one = replace(strategy, device_gb=device_gb, host_gb=1.0)
         with contextlib.suppress(Unfit):

@@ -17,7 +17,7 @@ Felt = tuple[float, float] | str
 
 
 def felt(*lines: Sequence[object]) -> list[Felt]:
-    """Return what becomes of each command line; all in one process, from the same weights and tokens."""
+    """Return the result of each command line; all in one process, from the same weights and tokens."""
     words = [[str(word) for word in line] for line in lines]
     found: list[Felt] = run_ranks(_felt_by_all, 1, words, timeout=600)[0]
     return found

@@ -1,4 +1,4 @@
-"""The budget of pages."""
+"""Budget of pages."""
 
 from __future__ import annotations
 

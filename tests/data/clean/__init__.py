@@ -1,1 +1,1 @@
-"""Cleaning: each step by itself, then the stages together."""
+"""Tests of cleaning: each step separately, then all stages together."""

@@ -1,4 +1,4 @@
-"""Which documents stay: against the definition, for random graphs in random orders."""
+"""Choice of kept documents against the definition, for random graphs in random orders."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_stays_has_no_duplicates_and_stands_for_all(seed: int) -> None:
 def test_the_order_of_documents_changes_nothing(seed: int) -> None:
     first, places, pairs = case(seed)
     kept = choose_kept(first, places, pairs).kept_by
-    moved = np.random.RandomState(seed).permutation(40)  # document number i is now number moved[i]
+    moved = np.random.RandomState(seed).permutation(40)  # document i now has the number moved[i]
     back = np.argsort(moved)
     again = choose_kept(moved[first[back]], places[back], np.sort(moved[pairs], axis=1))
     assert again.kept_by[moved].tolist() == moved[kept].tolist()

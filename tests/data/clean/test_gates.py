@@ -60,7 +60,7 @@ def test_addresses_are_masked(tmp_path: Path) -> None:
 
 
 def test_filters_come_in_their_order_and_see_what_the_one_before_left(tmp_path: Path) -> None:
-    """C4 removes lines; the next filter judges what is left."""
+    """C4 removes lines, and the next filter judges the remaining text."""
     recipe = Recipe((Source("docs", ".", "text", "*", ("c4", "fineweb")),), steps=("filters",))
     menu = "menu\nhome\nabout us\ncontact\nlanguage\n" * 5
     passed = run_steps(

@@ -1,4 +1,4 @@
-"""Near-duplicates: signatures, and the decision over several sources and tasks."""
+"""Near-duplicates: signatures, and decisions across several sources and tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_signatures_estimate_the_similarity(tmp_path: Path) -> None:
 
 
 def corpus(tmp_path: Path, names: str = "abcd") -> Recipe:
-    """Two sources: a text, its copy in the other source, a changed copy, a longer one, and others."""
+    """Write two sources: a text, its copy in the other source, a changed copy, a longer copy, and other texts."""
     bodies = {"x.txt": text(1), "y.txt": text(2), "z.txt": text(3)}
     docs = folder_of(tmp_path, "docs", bodies)
     changed = {
@@ -58,7 +58,7 @@ def test_one_of_each_cluster_stays_over_all_sources(tmp_path: Path) -> None:
     run_recipe(recipe, tmp_path / "work")
     kept = kept_texts(tmp_path / "work", recipe.tasks)
     assert len(kept) == 4
-    assert text(3) + "\nand a few more words" in kept  # the longer one
+    assert text(3) + "\nand a few more words" in kept  # the longer copy
     counts = told(tmp_path / "work").counts
     assert sum(one.get("exact", 0) for one in counts.values()) == 1
     assert sum(one.get("near", 0) for one in counts.values()) == 2
@@ -80,7 +80,7 @@ def test_the_order_of_files_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_similarity_is_verified(tmp_path: Path) -> None:
-    """Few hashes make candidates of everything alike; only those above the least similarity go."""
+    """With few hashes all similar texts are candidates, but only texts above the similarity limit are dropped."""
     half = text(1, 100)
     bodies = {"a.txt": half + "\n" + text(5, 100), "b.txt": half + "\n" + text(6, 100), "c.txt": text(7)}
     docs = folder_of(tmp_path, "docs", bodies)
@@ -116,7 +116,7 @@ def families(random: np.random.RandomState) -> dict[str, str]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_stays_equals_a_search_over_all_pairs(seed: int, tmp_path: Path) -> None:
-    """Enough buckets find every pair; then the choice is that of the definition, computed here anew."""
+    """With enough buckets every pair is found, so the result equals the definition, which the test implements."""
     bodies = families(np.random.RandomState(seed))
     recipe = Recipe((folder_of(tmp_path, "docs", bodies),), steps=STEPS, buckets=60, hashes=2, jaccard=0.8, tasks=2)
     run_recipe(recipe, tmp_path / "work")

@@ -54,7 +54,7 @@ def test_moving_goes_on_where_it_was(tmp_path: Path) -> None:
     first = tmp_path / "work" / "parts" / "00000" / "docs.jsonl"
     moved = tmp_path / "out" / "docs" / "00000.jsonl"
     moved.parent.mkdir(parents=True)
-    first.rename(moved)  # as a killed run left it
+    first.rename(moved)  # like the files of a killed run
     sets = gather(recipe, tmp_path / "work", tmp_path / "out")
     assert [path.name for path in sets[0].shards] == ["00000.jsonl", "00001.jsonl"]
     assert gather(recipe, tmp_path / "work", tmp_path / "out") == sets

@@ -1,4 +1,4 @@
-"""Readers of each format, and what is bad in their files."""
+"""Readers of each format, and unreadable records in their files."""
 
 from __future__ import annotations
 

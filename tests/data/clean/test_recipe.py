@@ -1,4 +1,4 @@
-"""The recipe: its file, the flags over it, and what is refused in one line."""
+"""Recipe: its file, flags that override it, and refusals in one line."""
 
 from __future__ import annotations
 

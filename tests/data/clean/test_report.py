@@ -1,4 +1,4 @@
-"""The report of a corpus."""
+"""Report of a corpus."""
 
 from __future__ import annotations
 

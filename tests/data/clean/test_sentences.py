@@ -41,5 +41,5 @@ def test_a_document_of_more_sentences_than_datatrove_numbers(tmp_path: Path) -> 
     body = "\n".join(f"one two three four five {number}" for number in range(66_000))
     hashes = signer.get_hashes(Document(body, "a"), 0)
     assert max(one[2] for one in hashes) == 65_535
-    signer.save_hashes(0, hashes)  # in 16 bits
+    signer.save_hashes(0, hashes)  # number of a sentence in 16 bits
     assert signer.get_hashes(Document("one\ntwo", "b"), 1) == []

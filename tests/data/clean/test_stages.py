@@ -1,4 +1,4 @@
-"""The stages on each executor: the same documents, and what is finished is skipped."""
+"""Stages on each executor: equal documents, and finished tasks are skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finish(recipe: Recipe, work: Path, output: Path) -> Callable[..., None]:
 
 
 class Finish:
-    """The last stage of these tests, which a process of its own can load."""
+    """Last stage of these tests, which a separate process can load."""
 
     def __init__(self, recipe: Recipe, work: Path, output: Path) -> None:
         self.places = recipe, work, output
@@ -63,7 +63,7 @@ def test_several_processes(tmp_path: Path, expected: set[str]) -> None:
 
 @pytest.mark.timeout(300)
 def test_ray(tmp_path: Path) -> None:
-    """Without a stage that adds seconds and nothing new."""
+    """Return a recipe without a stage that only adds seconds."""
     expected = run(tmp_path, "expected", Where(), ("exact",))
     assert run(tmp_path, "out", Where("ray", workers=2), ("exact",)) == expected
 
@@ -76,7 +76,7 @@ echo "Submitted batch job $(grep -c '^#!' "$CALLS")"
 
 
 def test_slurm(tmp_path: Path, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs are submitted in their order, each after the one before it; their tasks, run here, give the same."""
+    """Jobs are submitted in order, each after the previous job. Their tasks, run here, give the same documents."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, body in (("sbatch", SBATCH), ("scontrol", "#!/bin/bash\necho here\n")):
@@ -87,7 +87,7 @@ def test_slurm(tmp_path: Path, expected: set[str], monkeypatch: pytest.MonkeyPat
     assert run(tmp_path, "out", Where("slurm", slurm=(("partition", "cpu"), ("account", "us")))) == set()
     calls = (tmp_path / "calls").read_text()
     order = [line.partition("=")[2] for line in calls.splitlines() if "--job-name" in line]
-    assert order[::2] == order[1::2]  # each with the job that sums up its counts
+    assert order[::2] == order[1::2]  # each stage has a further job that sums its counts
     names = [one.removeprefix("clean-") for one in order[::2]]
     assert names == ["collect", "match", "decide", "sentences", "repeated", "write", "finish"]
     submitted = [line for line in calls.splitlines() if line.startswith("--export=ALL")]
@@ -112,7 +112,7 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Once:
-    """A step that fails in its first run, as a killed one does, and counts its runs."""
+    """Step that fails in its first run, like a killed step, and counts its runs."""
 
     def __init__(self, path: Path, fails: int | None = None) -> None:
         self.path, self.fails = path, fails

@@ -72,6 +72,6 @@ def test_similarity_of_any_two_texts(one: list[str], other: list[str]) -> None:
     texts = " ".join(one), " ".join(other)
     sets = [reference(text, 2) for text in texts]
     found = jaccard(*(shingles(text, 2) for text in texts))
-    # A text of one word is one run, which no run of two words equals.
+    # A text of one word is a single run, which differs from every run of two words.
     assert found == pytest.approx(len(sets[0] & sets[1]) / len(sets[0] | sets[1]))
     assert found == jaccard(*(shingles(text, 2) for text in reversed(texts)))

@@ -1,4 +1,4 @@
-"""Vectors of documents: those about one topic are alike, from words and from token ids; bad embedders are refused."""
+"""Vectors of documents with the same topic are similar, from words and from token ids. Bad embedders are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.data.sources import write_data_set
 
 
 def likeness(vectors: np.ndarray, topics: list[int]) -> tuple[float, float]:
-    """Return the mean cosine of two documents of one topic, and of different ones."""
+    """Return the mean cosine of two documents of the same topic, and of different topics."""
     products = vectors @ vectors.T
     same = np.equal.outer(topics, topics)
     off = ~np.eye(len(topics), dtype=bool)
@@ -53,7 +53,7 @@ def test_documents_without_common_words(documents: list[str]) -> None:
 
 
 def test_a_model_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands for sentence-transformers: vectors of the first and last letter."""
+    """Fake of sentence-transformers: vectors of the first and last letter."""
     seen = []
 
     class Model:

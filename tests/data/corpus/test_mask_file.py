@@ -1,4 +1,4 @@
-"""Masks of answers: written, read, and refused where they are damaged or of another data set."""
+"""Masks of answers: written, read, and refused if they are damaged or of another data set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def edit(path: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-# what is done to the files of prefix a (b is another data set with a mask), words of the refusal
+# damage of the files of prefix a (b is another data set with a mask), words of the refusal
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no header": (lambda f: (f / f"a{HEADER}").unlink(), "a.mask.json: no such file, so the answers are unknown"),
     "no mask": (lambda f: (f / f"a{MASK}").unlink(), "a.mask.bin: no such file"),

@@ -1,4 +1,4 @@
-"""Nearest centres by a graph are nearly always those of all products, and the same each time."""
+"""Nearest centres by a graph are nearly always exact, and equal in each run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of a data set on disk hold each token once and are about one topic."""
+"""Windows of a data set on disk contain each token once, and documents of one topic."""
 
 from __future__ import annotations
 

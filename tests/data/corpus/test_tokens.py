@@ -1,4 +1,4 @@
-"""Tokens of a data set by document, also where documents consist of several sequences."""
+"""Tokens of a data set by document, even if documents consist of several sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows in a file: what was saved comes back, and damage or a mix of files is refused in one line."""
+"""Windows in a file: round trip, and refusals of damaged or mixed files in one line."""
 
 from __future__ import annotations
 

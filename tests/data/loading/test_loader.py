@@ -1,4 +1,4 @@
-"""Steps made ahead in the background."""
+"""Steps prepared ahead in the background."""
 
 import copy
 import gc
@@ -52,7 +52,7 @@ def _key(batch: StepBatch) -> tuple[object, ...]:
 
 
 def test_steps_of_as_many_samples_as_fit_their_tokens() -> None:
-    """The last samples, which fill no step, are left out; a step made again from its place is the same."""
+    """The last samples, which do not fill a step, are left out. A step that is made again is equal."""
     steps = list(_loader(MemorySource(LENGTHS), tokens_per_step=41))
     assert [step.sample_ids for step in steps] == [(0, 1, 2), (3, 4, 5, 6), (7, 8), (9,), (10, 11, 12, 13)]
     assert [step.num_tokens for step in steps] == [36, 35, 10, 40, 17]
@@ -70,7 +70,7 @@ def test_steps_that_grow() -> None:
 
 @pytest.mark.parametrize("num_ranks", [4, 5, 8])
 def test_all_ranks_together_hold_each_token_once(num_ranks: int) -> None:
-    """Tokens and labels by (document, position) are the documents, whatever the number of ranks."""
+    """Tokens and labels by (document, position) equal the documents, for any number of ranks."""
     source = MemorySource(LENGTHS, seq_length=20)
     found: list[tuple[int, int, int, int, float]] = []
     for rank in range(num_ranks):
@@ -144,7 +144,7 @@ def test_no_more_than_plan_ahead_steps_are_made() -> None:
         for _ in range(3 if handed_out == 0 else 1):
             assert planned.acquire(timeout=400)
         assert len(calls) == 3 + handed_out
-        # Were a step more allowed, the thread would plan it now.
+        # If a further step were allowed, the thread would plan it now.
         assert not planned.acquire(timeout=0.05)
         next(loader)
     loader.close()
@@ -237,7 +237,7 @@ def test_the_interpreter_ends_with_a_loader_open() -> None:
 
 
 class SlowPlanner:
-    """Under a time limit: asks whether to stop until the answer is yes."""
+    """Planner that, under a time limit, waits until it must stop."""
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
         if should_stop is None:
@@ -261,7 +261,7 @@ def test_a_planner_out_of_time_is_replaced_by_the_simple_plan() -> None:
 
 
 def test_a_step_planned_in_time_can_be_made_again_by_the_simple_plan() -> None:
-    """Also from a step that was saved with a checkpoint, by another loader of the same data."""
+    """The simple step can also be made from a step in a checkpoint, by another loader of the same data."""
     simple = [_key(step) for step in _loader(MemorySource(LENGTHS), rank=1)]
     loader, other = (_loader(MemorySource(LENGTHS), rank=1, planner=SlowPlanner()) for _ in range(2))
     in_time = list(loader)
@@ -279,7 +279,7 @@ COST = StageCost(CostModel(1.0, 1.0), CostModel(1.0, 1.0))
 @pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=pytest.mark.ranks)])
 @pytest.mark.parametrize("slice_rule", [None, SliceRule(Slicing(3))])
 def test_a_step_is_plain_data(in_process: bool, slice_rule: SliceRule | None) -> None:
-    """Pickled and back it is the same step, without the loader, its planner and its source."""
+    """A pickled step is equal after loading, and contains neither the loader nor its planner or source."""
     planner: Planner = HdpPlanner(Cluster(4, 12), (COST, COST), balance="pp")
     if in_process:
         planner = PlannerInProcess(planner, slow_seconds=-1.0)
@@ -288,7 +288,7 @@ def test_a_step_is_plain_data(in_process: bool, slice_rule: SliceRule | None) ->
     next(loader)
     step = next(loader)  # planned in the process
     assert len(pickle.dumps(source)) > 200_000
-    assert step.plan.ranks.table.counts.sum() > 0  # computed, and left behind
+    assert step.plan.ranks.table.counts.sum() > 0  # computed tables are not pickled
     saved = pickle.dumps(step)
     assert len(saved) < 20_000
     for copied in (pickle.loads(saved), copy.copy(step)):

@@ -1,4 +1,4 @@
-"""The load of experts with which a step is planned is the same on every rank, whatever that rank knows by then."""
+"""The expert imbalance of a step's plan is equal on every rank, even if some rank knows later steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_a_rank_learns_early_changes_nothing() -> None:
 
 
 class Noting:
-    """Plans as ``plan_naive`` and notes the load of each step; the first plans of a step may run out of time."""
+    """Planner like ``plan_naive`` that records the load of each step. The first plans of a step may run out of time."""
 
     def __init__(self, load: float = 1.0, seen: list[tuple[int, float]] | None = None, is_late: bool = False) -> None:
         self.load, self.is_late = load, is_late
@@ -53,7 +53,7 @@ class Noting:
 
 
 def loader_of(planner: Any, ahead: int, loads: LoadHistory | None, seconds: float | None = None) -> StepLoader:
-    """Return a loader of 12 steps of one sample each, of 1, 2, ... tokens; the first is step 5."""
+    """Return a loader of 12 steps with one sample each, of 1, 2, ... tokens; the first is step 5."""
     settings = LoaderSettings(0, samples_per_step=1, plan_ahead=ahead, first_step=5)
     source = MemorySource(list(range(1, 13)))
     return StepLoader(source, PlanMaker(planner, None, seconds), settings, loads=loads)
@@ -61,14 +61,14 @@ def loader_of(planner: Any, ahead: int, loads: LoadHistory | None, seconds: floa
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_steps_made_ahead_count_with_what_all_ranks_know(ahead: int) -> None:
-    """However far the thread is: a rank that adds late, and one whose thread has to wait for the training."""
+    """Plans are equal for a rank that adds late, and for a rank whose thread waits for the training."""
     seen = []
     for waits in (False, True):
         planner, history = Noting(), LoadHistory.planned_ahead(ahead)
         loader, made = loader_of(planner, ahead, history), threading.Event()
         for step in loader:
             if waits:
-                made.wait(0.01)  # the thread makes all that it may
+                made.wait(0.01)  # the thread makes as many steps as it may
             history.add(step.step_index, float(10 * step.step_index))
         loader.close()
         seen.append(planner.seen)

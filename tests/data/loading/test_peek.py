@@ -1,4 +1,4 @@
-"""The step after the running one, before it is handed out."""
+"""The step after the running step, before ``next()`` returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a step: checked, within its time limit, and in a process of its own."""
+"""Plan of a step: checked, within its time limit, and in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bytescale_ext.plan.step.sizes import Cluster, Slicing
 
 
 class Clock:
-    """Every look at it is a second later."""
+    """Clock that advances by a second at every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,7 +33,10 @@ class Clock:
 
 
 class Patient:
-    """Asks ``looks`` times whether to stop, then has a plan of two ranks; its simple plan has one."""
+    """Planner that asks ``looks`` times whether to stop, then returns a plan of two ranks.
+
+    Its simple plan has one rank.
+    """
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -67,7 +70,7 @@ def test_every_planner_stops_and_has_a_simple_plan(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(planning, "time", Clock())
     plan, fell_back = PlanMaker(planner, plan_seconds=0.5)(lengths)
     assert plan.ranks == (planner.fallback(lengths) if fell_back else planner(lengths)).ranks
-    assert fell_back == (balance != "none")  # the simple plan is what "none" makes
+    assert fell_back == (balance != "none")  # the simple plan equals the plan of "none"
 
 
 COST = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=2.0))
@@ -76,7 +79,7 @@ STEP = (*[200, 130, 90] * 8, *[9] * 60)
 
 
 class Dreamer:
-    """Sleeps for as many seconds as the first length, in whatever process it is."""
+    """Planner that sleeps for as many seconds as the first length, in any process."""
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
         time.sleep(lengths[0])
@@ -87,7 +90,7 @@ class Dreamer:
 
 
 def started(planner: PlannerInProcess) -> int:
-    """Return the process that plans; the first plan is made here."""
+    """Return the process that plans. The first plan is made in this process."""
     planner(STEP if planner._planner is SLICED else (0,))
     planner(STEP if planner._planner is SLICED else (0,))
     assert planner._process is not None
@@ -157,8 +160,8 @@ def test_a_process_that_is_killed_loses_nothing() -> None:
     planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
     process = started(planner)
     os.kill(process, signal.SIGKILL)
-    assert planner((0,)).tokens_per_rank == os.getpid()  # here
-    assert planner((0,)).tokens_per_rank not in (os.getpid(), process)  # and then in a new one
+    assert planner((0,)).tokens_per_rank == os.getpid()  # in this process
+    assert planner((0,)).tokens_per_rank not in (os.getpid(), process)  # then in a new process
 
 
 @pytest.mark.ranks

@@ -1,1 +1,1 @@
-"""Mixtures."""
+"""Tests of mixtures."""

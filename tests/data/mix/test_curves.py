@@ -1,4 +1,4 @@
-"""Loss curves: what made them is found again, and intervals say when it is not."""
+"""Loss curves: known constants are recovered, and intervals show uncertainty."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_what_still_falls_gets_more() -> None:
 
 
 def test_noise_is_not_taken_for_knowledge() -> None:
-    """Equal sources: in most draws of the noise the intervals hold 1."""
+    """With equal sources, the intervals contain 1 in most draws of the noise."""
     curve = Curve(2.0, 30.0, 0.3)
     clear = 0
     for trial in range(5):
         runs = {name: [noisy(curve, 0.3, 10 * trial + i + 5 * j) for j in range(2)] for i, name in enumerate("ab")}
         clear += sum(one.is_clear for one in propose(runs, draws=40).values())
-    assert clear <= 5  # of 10; an interval of 80 % leaves out 2
+    assert clear <= 5  # 8 of 10, because an interval of 80 % excludes 2
 
 
 def test_too_few_steps_and_losses_that_do_not_fall_are_errors() -> None:
@@ -78,5 +78,5 @@ def test_the_mean_of_several_runs_is_taken() -> None:
     runs = {"two": [(TOKENS, one.loss(TOKENS)) for one in (steep, flat)], "one": [(TOKENS, other.loss(TOKENS))]}
     found = propose(runs, draws=60)
     assert found["two"].factor == pytest.approx(1.0, rel=1e-3)
-    assert found["two"].low < 0.9 < 1.1 < found["two"].high  # the runs differ, and the interval says so
+    assert found["two"].low < 0.9 < 1.1 < found["two"].high  # the runs differ, which widens the interval
     assert not found["two"].is_clear

@@ -1,4 +1,4 @@
-"""Weights of sources, and how Megatron's weights of samples follow from them."""
+"""Weights of sources, and Megatron's weights of samples."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ parts = st.lists(
 
 @given(parts, st.floats(0.5, 5))
 def test_the_tokens_of_a_training_have_the_given_shares(some: list[Part], temperature: float) -> None:
-    """A training draws samples by Megatron's weights; its tokens are counted here."""
+    """Count the tokens of a training that draws samples by Megatron's weights."""
     weighed = weigh(some, {}, Temper(temperature))
     drawn = blend(some, weighed)
     assert sum(weight for weight, _ in drawn) == pytest.approx(1)

@@ -29,6 +29,6 @@ def samples_of(path: Path, num_epochs: int = 1) -> tuple[SplitSamples, tuple[Lin
 
 
 def server(path: Path, limit_tokens: int = 1 << 20, **options: Any) -> TokenServer:
-    """Return a server of one file, a token for each byte."""
+    """Return a server of one file with one token per byte."""
     settings = {"key": "text", "longest": SEQ_LENGTH, "build_encode": partial(encoder, None), **options}
     return TokenServer([str(path)], limit_tokens=limit_tokens, **settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Answers of actors that do not come, or are lost."""
+"""Missing and lost answers of actors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytescale_ext.data.ray import fetching
 
 
 class Ray:
-    """Stands in for the module: ``get`` of a function calls it; None is an answer that never comes."""
+    """Fake of the module ``ray``: ``get`` of a function calls it, and None never gets an answer."""
 
     exceptions = SimpleNamespace(
         GetTimeoutError=type("GetTimeoutError", (TimeoutError,), {}),

@@ -1,4 +1,4 @@
-"""The index of a JSONL file: which lines are documents, and which of them are tokenized to be counted."""
+"""Index of a JSONL file: lines with documents, and documents that are tokenized for it."""
 
 import json
 import os

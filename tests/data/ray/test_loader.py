@@ -1,4 +1,4 @@
-"""The remote loader over Ray: the steps of the local loader, also when actors are killed. One Ray for all tests."""
+"""Remote loader over Ray: the steps of the local loader, even if actors are killed. All tests share one Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLANNER = HdpPlanner(Cluster(NUM_RANKS, SEQ_LENGTH), (StageCost(UNIT, UNIT),), b
 
 @pytest.fixture(autouse=True)
 def ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that does not come is an error of the loader within the time of a test."""
+    """Shorten timeouts, so that a missing answer is an error within the time of a test."""
     monkeypatch.setattr("bytescale_ext.data.ray.fetching._PATIENCE_SECONDS", 40.0)
 
 
@@ -56,19 +56,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(text: Path) -> Iterator[RemoteServers]:
-    """Servers of one file in a Ray of their own, whose caches hold a small part of it."""
+    """Return servers of one file in a separate Ray, with caches for a small part of the file."""
     before = dict(os.environ)
     config = RemoteConfig(num_servers=2, server_tokens=SERVER_TOKENS)
     started = RemoteServers(config, RemoteText((str(text),), SEQ_LENGTH, "bytes", partial(encoder, None)))
     yield started
     started.close()
     os.environ.clear()
-    os.environ.update(before)  # Ray notes there how it authenticates
+    os.environ.update(before)  # Ray sets its mode of authentication there
 
 
 @pytest.fixture
 def split(text: Path, servers: RemoteServers) -> Iterator[RemoteSplit]:
-    """The samples of four epochs, with a scheduler of their own."""
+    """Return the samples of four epochs, with a separate scheduler."""
     yield from _split(text, servers, PLANNER)
 
 
@@ -168,7 +168,7 @@ def test_tokens_that_are_not_wanted_are_not_fetched(text: Path, split: RemoteSpl
 
 
 def test_the_simple_plan_of_a_step_holds_the_same_tokens(split: RemoteSplit) -> None:
-    """Also when the step was saved with a checkpoint: it is plain data."""
+    """The simple step can also be made from a step in a checkpoint, because steps are plain data."""
     remote = loaders(split)
     steps = [next(loader) for loader in remote]
     saved = [pickle.dumps(step) for step in steps]
@@ -184,7 +184,7 @@ def test_the_simple_plan_of_a_step_holds_the_same_tokens(split: RemoteSplit) -> 
 
 
 def test_a_bad_line_is_named_before_training(tmp_path: Path, text: Path) -> None:
-    """As ``index_files`` finds it; the servers of this module know another file."""
+    """The error is raised like in ``index_files``, because the servers of this module have another file."""
     from bytescale_ext.data.ray.server import TokenServer
 
     bad = tmp_path / "bad.jsonl"
@@ -204,7 +204,7 @@ def test_a_bad_address_is_refused(address: str) -> None:
 
 
 def test_a_ray_of_this_machine_is_private_and_ends_with_its_process(text: Path, tmp_path: Path) -> None:
-    """It listens on the loopback interface alone, asks for a token, and ends however the process ends."""
+    """Ray listens only on the loopback interface, requires a token, and ends with the process in all cases."""
     mark = f"mark-{os.getpid()}-{time.time_ns()}"
     script = tmp_path / "script.py"
     script.write_text(
@@ -247,7 +247,7 @@ def test_a_ray_of_this_machine_is_private_and_ends_with_its_process(text: Path, 
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Running processes with the mark in their environment."""
+    """Return running processes with the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:

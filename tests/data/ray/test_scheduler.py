@@ -1,4 +1,4 @@
-"""The scheduler without Ray: one plan for all clients, and back-pressure."""
+"""Scheduler without Ray: one plan for all clients, and back-pressure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_blend_takes_each_sample_from_its_part(tmp_path: Path) -> None:
 
 
 class Direct:
-    """A server as the scheduler sees it, in this process; counts its calls."""
+    """Fake server in this process that counts its calls."""
 
     def __init__(self, inner: TokenServer) -> None:
         self.inner, self.calls = inner, 0
@@ -93,7 +93,7 @@ def test_a_step_is_planned_once_for_all_clients_and_the_next_one_ahead(text: Pat
 
 @pytest.mark.parametrize("limit_tokens", [1, 900, 2000])
 def test_back_pressure_bounds_what_is_under_way(text: Path, limit_tokens: int) -> None:
-    """Clients that run ahead wait for the slowest one, and no wait is endless."""
+    """Clients that run ahead wait for the slowest client, and every wait ends."""
     steps, count = 16, 6
 
     async def client(one: StepScheduler, number: int, seen: list[int]) -> None:
@@ -114,7 +114,7 @@ def test_back_pressure_bounds_what_is_under_way(text: Path, limit_tokens: int) -
     bounds = [int(samples.places(np.arange(count) + i * count, indices)["tokens"].sum()) for i in range(steps)]
     assert seen[0] == seen[1] == seen[2]
     assert len(seen[0]) == steps
-    # The oldest step is always admitted, beside one that was admitted before it within the limit.
+    # The oldest step is always admitted, in addition to a step that was admitted before it within the limit.
     assert peak <= max(max(bounds), limit_tokens) + (max(bounds) if limit_tokens < max(bounds) else 0)
     assert peak < sum(bounds)
 
@@ -137,7 +137,7 @@ def test_a_failed_step_is_tried_again(text: Path) -> None:
 
 
 def test_a_call_that_would_wait_for_long_is_told_to_ask_again(text: Path) -> None:
-    """For room that a slow client holds, and for a step that takes its time; asked again, it gets the same step."""
+    """Waits for room, and for a slow step, return an empty list. A repeated call gets the same step."""
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
@@ -152,7 +152,7 @@ def test_a_call_that_would_wait_for_long_is_told_to_ask_again(text: Path) -> Non
         go_on.set()
         steps = [await one.plan_step(client, "train", 0, 0, 4) for client in (0, 1) for _ in range(9)]
         assert len({id(step) for (step,) in filter(None, steps)}) == 1
-        assert await one.plan_step(0, "train", 1, 4, 4) == []  # there is room for one step, which client 1 holds
+        assert await one.plan_step(0, "train", 1, 4, 4) == []  # there is room for one step, which client 1 still needs
         waiting = asyncio.create_task(one.plan_step(1, "train", 1, 4, 4))
         assert (await one.plan_step(0, "train", 1, 4, 4))[0] is (await waiting)[0]
 

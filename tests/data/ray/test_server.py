@@ -1,4 +1,4 @@
-"""The server without Ray: its cache, and the tokens that it serves."""
+"""Server without Ray: its cache, and the tokens that it serves."""
 
 from __future__ import annotations
 

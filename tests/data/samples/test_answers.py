@@ -18,7 +18,7 @@ LENGTHS = (16, 3, 1)
 
 
 class MarkedSource(MemorySource):
-    """Documents in memory, in which every third token of each is an answer."""
+    """Documents in memory; every third token of each document is an answer."""
 
     def answers(self, sample_id: int, start: int, stop: int) -> np.ndarray:
         """Return whether tokens are answers, bool [stop - start]."""
@@ -27,7 +27,7 @@ class MarkedSource(MemorySource):
 
 
 def expected(shards: tuple[Shard, ...]) -> list[float]:
-    """Return the loss mask of the rows by its definition, from the last token of documents to the first."""
+    """Return the loss mask of the rows by definition."""
     rows = [(shard.seq, p) for shard in shards for start, stop in shard.ranges for p in range(start, stop)]
     return [float((p + 1) % 3 == 0 and p + 1 < LENGTHS[seq]) for seq, p in rows]
 
@@ -56,7 +56,7 @@ def test_every_answer_is_counted_once_over_the_ranks_of_a_ring() -> None:
         shard = Shard(0, zigzag_ranges(16, 3, member), (0, 1, 2))
         packed = pack_micro_batch(MicroBatch((shard,)), source, [0], 1, LENGTHS)
         total += float(with_answers_only(packed, source, [0]).loss_mask.sum())
-    assert total == 5  # tokens 3, 6, 9, 12 and 15; token 0 is no label
+    assert total == 5  # tokens 3, 6, 9, 12 and 15; token 0 is not a label
 
 
 def test_the_loader_asks_sources_that_know() -> None:

@@ -13,8 +13,8 @@ from bytescale_ext.data.samples.blends import BlendShares, mean_sample_tokens
     [
         ([20, 20], False, 20.0),
         ([250], False, 250 / 3),  # samples of 100, 100 and 50 tokens
-        ([250, 10], True, 55.0),  # the end is cut
-        ([0, 30], False, 30.0),  # an empty document is no sample
+        ([250, 10], True, 55.0),  # the end is cut off
+        ([0, 30], False, 30.0),  # an empty document gives no sample
         ([], False, 1.0),
     ],
 )
@@ -23,7 +23,7 @@ def test_tokens_of_the_mean_sample(lengths: list[int], are_cut: bool, expected: 
 
 
 def test_equal_shares_of_documents_are_not_equal_shares_of_tokens() -> None:
-    """The blend of the report: documents of 20 and of 200 tokens."""
+    """A blend of documents of 20 and of 200 tokens."""
     shares = BlendShares(("data/short", "data/long"), (0.5, 0.5), (20.0, 200.0))
     assert shares.of_documents == pytest.approx((1 / 11, 10 / 11))
     assert shares.token_weights == pytest.approx((10 / 11, 1 / 11))

@@ -1,4 +1,4 @@
-"""Conversations of a line, and which of their tokens are answers, with tokenizers written down by hand."""
+"""Conversations of a line, and masks of their answers, with hand-written tokenizers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_bad_lines_are_named(name: str) -> None:
 
 
 class Letters:
-    """A tokenizer of transformers: a token is two letters, of which the second may be missing at the end."""
+    """Fake of a transformers tokenizer. A token is two letters, or one letter at the end."""
 
     is_fast = True
     chat_template: str | None = "by hand"
@@ -107,7 +107,7 @@ def test_templates_that_hide_the_answers_are_refused() -> None:
 
 
 class Megatrons:
-    """Megatron's SFT tokenizer: tokens and targets as given."""
+    """Fake of Megatron's SFT tokenizer with given tokens and targets."""
 
     def __init__(self, targets: list[int], pad: int | None) -> None:
         self.targets, self.pad = targets, pad

@@ -1,4 +1,4 @@
-"""Rows of n-grams: what they depend on, and that ring shards and slices have those of the whole document."""
+"""Rows of n-grams: their inputs, and equal rows in ring shards, slices and whole documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bytescale_ext.data.samples.packed import pack_micro_batch, with_gram_rows
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from tests.data.sources import MemorySource
 
-RULE = GramRule((2, 3), 2, 1 << 40, seed=5)  # so many rows that no two hashes are equal by chance
+RULE = GramRule((2, 3), 2, 1 << 40, seed=5)  # enough rows that no two hashes are equal by chance
 
 
 def tokens_of(length: int, vocab: int = 7) -> np.ndarray:

@@ -120,5 +120,5 @@ def test_each_token_lies_in_one_sample(lengths: list[int], seq_length: int) -> N
     assert seen == [(document, token) for document, length in enumerate(lengths) for token in range(length)]
     assert table.num_empty == lengths.count(0)
     assert all(1 <= length <= seq_length for length in table.length)
-    # A piece is cut only where it is full, so documents give as few samples as they can.
+    # A piece ends only when it is full, so documents give as few samples as possible.
     assert len(table) == sum(-(-length // seq_length) for length in lengths)

@@ -1,4 +1,4 @@
-"""One rank's rows: tokens, labels, masks and positions."""
+"""Rows of one rank: tokens, labels, masks and positions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The documents of ``bytescale corpus`` and what is checked before Megatron is imported."""
+"""Documents of ``bytescale corpus``, and checks before Megatron is imported."""
 
 from __future__ import annotations
 

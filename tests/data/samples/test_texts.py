@@ -8,7 +8,7 @@ from bytescale_ext.data.samples.texts import encoder, json_text
 
 
 class Words:
-    """A tokenizer of one id for each character, its code point modulo 1000."""
+    """Tokenizer with one id per character: its code point modulo 1000."""
 
     vocab_size = 1001
     eod = 1000
@@ -48,4 +48,4 @@ def test_tokenizers_end_each_document_and_say_what_was_no_utf8() -> None:
     assert tokens.tolist() == [97, 233, 1000]
     assert is_utf8
     assert encode(b"a\xff") == (pytest.approx([97, 0xFFFD % 1000, 1000]), False)
-    assert encode("a\ufffd".encode())[1] is True  # the mark itself is sound text
+    assert encode("a\ufffd".encode())[1] is True  # the replacement character itself is valid text

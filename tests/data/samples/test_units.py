@@ -1,4 +1,4 @@
-"""What a rank's forward passes consume, whole micro-batches or slices, and what they read."""
+"""Input of a rank's forward passes, as whole micro-batches or slices, and the tokens that they read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RING = (0, 1)
 
 
 def row(rank: int) -> list[MicroBatch]:
-    """Two micro-batches of a rank: a ring shard, with documents beside it on rank 0; then nothing."""
+    """Return two micro-batches of a rank: a ring shard, with documents on rank 0; then an empty micro-batch."""
     documents = (Shard(1, ((0, 7),), (0,)), Shard(2, ((0, 12),), (0,))) if rank == 0 else ()
     return [MicroBatch((Shard(0, zigzag_ranges(40, 2, rank), RING), *documents)), MicroBatch(())]
 
@@ -34,7 +34,7 @@ def test_whole_micro_batches() -> None:
 
 
 def test_slices_read_every_token_and_label_once() -> None:
-    """Of both ranks together: a rank holds other tokens of a ring's sequence than without slices, but as many."""
+    """Both ranks together have equal tokens. With slices a rank has other tokens of a ring's sequence, but as many."""
     rows: dict[int, list[tuple[int, ...]]] = {}
     for num_slices, rule in ((1, None), (3, SliceRule(Slicing(3)))):
         units = [units_of(row(rank), LENGTHS, rank, 1, rule) for rank in RING]
@@ -55,7 +55,7 @@ def test_slices_read_every_token_and_label_once() -> None:
 @pytest.mark.parametrize("multiple", [16, 32, 64])
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_rows_are_padded_to_whole_blocks_and_tokens_stay_the_same(multiple: int, num_slices: int) -> None:
-    """As FP8 needs them: every unit, also one without tokens; padding has no label, and attention does not have it."""
+    """Every unit is padded for FP8, even without tokens. Padding has no label, and attention ignores it."""
     rule = SliceRule(Slicing(num_slices), rows_multiple=multiple) if num_slices > 1 else None
     for rank in RING:
         units = units_of(row(rank), LENGTHS, rank, multiple, rule)
@@ -75,7 +75,7 @@ def test_rows_are_padded_to_whole_blocks_and_tokens_stay_the_same(multiple: int,
 
 @pytest.mark.parametrize("rule", [None, SliceRule(Slicing(3))])
 def test_each_sequence_is_counted_once(rule: SliceRule | None) -> None:
-    """By the first rank of its ring, in one unit of its micro-batch."""
+    """The first rank of a ring counts its sequence, in one unit of the micro-batch."""
     units = [units_of(row(rank), LENGTHS, rank, 1, rule) for rank in RING]
     packed = [[unit.read(MemorySource(LENGTHS), [0, 1, 2], LENGTHS) for unit in one] for one in units]
     counts = [[one.counted_lengths for one in mine if one.counted_lengths] for mine in packed]

@@ -1,4 +1,4 @@
-"""The flags of tables: what is resolved, and what is refused before anything is built."""
+"""Flags of tables: resolved values, and refusals before anything is built."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_refused(words: tuple[str, ...], settings: dict[str, Any], message: str)
 
 
 def test_what_is_accepted() -> None:
-    """Windows whose documents are apart, and what only tables in host memory refuse."""
+    """Windows with separate documents are refused, and settings that only tables in host memory refuse."""
     for settings in ({"sculpt_windows": ["a"], "sculpt_attention": "document"}, {"fp16": True}, {"mtp_num_layers": 1}):
         args = parsed(*LAYERS, **{**NEEDED, **settings})
         refuse_conflicts(args, {"tables": TABLES.flag}, list(REFUSALS))
