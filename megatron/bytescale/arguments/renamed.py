@@ -61,6 +61,8 @@ RENAMED: Final = (
     Renamed("--policy", "--activation-policy", "activations"),
     Renamed("--gpus-per-link", "--link-gb-per-second", "activations"),
     Renamed("--output-prefix", "--output", "data sculpt"),
+    Renamed("--launch", "--launcher", "search"),
+    Renamed("--link-gb-per-second", "--exchange-gb-per-second", "experts"),
 )
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", type=Path, metavar="DIR", help="with --from: a folder of config.json and safetensors"
     )
     parser.add_argument("--load", type=Path, metavar="DIR", help="with --to: a folder of Megatron checkpoints")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="write this new folder")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="with --from: type of the parameters (default: as stored)"
     )

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints with draft heads"
     )
     export.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (%(default)s)")
-    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="write this new folder")
     add_json(export)
     export.set_defaults(prog=export.prog)
 

@@ -193,7 +193,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*SEARCH, "--device", "h100", "--device-memory-gb", "0"], "--device-memory-gb 0 must be positive"),
     ([*SEARCH, "--device", "h100", "--host-memory-gb", "nan"], "--host-memory-gb nan must be at least 0"),
     ([*SEARCH, "--device", "h100", "--slowdown", "0.5"], "--slowdown 0.5 must be at least 1"),
-    ([*SEARCH, "--device", "h100", "--launch", "mpirun"], "--launch mpirun is unknown; choose one of torchrun, slurm"),
+    ([*SEARCH, "--device", "h100", "--launcher", "mpirun"], "--launcher mpirun is unknown; choose one of torchrun"),
     ([*SEARCH, "--device", "h100", "--explain", "--lr"], "expected one argument"),
     ([*SEARCH, "--device", "h100", "--explain", "lr"], "--explain --lr: the search does not vary it"),
     ([*SEARCH, "--device", "h100", "--output", "{in}/none/run.sh"], "there is no folder"),

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--micro-batches")
     parser.add_argument("--tflops", type=float, default=400.0, metavar="F", help="TFLOP/s of a rank in experts (400)")
     parser.add_argument(
-        "--link-gb-per-second",
+        "--exchange-gb-per-second",
         type=float,
         default=LINK_BYTES_PER_SECOND / 1e9,
         metavar="B",
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: sizes out of range, a bad trace, or the trace of another model.
     """
     check_picture("--plot", args.plot)
-    for name in ("tflops", "link_gb_per_second"):
+    for name in ("tflops", "exchange_gb_per_second"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g} must be positive")
     if not 1 <= args.threshold < math.inf:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     shape, trace = shape_of_flags(args.model_flags), read_trace(args.trace)
     check_model(shape, trace)
     check_slots("--slots", args.slots, trace.head.experts, trace.head.ranks)
-    cost = ExpertCost.of(shape, args.tflops * 1e12, args.link_gb_per_second * 1e9, args.micro_batches)
+    cost = ExpertCost.of(shape, args.tflops * 1e12, args.exchange_gb_per_second * 1e9, args.micro_batches)
     replays = {
         name: replay_loads(trace.loads, Placing(name, args.slots, args.threshold, args.interval, cost))
         for name in PLACEMENTS

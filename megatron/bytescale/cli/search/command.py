@@ -74,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list the fastest strategy for each value of this flag, for example tensor-model-parallel-size",
     )
     parser.add_argument("--output", type=Path, metavar="F.sh", help="write the launch script of the fastest strategy")
-    parser.add_argument("--launch", default="torchrun", metavar="NAME", help=f"launcher: {', '.join(LAUNCHERS)}")
+    parser.add_argument(
+        "--launcher", default="torchrun", metavar="NAME", help=f"starts the ranks: {', '.join(LAUNCHERS)}"
+    )
     parser.add_argument(
         "--verify",
         type=count,
@@ -173,8 +175,8 @@ def check_options(args: argparse.Namespace) -> None:
     check_picture("--plot", args.plot)
     if args.output is not None:
         check_writable("--output", args.output)
-    if args.launch not in LAUNCHERS:
-        raise ValueError(f"--launch {args.launch} is unknown; choose one of {', '.join(LAUNCHERS)}")
+    if args.launcher not in LAUNCHERS:
+        raise ValueError(f"--launcher {args.launcher} is unknown; choose one of {', '.join(LAUNCHERS)}")
     if args.verify is not None:
         check_machine(args)
     check_batch(args)
@@ -263,7 +265,7 @@ def write_script(args: argparse.Namespace, best: Scored, row: StrategyRow) -> No
     ]
     write_costs(cost_path(args.output), best.task, best.strategy)
     run = ScriptedRun.of(args.model_flags, best.task, best.strategy, cost_path(args.output))
-    text = script_text(run, args.ranks, args.ranks_per_node, args.launch, comments)
+    text = script_text(run, args.ranks, args.ranks_per_node, args.launcher, comments)
     args.output.write_text(text, encoding="utf-8")
     args.output.chmod(0o755)
 

@@ -39,15 +39,15 @@ def test_a_row_for_each_placement(words: list[str], tmp_path: Path, capsys: pyte
 
 
 def test_flexmoe_is_more_even_where_links_are_fast(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*words, "--json", "--link-gb-per-second", "1e6"]) == 0
+    assert cli.main([*words, "--json", "--exchange-gb-per-second", "1e6"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["flexmoe"]["ratio_mean"] < 1.05
     assert found["flexmoe"]["moves"] == 2
     assert found["flexmoe"]["step_seconds"] < 0.9 * found["static"]["step_seconds"]
-    assert cli.main([*words, "--json", "--link-gb-per-second", "0.1"]) == 0
+    assert cli.main([*words, "--json", "--exchange-gb-per-second", "0.1"]) == 0
     slow = json.loads(capsys.readouterr().out)
     assert slow["flexmoe"]["moves"] == 0, "weights that travel longer than they save"
-    assert cli.main([*words, "--json", "--link-gb-per-second", "1e6", "--threshold", "2"]) == 0
+    assert cli.main([*words, "--json", "--exchange-gb-per-second", "1e6", "--threshold", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["flexmoe"]["moves"] == 0
 
 

@@ -68,7 +68,7 @@ def test_a_script_with_the_measured_costs(tmp_path: Path, capsys: pytest.Capture
     assert f"--tensor-model-parallel-size {read_cost(beside).tensor_parallel} " in text
     assert script.stat().st_mode & 0o111
     assert "a step predicted" in text
-    text = (printed([*words, "--output", str(script), "--launch", "slurm"], capsys), script.read_text())[1]
+    text = (printed([*words, "--output", str(script), "--launcher", "slurm"], capsys), script.read_text())[1]
     assert "#SBATCH --nodes=1" in text
 
 
