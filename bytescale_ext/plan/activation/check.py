@@ -41,11 +41,13 @@ def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machin
     _check_hidden(plan, load, machine, swapped)
     host = _times(load) * _planned_layers(plan, load) * swapped
     if (fits or plan.policy == "memo") and host > machine.host_bytes * _SLACK:
-        _fail(plan, load, f"swapped layers take {host:.6g} bytes of host memory and {machine.host_bytes:.6g} are there")
+        _fail(
+            plan, load, f"swapped layers take {host:.6g} bytes of host memory, but there are {machine.host_bytes:.6g}"
+        )
     moments = load.slices or (HeldSlices(load.num_tokens, load.in_flight * load.num_tokens, 0.0),)
     device = max(_device_peak(plan, load, kept, moment, moves=swapped > 0) for moment in moments)
     if fits and device > machine.device_bytes * _SLACK:
-        law = f"activations take {device:.6g} bytes of device memory and {machine.device_bytes:.6g} are there"
+        law = f"activations take {device:.6g} bytes of device memory, but there are {machine.device_bytes:.6g}"
         _fail(plan, load, law)
 
 
@@ -87,9 +89,9 @@ def _check_shares(plan: ActivationPlan, load: LayerLoad) -> None:
 def _check_resident(plan: ActivationPlan, load: LayerLoad) -> None:
     fewest = 0 if plan.is_off else min(load.resident_layers, load.num_layers)
     if plan.policy != "shares" and plan.resident_layers < fewest:
-        _fail(plan, load, f"{plan.resident_layers} layers are resident; the last {fewest} start backward at once")
+        _fail(plan, load, f"{plan.resident_layers} layers are resident; at least the last {fewest} must be")
     if not 0 <= plan.resident_layers <= load.num_layers:
-        _fail(plan, load, f"{plan.resident_layers} layers are resident and the rank has {load.num_layers}")
+        _fail(plan, load, f"{plan.resident_layers} layers are resident, but the rank has {load.num_layers}")
 
 
 def _check_policy(plan: ActivationPlan, load: LayerLoad) -> None:
@@ -119,7 +121,8 @@ def _check_hidden(plan: ActivationPlan, load: LayerLoad, machine: Machine, swapp
         _fail(
             plan,
             load,
-            f"one layer is copied in {seconds:.6g} s and the next runs forward in {load.forward_seconds:.6g} s",
+            f"the copy of a layer takes {seconds:.6g} s, but the next layer's forward pass takes "
+            f"{load.forward_seconds:.6g} s",
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 def entries_of(value: object) -> Mapping[str, object]:
     """Return a JSON object unchanged. Raises TypeError for any other JSON value."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"a {type(value).__name__} where entries are expected")
+        raise TypeError(f"a {type(value).__name__} instead of an object with entries")
     return value
 
 

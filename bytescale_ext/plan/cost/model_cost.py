@@ -127,7 +127,7 @@ class ModelCost:
             cost = from_entries(cls, {**value, "shape": shape, **passes})
             for name in (*NOT_IN_FILES, *SHAPE_NOT_IN_FILES):
                 if any(name in entries_of(value[part]) for part in _LEFT_OUT):
-                    raise TypeError(f"{name} is no entry")
+                    raise TypeError(f"{name} is not an entry")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
         cost._check()

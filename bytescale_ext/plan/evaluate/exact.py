@@ -149,7 +149,7 @@ def _modes(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> list[li
     for length in sorted((int(length) for length in lengths), reverse=True):
         least = -(-length // tokens_per_rank)
         if least > num_ranks:
-            raise ValueError(f"a sequence of {length} tokens needs {least} ranks, there are {num_ranks}")
+            raise ValueError(f"a sequence of {length} tokens needs {least} ranks, but there are {num_ranks}")
         result.append(
             [
                 _Mode(first, width, cost.attention_cost(length, width) + cost.linear_cost(-(-length // width)))

@@ -120,7 +120,7 @@ def replay(plan: StepPlan, cost: CostModel) -> Replay:
     """Run the plan without pipelines: each rank runs its micro-batches in order.
 
     Raises:
-        ValueError: the ranks wait for each other for ever (``check_step_plan`` names the cycle).
+        ValueError: the ranks wait for each other forever (``check_step_plan`` names the cycle).
     """
     table = ShardTable.of(plan)
     costs = table.row_costs(cost)
@@ -131,7 +131,9 @@ def replay(plan: StepPlan, cost: CostModel) -> Replay:
     delays = np.zeros(int(same_rank.sum()))
     starts, left = WorkGraph(seconds, groups[:-1][same_rank], groups[1:][same_rank], delays).run()
     if left.any():
-        raise ValueError("the plan deadlocks: its ranks have no common order of their rings; check_step_plan names it")
+        raise ValueError(
+            "the plan deadlocks: its ranks have no common order of their rings; check_step_plan names the cycle"
+        )
     row_starts, row_stops = starts[groups], (starts + seconds)[groups]
     finish = np.zeros(table.num_ranks)
     np.maximum.at(finish, table.row_ranks, row_stops)
@@ -165,7 +167,7 @@ def replay_stages(
         p2p_seconds: time of a message between virtual stages on different devices.
 
     Raises:
-        ValueError: the stages wait for each other for ever; the number of stages is not a multiple of the chunks; or
+        ValueError: the stages wait for each other forever; the number of stages is not a multiple of the chunks; or
             there are both slices and chunks.
     """
     table = plan if isinstance(plan, ShardTable) else ShardTable.of(plan)

@@ -146,7 +146,7 @@ UNSLICED: Final = ("static", "megatron-hybrid")
 
 def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcome:
     if len(scenario.stages) > 1 and not planner_row(balance).aligned:
-        raise NotApplicable(f"{balance} plans no aligned slots, which pipelines need")
+        raise NotApplicable(f"{balance} does not align slots, but pipelines need aligned slots")
     planner = replace(scenario.planner, balance=balance)
     began = time.process_time()
     plan = planner(lengths)

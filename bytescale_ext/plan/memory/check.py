@@ -31,14 +31,14 @@ def check_memory_plan(plan: MemoryPlan) -> None:
         if request.num_bytes < 1 or request.stop <= request.start:
             _fail(plan, f"{request.name} has no size or no life", [index])
         if address < 0:
-            _fail(plan, f"{request.name} lies at {address}", [index])
+            _fail(plan, f"{request.name} is at {address}", [index])
         if address % unit:
-            _fail(plan, f"{request.name} lies at {address}, not a multiple of {unit}", [index])
+            _fail(plan, f"{request.name} is at {address}, not a multiple of {unit}", [index])
     bound = _check_disjoint(plan)
     if plan.bound != bound:
         _fail(plan, f"the liveness bound is {bound}, not {plan.bound}")
     if plan.peak == bound and not plan.is_optimal:
-        _fail(plan, f"the peak equals the liveness bound {bound} and is not marked as optimal")
+        _fail(plan, f"the peak equals the liveness bound {bound}, but the plan is not marked as optimal")
 
 
 def _check_disjoint(plan: MemoryPlan) -> int:
@@ -75,13 +75,13 @@ def check_two_level_plan(plan: TwoLevelPlan) -> None:
         if len(words) != 3 or words[0] != "layer" or not words[1].isdigit():
             continue
         if words[2] not in plan.levels:
-            _fail(plan.model, f"{block.name} is a block of a pass that has no plan", [index])
+            _fail(plan.model, f"{block.name} is the block of a pass without a plan", [index])
         level = plan.levels[words[2]]
         if block.num_bytes != level.peak:
-            _fail(plan.model, f"{block.name} has {block.num_bytes} bytes, its pass needs {level.peak}", [index])
+            _fail(plan.model, f"{block.name} has {block.num_bytes} bytes, but its pass needs {level.peak}", [index])
         lives = max((request.stop for request in level.requests), default=0)
         if block.stop - block.start < lives:
-            law = f"{block.name} exists for {block.stop - block.start} events, its pass takes {lives}"
+            law = f"{block.name} exists for {block.stop - block.start} events, but its pass takes {lives}"
             _fail(plan.model, law, [index])
 
 
@@ -95,7 +95,7 @@ def check_covers(plan: TwoLevelPlan, requests: Sequence[Request]) -> None:
     """
     recorded = {request.start: request for request in requests}
     if len(recorded) != len(requests):
-        raise PlanError(">> two requests of the step begin at one time")
+        raise PlanError(">> two requests of the step begin at the same time")
     found: list[tuple[Request, int]] = []
     for index, (one, base) in enumerate(zip(plan.model.requests, plan.model.addresses, strict=True)):
         words = one.name.split()
@@ -115,7 +115,7 @@ def check_covers(plan: TwoLevelPlan, requests: Sequence[Request]) -> None:
     whole = MemoryPlan(tuple(request for request, _ in found), tuple(address for _, address in found), 0, False)
     _check_disjoint(whole)
     if whole.peak != plan.model.peak:
-        raise PlanError(f">> the step needs {whole.peak} bytes at its addresses, and {plan.model.peak} are planned")
+        raise PlanError(f">> the step needs {whole.peak} bytes at its addresses, but {plan.model.peak} are planned")
 
 
 def _fail(plan: MemoryPlan, law: str, marked: Collection[int] = ()) -> NoReturn:

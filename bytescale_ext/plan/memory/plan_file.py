@@ -81,12 +81,13 @@ class PlanFile:
             raise ValueError(f"not a memory plan ({error})") from None
         layouts = {plan.record.layout for plan in plans}
         if len(layouts) != 1:
-            raise ValueError(f"a broken memory plan: its {len(plans)} plans are of {len(layouts)} layouts")
+            raise ValueError(f"an invalid memory plan: its {len(plans)} plans have {len(layouts)} different layouts")
         (layout,) = layouts
         if [len(ranks) for ranks in roles] != [layout.tensor_parallel] * layout.num_stages:
             raise ValueError(
-                f"a broken memory plan: its roles are not {layout.num_stages} stages of {layout.tensor_parallel} ranks"
+                f"an invalid memory plan: its roles are not for {layout.num_stages} stages of "
+                f"{layout.tensor_parallel} ranks"
             )
         if {number for ranks in roles for number in ranks} != set(range(len(plans))):
-            raise ValueError(f"a broken memory plan: its roles do not name each of its {len(plans)} plans")
+            raise ValueError(f"an invalid memory plan: its roles do not name each of its {len(plans)} plans")
         return cls(roles, plans)

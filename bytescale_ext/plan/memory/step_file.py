@@ -89,7 +89,7 @@ class StepParallelism:
         for name in ("stage_layers", "slices"):
             numbers = known[name]
             if not isinstance(numbers, list | tuple):
-                raise TypeError(f"{name} is a {type(numbers).__name__} where a list is expected")
+                raise TypeError(f"{name} is a {type(numbers).__name__} instead of a list")
             tuples[name] = tuple(numbers)
         return from_entries(cls, {**known, **tuples, "slicing": from_entries(Slicing, known["slicing"])})
 
@@ -173,7 +173,7 @@ class StepMemory:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a memory plan ({error}); `bytescale memory-plan --output` writes one") from None
         except PlanError as error:
-            raise ValueError(f"a broken memory plan: {error}") from None
+            raise ValueError(f"an invalid memory plan: {error}") from None
 
     def check_serves(self, step: StepRecord, where: object) -> None:
         """Raise ValueError, which names all differences, unless the plan serves this step."""

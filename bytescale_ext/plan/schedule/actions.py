@@ -171,7 +171,7 @@ def _stage_orders(
     num_slices, group = slicing.num_slices, 1
     if num_chunks > 1:
         if slicing.eager:
-            raise ValueError("virtual stages already run two forwards ahead: leave eager out")
+            raise ValueError("virtual stages already run two forward passes ahead: omit eager")
         group = group_size or slice_group_size(num_stages, num_slices)
         check_groups(num_stages, num_micro_batches, num_slices, group)
     units, chunks = chunk_turns(num_micro_batches * num_slices, num_chunks, group)
@@ -235,7 +235,7 @@ def check_groups(num_stages: int, num_micro_batches: int, num_slices: int, group
     """Raise ValueError if virtual stages cannot run these slices in groups of ``group``."""
     if group % num_slices or group < num_stages:
         raise ValueError(
-            f"groups of {group} slices: with virtual stages a group holds whole micro-batches of {num_slices} slices "
+            f"groups of {group} slices: with virtual stages a group has whole micro-batches of {num_slices} slices "
             f"and is at least the {num_stages} stages; the smallest is {slice_group_size(num_stages, num_slices)}"
         )
     total = num_micro_batches * num_slices
@@ -279,7 +279,7 @@ def parse_schedule(text: str) -> SliceSchedule:
             )
         stages.append(tuple(_action(match) for match in matches if match is not None))
     if len(stages) != num_stages:
-        raise ValueError(f"not a schedule: its first line says {num_stages} stages, and {len(stages)} follow")
+        raise ValueError(f"not a schedule: its first line gives {num_stages} stages, but {len(stages)} follow")
     slicing = Slicing(num_slices, eager=bool(eager), zero_bubble=bool(zero_bubble))
     return SliceSchedule(num_stages, num_micro_batches, slicing, num_chunks, group_size, tuple(stages))
 

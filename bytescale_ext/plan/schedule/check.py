@@ -32,7 +32,7 @@ def check_slice_schedule(schedule: SliceSchedule) -> None:
     3. Forwards come first, then forwards and backwards alternate, then backwards remain. Megatron's functions run no
        other order.
     4. Both ends of a connection see the same slices in the same order, so they agree on every shape.
-    5. No stage waits for ever, whether messages are buffered or block both ends.
+    5. No stage waits forever, whether messages are buffered or block both ends.
     6. No stage holds more slices than ``SliceSchedule.peak_slices``.
     7. With zero bubble, the weight gradients of each slice run after its backward pass on the same stage, in the order
        of the backward passes.
@@ -49,7 +49,7 @@ def check_slice_schedule(schedule: SliceSchedule) -> None:
     for stage in range(schedule.num_stages):
         peak, allowed = peak_in_flight(schedule, stage), schedule.peak_slices(stage)
         if peak > allowed:
-            text = f"it holds the activations of {peak:.0f} slices at the same time, not {allowed}"
+            text = f"it stores the activations of {peak:.0f} slices at the same time, but at most {allowed} are allowed"
             raise _broken(schedule, stage, text)
 
 
@@ -98,12 +98,12 @@ def _check_stage_order(schedule: SliceSchedule, stage: int) -> None:
     passes = [action for action in schedule.stages[stage] if action.kind != "W"]
     for action, kind in zip(passes, kinds, strict=True):
         if action.kind != kind:
-            raise _broken(schedule, stage, f"Megatron's schedule has a {kind} where {action} is")
+            raise _broken(schedule, stage, f"Megatron's schedule has a {kind} in the place of {action}")
     backwards = [action for action in passes if action.kind == "B"]
     weights = [action for action in schedule.stages[stage] if action.kind == "W"]
     for action, backward in zip(weights, backwards, strict=False):
         if action._replace(kind="B") != backward:
-            raise _broken(schedule, stage, f"{action} runs where the weight gradients of {backward} are due")
+            raise _broken(schedule, stage, f"{action} runs instead of the weight gradients of {backward}")
 
 
 def _check_connections(schedule: SliceSchedule, stage: int) -> None:
@@ -113,4 +113,4 @@ def _check_connections(schedule: SliceSchedule, stage: int) -> None:
         received = [action for action in schedule.stages[stage] if action.kind == kind and action in receivers]
         if sent != received:
             wrong = next(pair for pair in zip(sent, received, strict=True) if pair[0] != pair[1])
-            raise _broken(schedule, stage, f"it takes {wrong[1]} where its neighbour sends {wrong[0]}")
+            raise _broken(schedule, stage, f"it expects {wrong[1]}, but its neighbour sends {wrong[0]}")

@@ -31,7 +31,7 @@ def check_slices(lengths: Sequence[int], num_tokens: int, num_slices: int, multi
         if length < 1 or length % multiple:
             raise PlanError(f"slice {index} has {length} tokens, not a positive multiple of {multiple}: {listed}")
     if sum(lengths) != num_tokens:
-        raise PlanError(f"slices of {sum(lengths)} tokens together, not {num_tokens}: {listed}")
+        raise PlanError(f"the slices have {sum(lengths)} tokens in total, not {num_tokens}: {listed}")
 
 
 def check_document_slices(
@@ -78,7 +78,7 @@ def _faults(
     ends = [*((f"sequence {s.seq}", e, lengths[s.seq]) for s, e in zip(shards, sliced.ring_ends, strict=False))]
     for name, row, last in (*ends, ("the local line", sliced.local_ends, line)):
         if len(row) != slicing.num_slices or row[-1] != last or sorted((0, *row)) != [0, *row]:
-            yield f"ends {row} of {name} do not make {slicing.num_slices} slices of its {last} tokens"
+            yield f"ends {row} of {name} do not divide its {last} tokens into {slicing.num_slices} slices"
     for number, shard in enumerate(shards[:num_rings]):
         grain = math.lcm(2, rows_multiple) * len(shard.ring)
         if any(end % grain for end in sliced.ring_ends[number][:-1]):
@@ -89,7 +89,7 @@ def _faults(
         yield from _share_faults(pieces, sliced.ring_ends[number], (shard.seq, shard.ring), rank)
     yield from _local_faults(pieces, sliced)
     if any(piece.offload != sliced.micro_batch.offload for piece in pieces):
-        yield f"slices with another offload share than the micro-batch's {sliced.micro_batch.offload}"
+        yield f"the offload share of slices differs from the micro-batch's {sliced.micro_batch.offload}"
 
 
 def _kept_key_faults(sliced: DocumentSlices, lengths: Sequence[int], slicing: Slicing) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _kept_key_faults(sliced: DocumentSlices, lengths: Sequence[int], slicing: Sl
         ("gradient sums travel", sliced.sent_sums, sent),
     ):
         if actual != expected:
-            yield f"{name} for shards {sorted(actual)}, but the lengths ask for shards {sorted(expected)}"
+            yield f"{name} for shards {sorted(actual)}, but the lengths require shards {sorted(expected)}"
 
 
 def _share_faults(pieces: Sequence[MicroBatch], ends: Sequence[int], ring: Ring, rank: int) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _share_faults(pieces: Sequence[MicroBatch], ends: Sequence[int], ring: Ring,
         ]
         is_last = index == len(pieces) - 1
         if not is_last and list(ranges) != (share if part else []):
-            yield f"slice {index} of sequence {seq}: rank {rank} reads {ranges}, its share is {share}"
+            yield f"slice {index} of sequence {seq}: rank {rank} reads {ranges}, but its share is {share}"
         if is_last and not (stop - start) // width <= num_tokens <= -(-(stop - start) // width):
             yield f"slice {index} of sequence {seq}: rank {rank} reads {num_tokens} of {stop - start} tokens"
         start = stop

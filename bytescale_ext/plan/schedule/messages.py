@@ -68,7 +68,7 @@ def check_messages(schedule: SliceSchedule) -> None:
     """Run the batches of all stages against each other. A stage waits until its whole batch is complete.
 
     Raises:
-        PlanError: a batch waits for ever, for example because both sides expect different slices.
+        PlanError: a batch waits forever, for example because both sides expect different slices.
     """
     if schedule.num_stages == 1:
         return
@@ -91,7 +91,7 @@ def check_messages(schedule: SliceSchedule) -> None:
         texts = (
             f"stage {stage} at {', '.join(map(_message_text, sorted(batches[stage][nexts[stage]])))}" for stage in stuck
         )
-        raise PlanError(f"messages wait for each other for ever: {'; '.join(texts)}\n{schedule}")
+        raise PlanError(f"messages wait for each other forever: {'; '.join(texts)}\n{schedule}")
 
 
 def _message_text(message: Message) -> str:

@@ -110,7 +110,7 @@ def simulate_slices(schedule: SliceSchedule, cost: ActionCost) -> SimulatedSched
     stuck = [next(node for node in range(*row) if is_left[node]) for row in rows if any(is_left[slice(*row)])]
     if stuck:
         text = ", ".join(f"stage {work[node][0]} before {work[node][1]}" for node in stuck)
-        raise PlanError(f"stages wait for each other for ever: {text}\n{schedule}")
+        raise PlanError(f"stages wait for each other forever: {text}\n{schedule}")
     timed = tuple(
         TimedAction(*key, start, start + length) for key, start, length in zip(work, starts, costs, strict=False)
     )

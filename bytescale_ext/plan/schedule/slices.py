@@ -85,13 +85,13 @@ def slice_lengths(
         below = num_tokens - num_tokens % multiple
         near = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
         raise ValueError(
-            f"{num_tokens} tokens cannot be cut into slices of a multiple of {multiple} tokens (the "
-            f"tensor-parallel size, for sequence parallelism); the nearest lengths that can be are {near}"
+            f"{num_tokens} tokens cannot be divided into slices of a multiple of {multiple} tokens (the "
+            f"tensor-parallel size, for sequence parallelism); the nearest possible lengths are {near}"
         )
     if num_slices * multiple > num_tokens:
         each = "a token" if multiple == 1 else f"{multiple} tokens"
         raise ValueError(
-            f"{num_tokens} tokens cannot be cut into {num_slices} slices of at least {each} each; "
+            f"{num_tokens} tokens cannot be divided into {num_slices} slices of at least {each} each; "
             f"use at most {num_tokens // multiple} slices"
         )
     if not isinstance(partition, str):
@@ -101,7 +101,9 @@ def slice_lengths(
         ends = [num_tokens * index / num_slices for index in range(1, num_slices)]
     else:
         if cost is None:
-            raise ValueError(f"partition {partition!r} needs the cost of tokens; only even and explicit slices do not")
+            raise ValueError(
+                f"partition {partition!r} needs the cost of tokens; only even and explicit slices do not need it"
+            )
         shares = np.arange(1, num_slices) / num_slices
         ends = cost.end_of_share(np.array(float(num_tokens)), shares, np.ones(1)).tolist()
     tiles = math.lcm(multiple, TILE)
@@ -163,6 +165,6 @@ def _check_explicit(lengths: tuple[int, ...], num_tokens: int, num_slices: int, 
     near = ",".join(map(str, _rounded(ends, num_tokens, multiple)))
     each = f", each a multiple of {multiple}" if multiple > 1 else ""
     raise ValueError(
-        f"slices of {','.join(map(str, lengths))} tokens: there must be {num_slices}, of {num_tokens} tokens "
-        f"together{each}; the nearest that fit are {near}"
+        f"slices of {','.join(map(str, lengths))} tokens: give {num_slices} slices of {num_tokens} tokens in "
+        f"total{each}; the nearest lengths that fit are {near}"
     )

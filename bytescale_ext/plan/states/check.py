@@ -27,7 +27,7 @@ def check_pages(table: PageTable) -> None:
     ends: dict[int, tuple[int, int]] = {}  # elements of each tensor so far, and the position after them in the plane
     for number, page in enumerate(table.pages):
         if number and page.has_copy and not table.pages[number - 1].has_copy:
-            _fail(table, number, "a page with copies comes after one without")
+            _fail(table, number, "a page with copies comes after a page without")
         _check_page(table, number, page)
         used = 0
         for part in page.parts:
@@ -35,12 +35,12 @@ def check_pages(table: PageTable) -> None:
             if part.page_start != used or used + part.num_elements > length:
                 _fail(table, number, f"parts are not packed into {length} elements")
             if (part.tensor_start, number * length + part.page_start) != (seen, end):
-                _fail(table, number, f"{table.tensors[part.tensor].name} has a gap or is held twice")
+                _fail(table, number, f"{table.tensors[part.tensor].name} has a gap or is in two places")
             used += part.num_elements
             ends[part.tensor] = seen + part.num_elements, end + part.num_elements
     for number, tensor in enumerate(table.tensors):
         if ends.get(number, (0, 0))[0] != tensor.num_elements:
-            lies = f"{tensor.name} has {tensor.num_elements} elements and {ends.get(number, (0, 0))[0]} lie in pages"
+            lies = f"{tensor.name} has {tensor.num_elements} elements, but {ends.get(number, (0, 0))[0]} are in pages"
             _fail(table, None, lies)
 
 
@@ -105,12 +105,12 @@ def _check_places(
         if move is None or move.kind not in kinds:
             continue
         if not 0 <= move.page < len(table.pages) or not 0 <= move.buffer < num_places:
-            _fail_moves(moves, row, f"there is no such page or {name}")
+            _fail_moves(moves, row, f"no such page or {name}")
         if move.kind is first:
             if move.buffer in inside:
-                _fail_moves(moves, row, f"{name} {move.buffer} still holds page {inside[move.buffer][0]}")
+                _fail_moves(moves, row, f"{name} {move.buffer} still has page {inside[move.buffer][0]}")
         elif inside.get(move.buffer) != (move.page, needed[move.kind]):
-            _fail_moves(moves, row, f"{name} {move.buffer} does not hold page {move.page} after {needed[move.kind]}")
+            _fail_moves(moves, row, f"{name} {move.buffer} does not have page {move.page} after {needed[move.kind]}")
         if move.kind is last:
             del inside[move.buffer]
         else:

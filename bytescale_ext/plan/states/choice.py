@@ -236,7 +236,7 @@ def _remedy(problem: StateProblem) -> str:
     ]
     what = f"give {' or '.join(remedies)}, or" if remedies else "use"
     return (
-        f"model states and activations do not fit in {budgets} in any way: {what} fewer tokens in a micro-batch, more "
+        f"model states and activations do not fit in {budgets}: {what} fewer tokens in a micro-batch, more "
         "pipeline stages or tensor-parallel ranks, or --use-distributed-optimizer"
     )
 

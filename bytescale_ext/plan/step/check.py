@@ -41,9 +41,9 @@ def check_step_plan(
        layers (ByteScale Eq. 3). Without ``num_layers`` nothing may be offloaded.
     7. In a micro-batch, ring shards come first, ordered by sequence; then local shards.
     8. There is one global order. Micro-batches that share a ring sequence run together as a coupled group. A rank has
-       at most one micro-batch of a group, and the running orders of all ranks agree, so no rank waits for ever.
+       at most one micro-batch of a group, and the running orders of all ranks agree, so no rank waits forever.
     9. In aligned slots, the shards of a sequence have the same micro-batch index on every rank of its ring, so no two
-       pipelines wait for each other for ever.
+       pipelines wait for each other forever.
     10. All shards of a sequence name the same number of inner rings. Several inner rings have equally many ranks, at
         least two, begin at multiples of their size, and tile nodes of ``ranks_per_node``.
 

@@ -41,8 +41,8 @@ def with_kind(load: LayerLoad, name: str, kind: str) -> LayerLoad:
         ("memo", {"input_swap": 1.5}, "a share of layer input is outside 0 to 1"),
         ("memo", {"input_swap": float("nan")}, "a share of layer input is outside 0 to 1"),
         ("memo", {"swap": 0.5, "recompute": 1.0}, "the shares of input norm output sum to 1.5"),
-        ("memo", {"resident_layers": 1}, "1 layers are resident; the last 2 start backward at once"),
-        ("priced", {"resident_layers": 33}, "33 layers are resident and the rank has 32"),
+        ("memo", {"resident_layers": 1}, "1 layers are resident; at least the last 2 must be"),
+        ("priced", {"resident_layers": 33}, "33 layers are resident, but the rank has 32"),
         ("memo", {"input_swap": 0.5}, "memo swaps every input"),
         ("memo", {"recompute": 0.0}, "memo swaps every input, and swaps or recomputes all of the rest"),
         ("memo", {"rebuild_cheap": True}, "memo swaps every input"),
@@ -52,7 +52,7 @@ def with_kind(load: LayerLoad, name: str, kind: str) -> LayerLoad:
         ("offload", {"recompute": 0.01}, "offload swaps one share of every tensor and recomputes nothing"),
         ("offload", {"rebuild_cheap": True}, "offload swaps one share of every tensor"),
         ("offload", {"policy": "swap"}, "the policy swap is unknown"),
-        ("memo", {"swap": 1.0, "recompute": 0.0}, "one layer is copied in"),
+        ("memo", {"swap": 1.0, "recompute": 0.0}, "the copy of a layer takes"),
     ],
 )
 def test_a_damaged_plan_breaks_its_law(policy: str, changes: dict[str, Any], law: str) -> None:

@@ -29,8 +29,8 @@ def test_a_missing_entry_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("value", JSON_VALUES, ids=repr)
 def test_only_objects_have_entries(value: object) -> None:
-    with pytest.raises(TypeError, match=f"a {type(value).__name__} where entries are expected"):
+    with pytest.raises(TypeError, match=f"a {type(value).__name__} instead of an object with entries"):
         from_entries(ModelShape, value)
-    with pytest.raises(TypeError, match="where entries are expected"):
+    with pytest.raises(TypeError, match="instead of an object with entries"):
         entries_of(value)
     assert entries_of({"a": value}) == {"a": value}

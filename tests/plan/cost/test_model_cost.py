@@ -173,5 +173,5 @@ def test_windows_are_of_the_model_and_not_of_its_cost_file() -> None:
     measured = replace(COST, shape=shape)
     assert "window" not in json.dumps(measured.to_json())
     assert (measured.stage(1).forward.window, measured.whole().backward.window_share) == (17, 0.5)
-    with pytest.raises(ValueError, match="num_window_layers is no entry"):
+    with pytest.raises(ValueError, match="num_window_layers is not an entry"):
         ModelCost.from_json({**COST.to_json(), "shape": {**COST.to_json()["shape"], "num_window_layers": 1}})

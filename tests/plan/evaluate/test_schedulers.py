@@ -86,7 +86,7 @@ def test_no_scheduler_beats_the_bound(name: str, num_stages: int) -> None:
     lengths = sample_lengths("byted", 1 << 16, 1 << 20, seed=1).tolist()
     here = scenario_of(choose(setup_of_cost(MODEL, num_stages, Cluster(16, 8192), 1 << 16)))
     if num_stages > 1 and name in UNALIGNED:
-        with pytest.raises(NotApplicable, match=f"{name} plans no aligned slots"):
+        with pytest.raises(NotApplicable, match=f"{name} does not align slots"):
             schedulers()[name](lengths, here)
         return
     outcome = schedulers()[name](lengths, here)

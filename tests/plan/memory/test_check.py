@@ -38,7 +38,7 @@ def changed(plan: MemoryPlan, index: int, **changes: Any) -> MemoryPlan:
     ("damaged", "law"),
     [
         (replace(PLAN, addresses=PLAN.addresses[1:]), ">> 14 requests have 13 addresses"),
-        (moved(PLAN, 0, -512), "saved lies at -512"),
+        (moved(PLAN, 0, -512), "saved is at -512"),
         (moved(PLAN, 1, PLAN.addresses[1] + 8), "not a multiple of 5120"),
         (moved(PLAN, 1, PLAN.addresses[0]), "saved and a share memory at"),
         (changed(PLAN, 2, num_bytes=0), "b has no size or no life"),
@@ -46,7 +46,7 @@ def changed(plan: MemoryPlan, index: int, **changes: Any) -> MemoryPlan:
         (changed(PLAN, 0, stop=99, num_bytes=512 * 400), "share memory at"),
         (replace(PLAN, bound=PLAN.bound - 1), f"the liveness bound is {PLAN.bound}, not {PLAN.bound - 1}"),
         (replace(PLAN, bound=PLAN.bound + 512), f"the liveness bound is {PLAN.bound}, not"),
-        (replace(PLAN, is_optimal=False), "is not marked as optimal"),
+        (replace(PLAN, is_optimal=False), "the plan is not marked as optimal"),
     ],
 )
 def test_a_damaged_plan_breaks_its_law(damaged: MemoryPlan, law: str) -> None:
@@ -94,14 +94,20 @@ def test_any_block_moved_onto_a_neighbour_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("damaged", "law"),
     [
-        (replace(TWO, levels={"forward": LEVEL}), "layer 0 backward is a block of a pass that has no plan"),
+        (replace(TWO, levels={"forward": LEVEL}), "layer 0 backward is the block of a pass without a plan"),
         (replace(TWO, levels={**TWO.levels, "backward": replace(LEVEL, bound=1)}), "the liveness bound"),
         (replace(TWO, model=replace(MODEL, bound=1)), "the liveness bound"),
-        (replace(TWO, model=plan_memory([Request("layer 3 forward", 40, 0, 4)])), "has 40 bytes, its pass needs 48"),
-        (replace(TWO, model=plan_memory([Request("layer 3 forward", 56, 0, 4)])), "has 56 bytes, its pass needs 48"),
+        (
+            replace(TWO, model=plan_memory([Request("layer 3 forward", 40, 0, 4)])),
+            "has 40 bytes, but its pass needs 48",
+        ),
+        (
+            replace(TWO, model=plan_memory([Request("layer 3 forward", 56, 0, 4)])),
+            "has 56 bytes, but its pass needs 48",
+        ),
         (
             replace(TWO, model=plan_memory([Request("layer 3 forward", 48, 2, 4)])),
-            "exists for 2 events, its pass takes 3",
+            "exists for 2 events, but its pass takes 3",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_each_request_has_one_address() -> None:
     more = [*requests, Request("late", 512, 10_000, 10_001)]
     with pytest.raises(PlanError, match=">> late of the step has no address"):
         check_covers(plan, more)
-    with pytest.raises(PlanError, match="two requests of the step begin at one time"):
+    with pytest.raises(PlanError, match="two requests of the step begin at the same time"):
         check_covers(plan, [*requests, requests[0]])
     missing = [request for request in requests if request.name != "t1"]
     with pytest.raises(PlanError, match="t1 of layer 0 forward is not in the step"):
@@ -129,7 +129,7 @@ def test_the_replay_reaches_the_planned_peak() -> None:
     requests = [Request("a", 512, 1, 2), Request("b", 512, 6, 7)]
     level = plan_memory([Request("a", 512, 1, 2)])
     blocks = [Request("layer 0 forward", 1024, 0, 4), Request("layer 1 forward", 1024, 5, 9)]
-    with pytest.raises(PlanError, match=">> the step needs 512 bytes at its addresses, and 1024 are planned"):
+    with pytest.raises(PlanError, match=">> the step needs 512 bytes at its addresses, but 1024 are planned"):
         check_covers(TwoLevelPlan({"forward": level}, plan_memory(blocks)), requests)
 
 

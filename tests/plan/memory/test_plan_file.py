@@ -34,13 +34,13 @@ def test_the_plan_of_one_process_is_a_file_of_one_role() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"roles": [[0, 0]]}, "its roles are not 2 stages of 2 ranks"),
-        ({"roles": [[0, 0], [1]]}, "its roles are not 2 stages of 2 ranks"),
+        ({"roles": [[0, 0]]}, "its roles are not for 2 stages of 2 ranks"),
+        ({"roles": [[0, 0], [1]]}, "its roles are not for 2 stages of 2 ranks"),
         ({"roles": [[0, 0], [0, 0]]}, "its roles do not name each of its 2 plans"),
         ({"roles": [[0, 0], [1, 2]]}, "its roles do not name each of its 2 plans"),
         ({"roles": 3}, "not a memory plan"),
         ({"plans": 3}, "not a memory plan"),
-        ({"plans": [FIRST.to_json(), MEMORY.to_json()]}, "its 2 plans are of 2 layouts"),
+        ({"plans": [FIRST.to_json(), MEMORY.to_json()]}, "its 2 plans have 2 different layouts"),
         ({"plans": [{}]}, "not a memory plan"),
     ],
 )

@@ -63,5 +63,5 @@ def test_what_is_no_plan_is_refused() -> None:
             StepMemory.from_json(value)  # type: ignore[arg-type]
     broken = MEMORY.to_json()
     broken["model"] = {**broken["model"], "bound": 1}
-    with pytest.raises(ValueError, match="a broken memory plan: >> the liveness bound"):
+    with pytest.raises(ValueError, match="an invalid memory plan: >> the liveness bound"):
         StepMemory.from_json(broken)

@@ -89,7 +89,7 @@ def test_text_parses_back(sizes: tuple[int, int, int, int]) -> None:
     [
         ("num_slices", "slices", "its first line must give num_stages"),
         ("num_stages 2", "num_stages two", "its first line must give"),
-        ("num_stages 2", "num_stages 3", "its first line says 3 stages, and 2 follow"),
+        ("num_stages 2", "num_stages 3", "its first line gives 3 stages, but 2 follow"),
         ("stage 1", "stage 2", "'stage 1' and actions"),
         ("F0.1", "G0.1", "actions like F0.1"),
         ("F0.1", "F0", "actions like F0.1"),
@@ -118,7 +118,7 @@ def test_the_eager_order_of_two_stages() -> None:
         "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
     ]
     assert parse_schedule(str(schedule)) == schedule
-    with pytest.raises(ValueError, match="leave eager out"):
+    with pytest.raises(ValueError, match="omit eager"):
         seq1f1b_schedule(3, 3, Slicing(2, eager=True), 2)
 
 

@@ -109,7 +109,7 @@ def test_neighbours_with_other_orders_are_refused() -> None:
     """Both rows are valid separately, but one side sends a slice when the other expects another slice."""
     schedule = seq1f1b_schedule(2, 2)
     other = [a._replace(micro_batch=1 - a.micro_batch) for a in schedule.stages[1]]
-    with pytest.raises(PlanError, match=r"it takes B0.0 where its neighbour sends B1.0"):
+    with pytest.raises(PlanError, match=r"it expects B0.0, but its neighbour sends B1.0"):
         check_slice_schedule(with_stage(schedule, 1, other))
 
 
@@ -131,7 +131,7 @@ def test_a_group_that_cuts_micro_batches_is_refused() -> None:
 def test_a_circle_of_waiting_stages_is_found() -> None:
     schedule = seq1f1b_schedule(2, 2)
     backward_first = [schedule.stages[0][i] for i in (0, 3, 1, 2)]  # stage 0 wants a gradient of a later micro-batch
-    with pytest.raises(PlanError, match="wait for each other for ever"):
+    with pytest.raises(PlanError, match="wait for each other forever"):
         simulate_slices(with_stage(schedule, 0, backward_first), lambda stage, action: 1.0)
 
 
@@ -140,7 +140,7 @@ def test_messages_that_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bytescale_ext.plan.schedule.actions.check_groups", lambda *sizes: None)
     schedule = seq1f1b_schedule(3, 4, num_chunks=2, group_size=2)
     simulate_slices(schedule, lambda stage, action: 1.0)
-    with pytest.raises(PlanError, match="messages wait for each other for ever: stage 0 at"):
+    with pytest.raises(PlanError, match="messages wait for each other forever: stage 0 at"):
         check_messages(schedule)
 
 

@@ -90,14 +90,14 @@ def with_ends(
     ("change", "message"),
     [
         (with_ends(0, lambda e: (e[0] + 1, *e[1:])), r"inner ends .* of sequence 0 are not multiples of 6"),
-        (with_ends(0, lambda e: (*e[:-1], e[-1] - 1)), "of sequence 0 do not make 3 slices of its 301 tokens"),
-        (with_ends(1, lambda e: (e[1], e[0], e[2])), "of sequence 1 do not make 3 slices of its 130 tokens"),
-        (with_ends(1, lambda e: e[1:]), "of sequence 1 do not make 3 slices"),
-        (with_ends(1, lambda e: (-6, *e[1:])), "of sequence 1 do not make 3 slices"),
+        (with_ends(0, lambda e: (*e[:-1], e[-1] - 1)), "of sequence 0 do not divide its 301 tokens into 3 slices"),
+        (with_ends(1, lambda e: (e[1], e[0], e[2])), "of sequence 1 do not divide its 130 tokens into 3 slices"),
+        (with_ends(1, lambda e: e[1:]), "of sequence 1 do not divide its 130 tokens into 3 slices"),
+        (with_ends(1, lambda e: (-6, *e[1:])), "of sequence 1 do not divide its 130 tokens into 3 slices"),
         (with_ends(0, lambda e: (e[0] - 6, *e[1:])), r"ranks \[4, 5, 6\] slice sequence 0 differently"),
-        (lambda cut: replace(cut, local_ends=(0, 0, 69)), "of the local line do not make 3 slices of its 70 tokens"),
-        (lambda cut: replace(cut, local_ends=(40, 30, 70)), "of the local line do not make 3 slices"),
-        (lambda cut: replace(cut, kept=frozenset()), r"keys are kept for shards \[\], but .* for shards \[1\]"),
+        (lambda cut: replace(cut, local_ends=(0, 0, 69)), "the local line do not divide its 70 tokens into 3 slices"),
+        (lambda cut: replace(cut, local_ends=(40, 30, 70)), "the local line do not divide its 70 tokens into 3 slices"),
+        (lambda cut: replace(cut, kept=frozenset()), r"keys are kept for shards \[\], but the lengths require shards \[1\]"),
         (lambda cut: replace(cut, sent_sums=frozenset((1,))), r"gradient sums travel for shards \[1\]"),
         (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept for shards \[0, 1\]"),
         (lambda cut: replace(cut, swapped=frozenset((1,))), r"keys are swapped to host memory for shards \[1\]"),
@@ -122,9 +122,9 @@ def test_keys_that_are_not_swapped_as_planned_are_refused() -> None:
     assert cuts[4][0].kept == {0, 1}
     for swapped in ((), (1,), (0, 1)):
         bad = replace(cuts[4][0], swapped=frozenset(swapped))
-        with pytest.raises(PlanError, match=r"the lengths ask for shards \[0\]"):
+        with pytest.raises(PlanError, match=r"the lengths require shards \[0\]"):
             check_document_slices(cuts | {4: [bad]}, LENGTHS, slicing)
-    with pytest.raises(PlanError, match=r"keys are kept for shards \[1\], but the lengths ask for shards \[0, 1\]"):
+    with pytest.raises(PlanError, match=r"keys are kept for shards \[1\], but the lengths require shards \[0, 1\]"):
         check_document_slices(cuts | {4: [replace(cuts[4][0], kept=frozenset((1,)))]}, LENGTHS, slicing)
 
 
@@ -157,7 +157,7 @@ def moved(ranges: tuple[tuple[int, int], ...], by: int = 1) -> tuple[tuple[int, 
         (other_ranges(2, lambda ranges: ()), "slices up to 0 read 0 tokens of local documents"),
         (other_ranges(2, moved), "local documents are read as"),
         (other_ranges(3, lambda ranges: moved(ranges, -2), 2), "local documents are read as"),
-        (lambda index, piece: replace(piece, offload=0.5 * (index == 1)), "slices with another offload share"),
+        (lambda index, piece: replace(piece, offload=0.5 * (index == 1)), "the offload share of slices differs"),
         (lambda index, piece: replace(piece, shards=piece.shards[:2] + piece.shards[:1:-1]), "documents are read"),
     ],
 )  # fmt: skip
@@ -197,7 +197,7 @@ def test_slices_of_samples_are_accepted(partition: str) -> None:
         ((8, 2, 2, 4), "4 slices, not 3"),
         ((8, 4, 5), "slice 2 has 5 tokens, not a positive multiple of 2"),
         ((12, 0, 4), "slice 1 has 0 tokens"),
-        ((8, 4, 2), "14 tokens together, not 16"),
+        ((8, 4, 2), "14 tokens in total, not 16"),
         ((20, -8, 4), "slice 1 has -8 tokens"),
     ],
 )

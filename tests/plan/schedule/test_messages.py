@@ -75,5 +75,5 @@ def test_stages_receive_in_the_order_in_which_they_work(schedule: SliceSchedule)
 def test_a_stage_that_stops_early_leaves_the_other_waiting() -> None:
     schedule = seq1f1b_schedule(2, 2, Slicing(2))
     assert [action.slice_index for action in received_actions(schedule, 0)[1]] == [1, 0, 1, 0]
-    with pytest.raises(PlanError, match=r"messages wait for each other for ever: stage 0 at 0->1 F1.0"):
+    with pytest.raises(PlanError, match=r"messages wait for each other forever: stage 0 at 0->1 F1.0"):
         check_messages(replace(schedule, stages=(schedule.stages[0], schedule.stages[1][:3])))

@@ -82,11 +82,11 @@ REFUSED = (
     ((12, 7, "even", 2), "7 slices of at least 2 tokens each; use at most 6 slices"),
     ((3, 4, "even", 1), "4 slices of at least a token each; use at most 3 slices"),
     ((13, 2, "even", 4), "a multiple of 4 tokens .* are 12 or 16"),
-    ((3, 1, "even", 4), "the nearest lengths that can be are 4"),
-    ((12, 2, (5, 5), 1), "there must be 2, of 12 tokens together; the nearest that fit are 6,6"),
-    ((12, 2, (5, 7), 2), "each a multiple of 2; the nearest that fit are 6,6"),
-    ((12, 2, (12, 0), 1), "the nearest that fit are 11,1"),
-    ((12, 3, (6, 6), 1), "there must be 3, of 12 tokens together; the nearest that fit are 5,4,3"),
+    ((3, 1, "even", 4), "the nearest possible lengths are 4"),
+    ((12, 2, (5, 5), 1), "give 2 slices of 12 tokens in total; the nearest lengths that fit are 6,6"),
+    ((12, 2, (5, 7), 2), "each a multiple of 2; the nearest lengths that fit are 6,6"),
+    ((12, 2, (12, 0), 1), "the nearest lengths that fit are 11,1"),
+    ((12, 3, (6, 6), 1), "give 3 slices of 12 tokens in total; the nearest lengths that fit are 5,4,3"),
 )
 
 
@@ -95,7 +95,7 @@ def test_refusals_name_the_nearest(arguments: tuple, message: str) -> None:
     num_tokens, num_slices, partition, multiple = arguments
     with pytest.raises(ValueError, match=message) as error:
         slice_lengths(num_tokens, num_slices, partition, None, multiple)
-    found = re.search(r"nearest that fit are ([\d,]+)", str(error.value))
+    found = re.search(r"nearest lengths that fit are ([\d,]+)", str(error.value))
     if found:
         nearest = parse_partition(found[1])
         assert slice_lengths(num_tokens, num_slices, nearest, None, multiple) == nearest

@@ -29,11 +29,11 @@ def with_parts(number: int, *parts: PagePart) -> PageTable:
 DAMAGES: dict[str, tuple[Callable[[], PageTable], str]] = {
     "a part is left out": (lambda: with_parts(4, PagePart(3, 8, 0, 0)), "a page or a part is empty"),
     "an empty page": (lambda: with_parts(4), "a page or a part is empty"),
-    "the last part is left out": (lambda: replace(TABLE, pages=TABLE.pages[:-1]), "e has 8 elements and 0 lie in"),
-    "a part is held twice": (lambda: with_parts(2, PagePart(0, 3, 0, 8)), "a has a gap or is held twice"),
+    "the last part is left out": (lambda: replace(TABLE, pages=TABLE.pages[:-1]), "e has 8 elements, but 0 are in"),
+    "a part is held twice": (lambda: with_parts(2, PagePart(0, 3, 0, 8)), "a has a gap or is in two places"),
     "pages in another order": (
         lambda: replace(TABLE, pages=(TABLE.pages[0], TABLE.pages[2], TABLE.pages[1], *TABLE.pages[3:])),
-        "a has a gap or is held twice",
+        "a has a gap or is in two places",
     ),
     "a gap in the page": (lambda: with_parts(5, PagePart(2, 0, 1, 3)), "parts are not packed into 8 elements"),
     "more than a page": (lambda: with_parts(6, PagePart(4, 0, 0, 9)), "parts are not packed into 8 elements"),
@@ -43,7 +43,7 @@ DAMAGES: dict[str, tuple[Callable[[], PageTable], str]] = {
     "a page of another group": (lambda: with_page(5, replace(TABLE.pages[5], group=0)), "tensors of two groups"),
     "with and without a copy": (lambda: with_page(6, replace(TABLE.pages[6], has_copy=True)), "with and without"),
     "copies come last": (
-        lambda: replace(TABLE, pages=(TABLE.pages[6], *TABLE.pages[:6])), "a page with copies comes after one without"
+        lambda: replace(TABLE, pages=(TABLE.pages[6], *TABLE.pages[:6])), "with copies comes after a page without"
     ),
     "three long tensors in a page": (
         lambda: PageTable(
@@ -82,15 +82,15 @@ FETCH, UPDATE, RETURN, READ, WRITE = Kind
     [
         (MOVES[:-1], "page 6 has 0 moves of kind return"),
         ([*MOVES, *[Move(kind, 0, 0) for kind in (FETCH, UPDATE, RETURN)]], "page 0 has 2 moves of kind fetch, not 1"),
-        ([*MOVES, Move(FETCH, 7, 0)], "there is no such page or buffer"),
-        ([*MOVES, Move(FETCH, 0, 2)], "there is no such page or buffer"),
-        ([MOVES[0], Move(FETCH, 1, 0)], "buffer 0 still holds page 0"),
-        ([MOVES[0], Move(UPDATE, 0, 0), Move(FETCH, 2, 0)], "buffer 0 still holds page 0"),
-        ([Move(UPDATE, 0, 0)], "buffer 0 does not hold page 0 after fetch"),
-        ([MOVES[0], Move(RETURN, 0, 0)], "buffer 0 does not hold page 0 after update"),
-        ([MOVES[0], Move(UPDATE, 0, 1)], "buffer 1 does not hold page 0 after fetch"),
-        ([MOVES[0], Move(UPDATE, 1, 0)], "buffer 0 does not hold page 1 after fetch"),
-        ([MOVES[0], Move(UPDATE, 0, 0), Move(UPDATE, 0, 0)], "buffer 0 does not hold page 0 after fetch"),
+        ([*MOVES, Move(FETCH, 7, 0)], "no such page or buffer"),
+        ([*MOVES, Move(FETCH, 0, 2)], "no such page or buffer"),
+        ([MOVES[0], Move(FETCH, 1, 0)], "buffer 0 still has page 0"),
+        ([MOVES[0], Move(UPDATE, 0, 0), Move(FETCH, 2, 0)], "buffer 0 still has page 0"),
+        ([Move(UPDATE, 0, 0)], "buffer 0 does not have page 0 after fetch"),
+        ([MOVES[0], Move(RETURN, 0, 0)], "buffer 0 does not have page 0 after update"),
+        ([MOVES[0], Move(UPDATE, 0, 1)], "buffer 1 does not have page 0 after fetch"),
+        ([MOVES[0], Move(UPDATE, 1, 0)], "buffer 0 does not have page 1 after fetch"),
+        ([MOVES[0], Move(UPDATE, 0, 0), Move(UPDATE, 0, 0)], "buffer 0 does not have page 0 after fetch"),
     ],
 )
 def test_damaged_moves_break_their_law(moves: list[Move], law: str) -> None:
@@ -116,17 +116,17 @@ def without(*unwanted: Move) -> list[Move]:
     ("moves", "law"),
     [
         (without(Move(WRITE, 5, 0)), "page 5 has 0 moves of kind write, not 1"),
-        (without(Move(READ, 5, 0)), "slot 0 does not hold page 5 after update"),
+        (without(Move(READ, 5, 0)), "slot 0 does not have page 5 after update"),
         (without(Move(READ, 5, 0), Move(WRITE, 5, 0)), "page 5 has 0 moves of kind read, not 1"),
-        ([*WITH_DISK, Move(READ, 5, 1), Move(WRITE, 5, 1)], "slot 1 does not hold page 5 after "),
-        ([Move(READ, 0, 0), Move(READ, 1, 0)], "slot 0 still holds page 0"),
-        ([Move(READ, 0, 4)], "there is no such page or slot"),
-        ([Move(READ, 0, 0), Move(WRITE, 0, 0)], "slot 0 does not hold page 0 after update"),
+        ([*WITH_DISK, Move(READ, 5, 1), Move(WRITE, 5, 1)], "slot 1 does not have page 5 after "),
+        ([Move(READ, 0, 0), Move(READ, 1, 0)], "slot 0 still has page 0"),
+        ([Move(READ, 0, 4)], "no such page or slot"),
+        ([Move(READ, 0, 0), Move(WRITE, 0, 0)], "slot 0 does not have page 0 after update"),
         (
             [FETCH_0 := Move(FETCH, 0, 0), Move(UPDATE, 0, 0), Move(READ, 0, 0)],
-            "slot 0 does not hold page 0 after read",
+            "slot 0 does not have page 0 after read",
         ),
-        ([FETCH_0, Move(READ, 0, 2), Move(UPDATE, 0, 0), Move(WRITE, 0, 1)], "slot 1 does not hold page 0 after"),
+        ([FETCH_0, Move(READ, 0, 2), Move(UPDATE, 0, 0), Move(WRITE, 0, 1)], "slot 1 does not have page 0 after"),
     ],
 )
 def test_damaged_moves_of_a_disk_break_their_law(moves: list[Move], law: str) -> None:
