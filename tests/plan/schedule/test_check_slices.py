@@ -97,7 +97,7 @@ def with_ends(
         (with_ends(0, lambda e: (e[0] - 6, *e[1:])), r"ranks \[4, 5, 6\] slice sequence 0 differently"),
         (lambda cut: replace(cut, local_ends=(0, 0, 69)), "the local line do not divide its 70 tokens into 3 slices"),
         (lambda cut: replace(cut, local_ends=(40, 30, 70)), "the local line do not divide its 70 tokens into 3 slices"),
-        (lambda cut: replace(cut, kept=frozenset()), r"keys are kept for shards \[\], but the lengths require shards \[1\]"),
+        (lambda cut: replace(cut, kept=frozenset()), r"are kept for shards \[\], but the lengths require shards \[1\]"),
         (lambda cut: replace(cut, sent_sums=frozenset((1,))), r"gradient sums travel for shards \[1\]"),
         (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept for shards \[0, 1\]"),
         (lambda cut: replace(cut, swapped=frozenset((1,))), r"keys are swapped to host memory for shards \[1\]"),

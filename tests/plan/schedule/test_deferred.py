@@ -61,7 +61,7 @@ def test_no_stage_holds_more_than_the_first_without(p: int, m: int, k: int, eage
         (lambda a: [Action("W", 0, 0), *(one for one in a if one != Action("W", 0, 0))], "W0.0 runs before B0.0"),
         (lambda a: [one._replace(micro_batch=1 - one.micro_batch) if one.kind == "W" else one for one in a],
          "W1.0 runs (before B1.0|instead of the weight gradients of B0.0)"),
-        (lambda a: sorted(a, key=lambda one: one.kind == "W"), "the activations of 3 slices at the same time, but at most 2"),
+        (lambda a: sorted(a, key=lambda one: one.kind == "W"), "of 3 slices at the same time, but at most 2"),
     ],
 )  # fmt: skip
 def test_broken_rows_are_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]
