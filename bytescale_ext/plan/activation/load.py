@@ -168,7 +168,7 @@ class LayerLoad:
     def __post_init__(self) -> None:
         held = self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
         if self.expert_bytes:
-            held = tuple(replace(one, bytes=one.bytes + one.tokens * self.expert_bytes) for one in held)
+            held = tuple(replace(moment, bytes=moment.bytes + moment.tokens * self.expert_bytes) for moment in held)
         widest = max(tensor.bytes_per_token for tensor in self.tensors)
         object.__setattr__(self, "moments", held)
         object.__setattr__(self, "working_bytes", self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token))

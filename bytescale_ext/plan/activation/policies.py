@@ -92,14 +92,14 @@ def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
     keeps_all = ActivationPlan("priced")
     if forecast(keeps_all, load, machine).fits(machine):  # others rebuild at least outputs of norms
         return keeps_all
-    found = []
+    plans = []
     for resident in range(min(load.resident_layers, load.num_layers), load.num_layers):
         unmoved, moved = (DeviceNeed.of(load, resident, moves, products=True) for moves in (False, True))
         shares = *_unmoved(load, machine, unmoved), *_corners(load, machine, resident, moved)
         for input_swap, keep, swap in shares:
             plan = ActivationPlan("priced", swap, max(0.0, 1.0 - swap - keep), input_swap, True, resident)
-            found.append((forecast(plan, load, machine, moved if input_swap or swap else unmoved), plan))
-    return _fastest(found, machine)
+            plans.append((forecast(plan, load, machine, moved if input_swap or swap else unmoved), plan))
+    return _fastest(plans, machine)
 
 
 def _unmoved(load: LayerLoad, machine: Machine, need: DeviceNeed) -> Iterable[tuple[float, float, float]]:
@@ -146,7 +146,7 @@ def _fastest(plans: list[tuple[ActivationForecast, ActivationPlan]], machine: Ma
     fitting = [(prediction, plan) for prediction, plan in plans if prediction.fits(machine)]
     if not fitting:
         return None
-    return min(fitting, key=lambda one: (one[0].step_seconds, one[0].host_bytes))[1]
+    return min(fitting, key=lambda candidate: (candidate[0].step_seconds, candidate[0].host_bytes))[1]
 
 
 def _chosen(

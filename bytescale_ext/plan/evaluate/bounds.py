@@ -121,8 +121,8 @@ class _Sliced:
 
     def seconds(self, stage: StageCost, tokens: Floats, widths: Floats) -> tuple[Floats, Floats]:
         """Return the forward and backward cost of each slice without g: [n, k]; ``tokens`` and ``widths``: [n]."""
-        cut = SliceShares.of(self.first.both, tokens, widths, self.slicing)
-        (forward, _), (backward, _) = cut.stage_costs(stage)
+        shares = SliceShares.of(self.first.both, tokens, widths, self.slicing)
+        (forward, _), (backward, _) = shares.stage_costs(stage)
         return forward, backward
 
     def through(self, stages: Sequence[StageCost], length: float) -> float:

@@ -68,7 +68,7 @@ def brute_force(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> fl
     least_area = [min(mode.width * mode.seconds for mode in of_seq) for of_seq in modes]
     least_time = [min(mode.seconds for mode in of_seq) for of_seq in modes]
     best = _list_makespan(modes, num_ranks)
-    seen: dict[frozenset[int], list[tuple[float, ...]]] = {}
+    earlier_ready: dict[frozenset[int], list[tuple[float, ...]]] = {}
 
     def search(left: frozenset[int], ready: tuple[float, ...], last_start: float) -> None:
         nonlocal best
@@ -81,7 +81,7 @@ def brute_force(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> fl
             (sum(usable) + sum(least_area[seq] for seq in left)) / num_ranks,
             min(usable) + max(least_time[seq] for seq in left),
         )
-        known = seen.setdefault(left, [])
+        known = earlier_ready.setdefault(left, [])
         if bound >= best * (1 - 1e-12) or any(_is_no_later(other, usable) for other in known):
             return
         known.append(usable)
@@ -136,9 +136,9 @@ def solve(lengths: Sequence[int], cluster: Cluster, cost: CostModel, limit_secon
     solver.parameters.max_time_in_seconds = limit_seconds
     solver.parameters.num_workers = 1
     status = solver.solve(model)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    has_solution = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     rounding = len(modes) * unit  # each interval lost less than a unit
-    reached = solver.objective_value * unit + rounding if found else horizon_seconds
+    reached = solver.objective_value * unit + rounding if has_solution else horizon_seconds
     return Optimum(min(reached, horizon_seconds), solver.best_objective_bound * unit, status == cp_model.OPTIMAL)
 
 

@@ -84,30 +84,30 @@ class PolicyChoice:
         placed = place(last.kept_of(problem).of(problem), thorough=False)
         if not len(problem.lengths):
             return last.slicing, placed
-        found, tried = self._timed(problem, placed), {last.kept_of(problem)}
-        for _, option in sorted(found, key=_seconds)[:TRIES]:
+        timed, placed_options = self._timed(problem, placed), {last.kept_of(problem)}
+        for _, option in sorted(timed, key=_seconds)[:TRIES]:
             alike = option.kept_of(problem)
-            if alike not in tried:  # otherwise its placement would be the same
-                tried.add(alike)
-                found.append((Timed.of(option.of(problem), place(alike.of(problem), thorough=False)), option))
-        _, option = min(found, key=_seconds)
+            if alike not in placed_options:  # otherwise its placement would be the same
+                placed_options.add(alike)
+                timed.append((Timed.of(option.of(problem), place(alike.of(problem), thorough=False)), option))
+        _, option = min(timed, key=_seconds)
         placed = place(option.kept_of(problem).of(problem), thorough=True)
-        found.append((Timed.of(option.of(problem), placed), option))
-        best, _ = min(found, key=_seconds)
+        timed.append((Timed.of(option.of(problem), placed), option))
+        best, _ = min(timed, key=_seconds)
         return best.slicing, best.placed
 
     def _timed(self, problem: Problem, placed: PlacedRanks) -> list[tuple[Timed, PolicyOption]]:
         """Time a placement in each option. Options that keep the keys of the same rings have equal times."""
         rings = placed.lengths[placed.widths > 1]
         known: dict[PolicyOption, Timed] = {}
-        found = []
+        timed = []
         for option in self.fitting:
             longest = int(rings[rings <= option.slicing.kept_tokens].max(initial=0))
             alike = replace(option, slicing=replace(option.slicing, kept_tokens=longest))
             if alike not in known:
                 known[alike] = Timed.of(alike.of(problem), placed)
-            found.append((replace(known[alike], slicing=option.slicing), option))
-        return found
+            timed.append((replace(known[alike], slicing=option.slicing), option))
+        return timed
 
 
 def _seconds(found: tuple[Timed, PolicyOption]) -> float:

@@ -232,7 +232,7 @@ class _Slices:
     def of(cls, table: ShardTable, stages: Sequence[StageCost], slicing: Slicing) -> _Slices:
         num_slices = slicing.num_slices
         lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
-        cut = SliceShares.of(stages[0].both, lengths, widths, slicing, table.hops(stages[0].forward))
+        shares = SliceShares.of(stages[0].both, lengths, widths, slicing, table.hops(stages[0].forward))
         beyond_even = table.tokens - lengths / widths  # linear work counts the tokens of the shard itself
         cells = (table.rows[:, None] * num_slices + np.arange(num_slices)).ravel()
 
@@ -243,11 +243,11 @@ class _Slices:
         exposed = np.zeros_like(own)
         for cost in set(stages):
             same = [number for number, stage in enumerate(stages) if stage == cost]
-            ways = cut.stage_costs(cost)
-            for direction, one in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
+            ways = shares.stage_costs(cost)
+            for direction, one_way in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
                 costs, beyond_attention = ways[direction]
-                costs += one.b * beyond_even[:, None] * cut.tokens
-                own[:, direction, same] = (one.g + of_slices(costs))[:, None]
+                costs += one_way.b * beyond_even[:, None] * shares.tokens
+                own[:, direction, same] = (one_way.g + of_slices(costs))[:, None]
                 exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
         return cls(own, exposed)
 
@@ -291,10 +291,11 @@ def _deadlock_text(
     stuck = left.reshape(-1, num_slices, 2, num_virtual).any(axis=1)[table.row_groups]
     row, direction, virtual = (int(part[0]) for part in np.nonzero(stuck))
     rank = int(table.row_ranks[row])
-    what = f"the {'backward' if direction else 'forward'} of micro-batch {row - int(table.offsets[rank])}"
+    action = f"the {'backward' if direction else 'forward'} of micro-batch {row - int(table.offsets[rank])}"
     return (
-        f"the plan deadlocks: {int(left.sum())} of {left.size} actions never start, the first is {what} of rank {rank} "
-        f"on stage {virtual % num_stages}; a ring needs the same micro-batch index on all its ranks (aligned slots)"
+        f"the plan deadlocks: {int(left.sum())} of {left.size} actions never start, the first is {action} of rank "
+        f"{rank} on stage {virtual % num_stages}; a ring needs the same micro-batch index on all its "
+        "ranks (aligned slots)"
     )
 
 

@@ -76,25 +76,25 @@ class SlicingChoice:
         placed = place(replace(problem, slicing=first), thorough=False)
         if not longest:
             return first, placed
-        found = self._timed_options(problem, placed)
-        if min(found).slicing.longest_kept < _longest_ring(placed):  # narrower rings keep fewer keys
+        timed = self._timed_options(problem, placed)
+        if min(timed).slicing.longest_kept < _longest_ring(placed):  # narrower rings keep fewer keys
             placed = place(replace(problem, slicing=self.options[-1]), thorough=False)
-            found += self._timed_options(problem, placed)
-        for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:TRIES]:
-            found += self._placed(problem, slicing, place, thorough=False)
+            timed += self._timed_options(problem, placed)
+        for slicing in list(dict.fromkeys(candidate.slicing for candidate in sorted(timed)))[:TRIES]:
+            timed += self._placed(problem, slicing, place, thorough=False)
         if (
-            ONE_SLICE in self.options and min(found).slicing.longest_kept < longest
+            ONE_SLICE in self.options and min(timed).slicing.longest_kept < longest
         ):  # repeated transfers of keys cost more
-            found += self._placed(problem, ONE_SLICE, place, thorough=False)
-        found += self._placed(problem, min(found).slicing, place, thorough=True)
-        best = min(found)
+            timed += self._placed(problem, ONE_SLICE, place, thorough=False)
+        timed += self._placed(problem, min(timed).slicing, place, thorough=True)
+        best = min(timed)
         return best.slicing, best.placed
 
     def _placed(self, problem: Problem, slicing: Slicing, place: Place, thorough: bool) -> list[Timed]:
         """Place a step in these slices, with the longest kept keys that fit. Returns None if the slices do not fit."""
         placed = place(replace(problem, slicing=slicing), thorough)
         fitted = self._fitted(problem, _table(problem, placed), slicing)
-        return [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
+        return [Timed.of(replace(problem, slicing=option), placed) for option in fitted]
 
     def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
         """Time a placement in the fastest options that fit, with their longest kept keys.
@@ -104,14 +104,14 @@ class SlicingChoice:
         """
         table, longest = _table(problem, placed), _longest_ring(placed)
         all_kept = [replace(option, kept_tokens=longest if option.num_slices > 1 else 0) for option in self.options]
-        found: list[Timed] = []
+        timed: list[Timed] = []
         for ideal in sorted(Timed.of(replace(problem, slicing=slicing), placed) for slicing in all_kept):
-            if len(found) >= TRIES and sorted(found)[TRIES - 1].seconds <= ideal.seconds:
+            if len(timed) >= TRIES and sorted(timed)[TRIES - 1].seconds <= ideal.seconds:
                 break
-            for one in self._fitted(problem, table, ideal.slicing):
-                found.append(ideal if one == ideal.slicing else Timed.of(replace(problem, slicing=one), placed))
-        if found:
-            return found
+            for fitted in self._fitted(problem, table, ideal.slicing):
+                timed.append(ideal if fitted == ideal.slicing else Timed.of(replace(problem, slicing=fitted), placed))
+        if timed:
+            return timed
         least = min(self.options, key=lambda option: self._bytes(problem, table, option))
         return [Timed.of(replace(problem, slicing=least), placed)]
 
@@ -130,12 +130,12 @@ class SlicingChoice:
         if with_sums is None or with_sums.kept_tokens == lengths[-1]:
             return [] if with_sums is None else [with_sums]
         keys = _longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0), fits) or with_sums
-        found = [with_sums]
+        options = [with_sums]
         if keys.kept_tokens > with_sums.kept_tokens:
-            found.append(_with_longest_sums(keys, lengths, fits))
+            options.append(_with_longest_sums(keys, lengths, fits))
         if self.host_bytes and keys.kept_tokens < lengths[-1]:
-            found += self._swapped(problem, table, keys, lengths)
-        return found
+            options += self._swapped(problem, table, keys, lengths)
+        return options
 
     def _swapped(self, problem: Problem, table: ShardTable, option: Slicing, lengths: Sequence[int]) -> list[Slicing]:
         """Return an option that swaps as many keys of the longest sequences as fit in host memory, or None.
@@ -155,8 +155,8 @@ class SlicingChoice:
             return []
         with_sums = _with_longest_sums(with_keys, lengths, fits)
         longer = [length for length in lengths if length > with_sums.kept_tokens]
-        found = _longest(longer, lambda most: replace(with_sums, swapped_tokens=most), fits_host)
-        return [] if found is None else [found]
+        swapping = _longest(longer, lambda most: replace(with_sums, swapped_tokens=most), fits_host)
+        return [] if swapping is None else [swapping]
 
     def _fits(self, problem: Problem, table: ShardTable, slicing: Slicing) -> bool:
         return self._bytes(problem, table, slicing) <= self.device_bytes
@@ -198,16 +198,16 @@ def _longest(
     lengths: Sequence[int], slicing_of: Callable[[int], Slicing], fits: Callable[[Slicing], bool]
 ) -> Slicing | None:
     """Return the slicing of the largest length that fits, or None. Larger lengths take more memory."""
-    found, low, high = None, 0, len(lengths) - 1
+    longest, low, high = None, 0, len(lengths) - 1
     number = high  # often all lengths fit
     while low <= high:
-        tried = slicing_of(lengths[number])
-        if fits(tried):
-            found, low = tried, number + 1
+        slicing = slicing_of(lengths[number])
+        if fits(slicing):
+            longest, low = slicing, number + 1
         else:
             high = number - 1
         number = (low + high) // 2
-    return found
+    return longest
 
 
 def _with_longest_sums(kept: Slicing, lengths: Sequence[int], fits: Callable[[Slicing], bool]) -> Slicing:

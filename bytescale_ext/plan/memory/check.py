@@ -49,7 +49,7 @@ def _check_disjoint(plan: MemoryPlan) -> int:
         begin, end = plan.addresses[index], plan.addresses[index] + plan.requests[index].num_bytes
         gone = [other for other in alive if plan.requests[other].stop <= plan.requests[index].start]
         if gone:
-            total -= sum(plan.requests[one].num_bytes for one in gone)
+            total -= sum(plan.requests[number].num_bytes for number in gone)
             alive = [other for other in alive if plan.requests[other].stop > plan.requests[index].start]
         for other in alive:
             low, high = plan.addresses[other], plan.addresses[other] + plan.requests[other].num_bytes
@@ -96,23 +96,25 @@ def check_covers(plan: TwoLevelPlan, requests: Sequence[Request]) -> None:
     recorded = {request.start: request for request in requests}
     if len(recorded) != len(requests):
         raise PlanError(">> two requests of the step begin at the same time")
-    found: list[tuple[Request, int]] = []
-    for index, (one, base) in enumerate(zip(plan.model.requests, plan.model.addresses, strict=True)):
-        words = one.name.split()
+    placed: list[tuple[Request, int]] = []
+    for index, (block, base) in enumerate(zip(plan.model.requests, plan.model.addresses, strict=True)):
+        words = block.name.split()
         level = plan.levels.get(words[2]) if len(words) == 3 and words[0] == "layer" else None
-        parts = [(one, base, 0)]
+        parts = [(block, base, 0)]
         if level is not None:
             pairs = zip(level.requests, level.addresses, strict=True)
-            parts = [(part, base + address, one.start) for part, address in pairs]
+            parts = [(part, base + address, block.start) for part, address in pairs]
         for part, address, since in parts:
             request = recorded.pop(part.start + since, None)
             if request is None or (request.num_bytes, request.stop) != (part.num_bytes, part.stop + since):
-                _fail(plan.model, f"{part.name} of {one.name} is not in the step, or has another size or life", [index])
-            found.append((request, address))
+                _fail(
+                    plan.model, f"{part.name} of {block.name} is not in the step, or has another size or life", [index]
+                )
+            placed.append((request, address))
     if recorded:
         raise PlanError(f">> {next(iter(recorded.values())).name} of the step has no address")
-    found.sort(key=lambda pair: pair[0].start)
-    whole = MemoryPlan(tuple(request for request, _ in found), tuple(address for _, address in found), 0, False)
+    placed.sort(key=lambda pair: pair[0].start)
+    whole = MemoryPlan(tuple(request for request, _ in placed), tuple(address for _, address in placed), 0, False)
     _check_disjoint(whole)
     if whole.peak != plan.model.peak:
         raise PlanError(f">> the step needs {whole.peak} bytes at its addresses, but {plan.model.peak} are planned")

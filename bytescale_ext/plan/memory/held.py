@@ -125,10 +125,10 @@ class _Slices:
     @classmethod
     def of(cls, table: ShardTable, cost: CostModel, slicing: Slicing) -> _Slices:
         lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
-        cut = SliceShares.of(cost, lengths, widths, slicing)
-        shares = np.where((widths == 1)[:, None], local_shares(table, cost, slicing.num_slices), cut.tokens)
+        slice_shares = SliceShares.of(cost, lengths, widths, slicing)
+        shares = np.where((widths == 1)[:, None], local_shares(table, cost, slicing.num_slices), slice_shares.tokens)
         cells = (table.rows[:, None] * slicing.num_slices + np.arange(slicing.num_slices)).ravel()
-        of_others = np.where(cut.kept & (widths > 1), lengths - table.tokens, 0.0)
+        of_others = np.where(slice_shares.kept & (widths > 1), lengths - table.tokens, 0.0)
         num_cells = table.num_rows * slicing.num_slices
 
         def of_slices(whole: Floats | Ints) -> Floats:
@@ -138,10 +138,10 @@ class _Slices:
 
         return cls(
             own=of_slices(table.tokens),
-            kept=of_slices(of_others * ~cut.swapped),
-            kept_sums=of_slices(of_others * cut.summed),
-            own_swapped=of_slices(table.tokens * cut.swapped),
-            swapped=of_slices(lengths * cut.swapped),
+            kept=of_slices(of_others * ~slice_shares.swapped),
+            kept_sums=of_slices(of_others * slice_shares.summed),
+            own_swapped=of_slices(table.tokens * slice_shares.swapped),
+            swapped=of_slices(lengths * slice_shares.swapped),
         )
 
     def summed(self, num_slices: int) -> Floats:
@@ -179,7 +179,7 @@ def peak_memory(
     summed, read = slices.summed(slicing.num_slices), slices.read(slicing.num_slices)
     rows = slices.own if memory.rows_multiple == 1 else padded_rows(slices.own, memory.rows_multiple)
     attended = np.cumsum(rows.reshape(-1, slicing.num_slices), axis=1).ravel()
-    found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((4, num_stages, table.num_ranks))
+    peaks, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((4, num_stages, table.num_ranks))
     bytes_of_token = np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
     is_swapped = bool(slices.swapped.any())
     last = WEIGHTS if slicing.zero_bubble else BACKWARD  # the pass after which a slice's activations are free
@@ -194,8 +194,8 @@ def peak_memory(
             in_host = np.cumsum(changes, axis=2) / num_chunks
             in_layer[0] -= in_host[1] * layer.keys
             in_layer[1] += _in_two_layers(read[units]) * layer.keys / memory.num_layers[stage]
-            found[3, stage, ranks] = in_host[0].max(axis=1)
-        found[:3, stage, ranks] = [each.max(axis=1) for each in (*over_time[:2], in_layer.sum(axis=0))]
+            peaks[3, stage, ranks] = in_host[0].max(axis=1)
+        peaks[:3, stage, ranks] = [each.max(axis=1) for each in (*over_time[:2], in_layer.sum(axis=0))]
         passes = _of_passes(memory, stage, rows[units], attended[units], ways)
         if slicing.receives_ahead and stage and memory.passes is not None:
             passes += memory.passes.message * _of_next_forward(rows[units], ways)
@@ -205,7 +205,7 @@ def peak_memory(
         in_stage = np.concatenate((in_layer * memory.num_layers[stage], passes[None]))
         peak = in_stage.sum(axis=0).argmax(axis=1)
         parts[:, stage, ranks] = np.take_along_axis(in_stage, peak[None, :, None], axis=2)[:, :, 0]
-    tokens, kept_keys, layer_bytes, host_keys = found
+    tokens, kept_keys, layer_bytes, host_keys = peaks
     return PeakMemory(tokens, kept_keys, layer_bytes, host_keys, parts)
 
 
@@ -302,7 +302,7 @@ def held_slices(
     copies = 4 if kept_tokens else 2  # keys and gradients of a kernel call; in rings a local and a travelling sum
     sums = [others * layer.key_sums * length for length in lengths]
     tokens = of_sums = 0.0
-    found = set()
+    moments = set()
     for action in schedule.stages[stage]:
         index = action.slice_index
         if action.kind == "F":
@@ -315,9 +315,9 @@ def held_slices(
         on_device, in_host = (0.0, of_keys) if is_swapped else (of_keys, 0.0)
         held_bytes, read = on_device + share * max(before, of_sums), 2 * others * attended * is_swapped
         head = layer.head * max(0.0, share * tokens - lengths[index])
-        found.add(HeldSlices(lengths[index], share * tokens, held_bytes, copies * attended, read, in_host, head))
+        moments.add(HeldSlices(lengths[index], share * tokens, held_bytes, copies * attended, read, in_host, head))
         tokens -= lengths[index]
-    return most_held(found)
+    return most_held(moments)
 
 
 def most_held(found: Iterable[HeldSlices]) -> tuple[HeldSlices, ...]:

@@ -63,27 +63,29 @@ def plan_step(
     """
     starts = [request.start for request in requests]
     inside = {
-        one: requests_within(
-            requests[bisect.bisect_left(starts, one.start) : bisect.bisect_left(starts, one.stop)], one.start, one.stop
+        layer_pass: requests_within(
+            requests[bisect.bisect_left(starts, layer_pass.start) : bisect.bisect_left(starts, layer_pass.stop)],
+            layer_pass.start,
+            layer_pass.stop,
         )
-        for one in passes
+        for layer_pass in passes
     }
     patterns: dict[tuple[str, tuple[tuple[int, int, int], ...]], list[Pass]] = {}
-    for one, held in inside.items():
+    for layer_pass, held in inside.items():
         pattern = tuple((request.num_bytes, request.start, request.stop) for request in held)
-        patterns.setdefault((one.kind, pattern), []).append(one)
+        patterns.setdefault((layer_pass.kind, pattern), []).append(layer_pass)
     levels: dict[str, MemoryPlan] = {}
     rest, blocks = {request.start: request for request in requests}, []
-    for (kind, pattern), found in patterns.items():
-        if not pattern or len(found) < 2:
+    for (kind, pattern), repeats in patterns.items():
+        if not pattern or len(repeats) < 2:
             continue
         others = sum(name.split("-")[0] == kind for name in levels)
         name = f"{kind}-{others + 1}" if others else kind
-        levels[name] = place(inside[found[0]])
-        for one in found:
+        levels[name] = place(inside[repeats[0]])
+        for layer_pass in repeats:
             for _, start, _ in pattern:
-                del rest[one.start + start]
-            block = TwoLevelPlan.block_name(one.layer, name)
-            blocks.append(Request(block, levels[name].peak, one.start, one.stop))
+                del rest[layer_pass.start + start]
+            block = TwoLevelPlan.block_name(layer_pass.layer, name)
+            blocks.append(Request(block, levels[name].peak, layer_pass.start, layer_pass.stop))
     model = sorted([*rest.values(), *blocks], key=lambda request: (request.start, request.name))
     return StepPlans(TwoLevelPlan(levels, place(model)), place(requests))

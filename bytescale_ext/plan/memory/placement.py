@@ -33,7 +33,7 @@ def plan_memory(requests: Sequence[Request]) -> MemoryPlan:
     placements = [place_online(requests)]
     if len(requests) <= MAX_ORDERED:
         placements.append(place_best_fit(requests))
-    addresses = min(reversed(placements), key=lambda found: _peak(requests, found))
+    addresses = min(reversed(placements), key=lambda placement: _peak(requests, placement))
     bound = liveness_bound(requests)
     plan = MemoryPlan(tuple(requests), addresses, bound, _peak(requests, addresses) == bound)
     check_memory_plan(plan)
@@ -70,8 +70,8 @@ def place_best_fit(requests: Sequence[Request]) -> tuple[int, ...]:
         lambda i: (-requests[i].num_bytes * (requests[i].stop - requests[i].start), i),
         lambda i: (requests[i].start - requests[i].stop, -requests[i].num_bytes, i),
     )
-    found = [_place_in_order(requests, sorted(range(len(requests)), key=order)) for order in orders]
-    return min(found, key=lambda addresses: _peak(requests, addresses))
+    placements = [_place_in_order(requests, sorted(range(len(requests)), key=order)) for order in orders]
+    return min(placements, key=lambda addresses: _peak(requests, addresses))
 
 
 def _place_in_order(requests: Sequence[Request], order: Sequence[int]) -> tuple[int, ...]:

@@ -121,15 +121,17 @@ class StepRecord:
     def differences(self, other: StepRecord) -> list[str]:
         """Return the reasons why a plan of this record cannot serve ``other``, which may have fewer tokens."""
         mine, theirs = self._compared(), other._compared()
-        found = [f"{name} is {mine[name]} there and {theirs[name]} here" for name in mine if mine[name] != theirs[name]]
+        reasons = [
+            f"{name} is {mine[name]} there and {theirs[name]} here" for name in mine if mine[name] != theirs[name]
+        ]
         if other.num_tokens > self.num_tokens:
-            found.append(f"it is for {self.num_tokens} tokens and micro-batches have up to {other.num_tokens}")
+            reasons.append(f"it is for {self.num_tokens} tokens and micro-batches have up to {other.num_tokens}")
         for field in fields(ActivationPlan):
-            one, two = getattr(self.activations, field.name), getattr(other.activations, field.name)
-            near = isinstance(one, float) and abs(one - two) <= SHARE_TOLERANCE
-            if field.name != "policy" and one != two and not near:
-                found.append(f"the {field.name} of activations is {one} there and {two} here")
-        return found
+            own, other_value = getattr(self.activations, field.name), getattr(other.activations, field.name)
+            near = isinstance(own, float) and abs(own - other_value) <= SHARE_TOLERANCE
+            if field.name != "policy" and own != other_value and not near:
+                reasons.append(f"the {field.name} of activations is {own} there and {other_value} here")
+        return reasons
 
     def _compared(self) -> dict[str, object]:
         """Return the values that must be equal, by their names in messages."""
@@ -177,9 +179,9 @@ class StepMemory:
 
     def check_serves(self, step: StepRecord, where: object) -> None:
         """Raise ValueError, which names all differences, unless the plan serves this step."""
-        found = self.record.differences(step)
-        if found:
+        reasons = self.record.differences(step)
+        if reasons:
             raise ValueError(
-                f"--memory-plan {where} is for another model or step: {'; '.join(found)}; record one with "
+                f"--memory-plan {where} is for another model or step: {'; '.join(reasons)}; record one with "
                 "--record-memory-plan, or with `bytescale memory-plan` and these sizes"
             )

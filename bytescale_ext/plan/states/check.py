@@ -31,13 +31,13 @@ def check_pages(table: PageTable) -> None:
         _check_page(table, number, page)
         used = 0
         for part in page.parts:
-            seen, end = ends.get(part.tensor, (0, number * length + part.page_start))
+            num_checked, end = ends.get(part.tensor, (0, number * length + part.page_start))
             if part.page_start != used or used + part.num_elements > length:
                 _fail(table, number, f"parts are not packed into {length} elements")
-            if (part.tensor_start, number * length + part.page_start) != (seen, end):
+            if (part.tensor_start, number * length + part.page_start) != (num_checked, end):
                 _fail(table, number, f"{table.tensors[part.tensor].name} has a gap or is in two places")
             used += part.num_elements
-            ends[part.tensor] = seen + part.num_elements, end + part.num_elements
+            ends[part.tensor] = num_checked + part.num_elements, end + part.num_elements
     for number, tensor in enumerate(table.tensors):
         if ends.get(number, (0, 0))[0] != tensor.num_elements:
             lies = f"{tensor.name} has {tensor.num_elements} elements, but {ends.get(number, (0, 0))[0]} are in pages"
@@ -86,9 +86,9 @@ def check_moves(table: PageTable, moves: Sequence[Move], on_disk: Collection[int
     counts = Counter((move.kind, move.page) for move in moves)
     for page in range(len(table.pages)):
         for kind in Kind:
-            wanted = int(kind not in DISK_KINDS or page in on_disk)
-            if counts[kind, page] != wanted:
-                _fail_moves(moves, None, f"page {page} has {counts[kind, page]} moves of kind {kind}, not {wanted}")
+            expected = int(kind not in DISK_KINDS or page in on_disk)
+            if counts[kind, page] != expected:
+                _fail_moves(moves, None, f"page {page} has {counts[kind, page]} moves of kind {kind}, not {expected}")
 
 
 def _check_places(

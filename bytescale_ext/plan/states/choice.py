@@ -130,7 +130,7 @@ class StateChoice:
         if self.resident_bytes:
             why = f"resident takes {in_gigabytes(self.resident_bytes)} GB of device memory"
         lines = [f"> bytescale: states auto ({why}): {self.chosen.described()}"]
-        others = "; ".join(f"{one.option.described()} {one.seconds:.4g} s" for one in self.others)
+        others = "; ".join(f"{prediction.option.described()} {prediction.seconds:.4g} s" for prediction in self.others)
         return "\n".join([*lines, f"> bytescale: states auto, what else fits: {others or 'nothing'}"])
 
 
@@ -145,22 +145,25 @@ def all_options(stages: Sequence[int], has_disk: bool) -> tuple[StateOption, ...
 
 def choose_states(problem: StateProblem) -> StateChoice:
     """Return the choice. Raises ValueError, which names sufficient device or host memory, if no option fits."""
-    fitting = sorted(_fitting(problem), key=lambda one: one.seconds)
+    fitting = sorted(_fitting(problem), key=lambda prediction: prediction.seconds)
     if not fitting:
         raise ValueError(_remedy(problem))
-    equal = [one for one in fitting if one.seconds <= fitting[0].seconds * _EQUAL]
-    chosen = min(equal, key=lambda one: problem.options.index(one.option))
-    best = {one.option.stage: one for one in reversed(fitting)}
-    others = sorted((one for stage, one in best.items() if stage != chosen.option.stage), key=lambda one: one.seconds)
+    equal = [prediction for prediction in fitting if prediction.seconds <= fitting[0].seconds * _EQUAL]
+    chosen = min(equal, key=lambda prediction: problem.options.index(prediction.option))
+    best = {prediction.option.stage: prediction for prediction in reversed(fitting)}
+    others = sorted(
+        (prediction for stage, prediction in best.items() if stage != chosen.option.stage),
+        key=lambda prediction: prediction.seconds,
+    )
     resident = 0.0 if 0 in best else _least_device(replace(problem, options=problem.options[:1])) or 0.0
     return StateChoice(chosen, tuple(others), resident)
 
 
 def _fitting(problem: StateProblem) -> Iterator[OptionForecast]:
     for option in problem.options:
-        found = predict_option(problem, option)
-        if found is not None:
-            yield found
+        prediction = predict_option(problem, option)
+        if prediction is not None:
+            yield prediction
 
 
 def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast | None:
@@ -174,8 +177,11 @@ def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast
     if least < 0 or in_build > machine.device_bytes or in_file > problem.disk_bytes:
         return None
     traffic = [LayerTraffic.of(case, option, problem.speeds) for case in cases]
-    loads = [one.longer(stage.load, option.window_layers) for one, stage in zip(traffic, problem.stages, strict=True)]
-    share = min(one.link_share(load) for one, load in zip(traffic, loads, strict=True))
+    loads = [
+        layer_traffic.longer(stage.load, option.window_layers)
+        for layer_traffic, stage in zip(traffic, problem.stages, strict=True)
+    ]
+    share = min(layer_traffic.link_share(load) for layer_traffic, load in zip(traffic, loads, strict=True))
     budgets = tuple(
         replace(
             machine,
@@ -186,13 +192,13 @@ def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast
         )
         for states, pages in zip(on_device, on_host, strict=True)
     )
-    found = [_activations(*of_stage) for of_stage in zip(problem.stages, loads, budgets, strict=True)]
-    needed = [one for one in found if one is not None]
-    if len(needed) < len(found):
+    forecasts = [_activations(*of_stage) for of_stage in zip(problem.stages, loads, budgets, strict=True)]
+    fitting = [predicted for predicted in forecasts if predicted is not None]
+    if len(fitting) < len(forecasts):
         return None
     each = max(
-        one.step_seconds + stage.end_seconds + end_seconds(stage.case, option, problem.speeds)
-        for one, stage in zip(needed, problem.stages, strict=True)
+        predicted.step_seconds + stage.end_seconds + end_seconds(stage.case, option, problem.speeds)
+        for predicted, stage in zip(fitting, problem.stages, strict=True)
     )
     update = problem.update_seconds(option)
     return OptionForecast(
@@ -201,8 +207,8 @@ def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast
         update_seconds=update,
         state_bytes=max(on_device),
         state_host_bytes=max(on_host),
-        activation_bytes=max(one.device_bytes for one in needed),
-        activation_host_bytes=max(one.host_bytes for one in needed),
+        activation_bytes=max(predicted.device_bytes for predicted in fitting),
+        activation_host_bytes=max(predicted.host_bytes for predicted in fitting),
         link_share=share,
     )
 
@@ -213,13 +219,14 @@ def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> Activat
     Training plans activations by the stage's own load, so this load must fit too.
     """
     machine = replace(left, host_bytes=left.host_bytes - stage.key_bytes)
-    found = []
+    forecasts = []
     try:
-        for one in (stage.load,) * (load != stage.load) + (load,):
-            found.append(forecast(stage.policy(one, machine), one, machine))
+        for planned_load in (stage.load,) * (load != stage.load) + (load,):
+            forecasts.append(forecast(stage.policy(planned_load, machine), planned_load, machine))
     except ValueError:
         return None
-    return found[-1] if machine.host_bytes >= 0 and all(one.fits(machine) for one in found) else None
+    has_room = machine.host_bytes >= 0 and all(predicted.fits(machine) for predicted in forecasts)
+    return forecasts[-1] if has_room else None
 
 
 def _remedy(problem: StateProblem) -> str:
@@ -234,9 +241,9 @@ def _remedy(problem: StateProblem) -> str:
         )
         if least is not None
     ]
-    what = f"give {' or '.join(remedies)}, or" if remedies else "use"
+    advice = f"give {' or '.join(remedies)}, or" if remedies else "use"
     return (
-        f"model states and activations do not fit in {budgets}: {what} fewer tokens in a micro-batch, more "
+        f"model states and activations do not fit in {budgets}: {advice} fewer tokens in a micro-batch, more "
         "pipeline stages or tensor-parallel ranks, or --use-distributed-optimizer"
     )
 

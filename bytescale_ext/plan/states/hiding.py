@@ -62,21 +62,21 @@ def computing_of(cost: ModelCost, lengths: Sequence[int], tokens_per_rank: int) 
     """
     tokens = np.array([length for length in lengths if length > 0], dtype=np.float64)
     is_long = tokens >= tokens_per_rank
-    found = []
+    groups = []
     for length, count in zip(*np.unique(tokens[is_long], return_counts=True), strict=True):
         width = -(-int(length) // tokens_per_rank)
-        found.append((count * float(width), *layer_seconds(cost, int(length), width)))
+        groups.append((count * float(width), *layer_seconds(cost, int(length), width)))
     short = tokens[~is_long]
     if len(short):
         packs = short.sum() / tokens_per_rank
-        one = cost.stage(1)
+        stage = cost.stage(1)
         forward, backward = (
             sum(float(part.sequence_cost(float(length), 1.0)) for length in short) / packs + part.g
-            for part in (one.forward, one.backward)
+            for part in (stage.forward, stage.backward)
         )
-        found.append((packs, forward, backward))
-    total = sum(number for number, _, _ in found)
-    return tuple(Computing(number / total, forward, backward) for number, forward, backward in found)
+        groups.append((packs, forward, backward))
+    total = sum(number for number, _, _ in groups)
+    return tuple(Computing(number / total, forward, backward) for number, forward, backward in groups)
 
 
 def hiding(case: StateCase, computing: Sequence[Computing], num_microbatches: int, speeds: Speeds) -> Hiding:
@@ -86,11 +86,11 @@ def hiding(case: StateCase, computing: Sequence[Computing], num_microbatches: in
     link = speeds.link_bytes_per_second
     of_layer = (case.num_parameters - case.with_layers(0).num_parameters) / layers * case.element_bytes
     hidden = 0.0
-    for one in computing:
+    for part in computing:
         of_gradients = of_layer / link if case.stage > 1 else 0.0
         of_parameters = traffic.parameters if case.window_layers > 1 else 0.0
-        in_backward = min(of_gradients, one.backward_seconds) + min(of_parameters, one.backward_seconds)
-        hidden += one.share * (in_backward + min(of_parameters, one.forward_seconds)) * link * layers
+        in_backward = min(of_gradients, part.backward_seconds) + min(of_parameters, part.backward_seconds)
+        hidden += part.share * (in_backward + min(of_parameters, part.forward_seconds)) * link * layers
     by_adam = 0.0
     if case.stage < 3:  # results return during Adam's step; in stage 1 gradients arrive during it too
         adam_seconds = sum(tensor.num_elements for tensor in case.tensors) * ADAM_BYTES / speeds.adam_bytes_per_second

@@ -126,11 +126,11 @@ class PageTable:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each tensor in a plane."""
-        found: dict[int, int] = {}
+        first_elements: dict[int, int] = {}
         for number, page in enumerate(self.pages):
             for part in page.parts:
-                found.setdefault(part.tensor, number * self.page_elements + part.page_start)
-        return tuple(found[number] for number in range(len(self.tensors)))
+                first_elements.setdefault(part.tensor, number * self.page_elements + part.page_start)
+        return tuple(first_elements[number] for number in range(len(self.tensors)))
 
     def described(self) -> str:
         """Return the table as text with one row per page."""

@@ -137,4 +137,4 @@ class _Clock:
 
 def optimizer_step_seconds(moves: Sequence[TimedMove]) -> float:
     """Return the end of the last move that the step waits for. The final writes overlap with the next step."""
-    return max((one.stop for one in moves if one.move.kind not in DISK_KINDS), default=0.0)
+    return max((timed.stop for timed in moves if timed.move.kind not in DISK_KINDS), default=0.0)
