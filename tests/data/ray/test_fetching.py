@@ -31,7 +31,7 @@ class Ray:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Ray:
     ray = Ray()
     monkeypatch.setattr(fetching, "ray_module", lambda: ray)
-    for name in ("_PATIENCE_SECONDS", "_SHARED_SECONDS"):
+    for name in ("_REPEAT_SECONDS", "_SHARED_SECONDS"):
         monkeypatch.setattr(fetching, name, 0.01)
     return ray
 

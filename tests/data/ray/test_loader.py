@@ -46,7 +46,7 @@ PLANNER = HdpPlanner(Cluster(NUM_RANKS, SEQ_LENGTH), (StageCost(UNIT, UNIT),), b
 @pytest.fixture(autouse=True)
 def ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten timeouts, so that a missing answer is an error within the time of a test."""
-    monkeypatch.setattr("bytescale_ext.data.ray.fetching._PATIENCE_SECONDS", 40.0)
+    monkeypatch.setattr("bytescale_ext.data.ray.fetching._REPEAT_SECONDS", 40.0)
 
 
 @pytest.fixture(scope="module")
