@@ -127,6 +127,7 @@ class StepState:
         weight_gradients: weight gradients that wait for idle time (zero bubble), in a step of our schedule; else None.
         expert_loads: routing loads that slices of one micro-batch share; None outside a step of slices.
         label_shares: labels of the step in proportion to its tokens, and to the first guesses of draft heads.
+        token_numbers: number of each row of the running pass, int64 [rows]; None in models without dropout or jitter.
         active_experts: mean number of experts per token if routers vary it; else None.
         stale_steps: number of steps whose gradients the parameters lack.
     """
@@ -136,6 +137,7 @@ class StepState:
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
     label_shares: LabelShares = LabelShares()
+    token_numbers: torch.Tensor | None = None
     active_experts: float | None = None
     stale_steps: int = 0
 

@@ -110,18 +110,16 @@ class Messages:
 
 
 @dataclass(frozen=True)
-class RandomStates:
-    """Settings that determine whether a resumed run repeats its random numbers.
+class Dropout:
+    """Settings of dropout.
 
     Attributes:
         hidden_dropout: share of hidden states that dropout sets to 0.
-        save: folder of checkpoints.
-        data_parallel_random_init: whether checkpoints contain the random state of every rank.
+        seed: seed of the masks.
     """
 
     hidden_dropout: float
-    save: Path | None
-    data_parallel_random_init: bool
+    seed: int
 
 
 @dataclass(frozen=True)

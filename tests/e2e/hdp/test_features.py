@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.corpora import write_documents
+from tests.e2e.hdp.test_sft import train_with_named_weights
 from tests.e2e.oracle import train_documents_one_by_one
 from tests.e2e.training import CLASSIC_MODEL, HDP, MODEL, TRAIN, Outcome, train, train_once, train_ranks
 
@@ -92,13 +93,35 @@ def test_bf16_learns(tmp_path: Path) -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
-def test_hidden_dropout_is_deterministic(corpus: Path, plain: Outcome) -> None:
-    """A second run and its recomputation draw the same random numbers, in rings too."""
-    flags = ["--hidden-dropout", 0.1, "--train-iters", 2]
-    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-    first, recomputed = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], full))
-    assert recomputed == pytest.approx(first, rel=1e-6)
-    assert first != pytest.approx(plain.losses[:2], rel=1e-3)
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+NOISE = {
+    "dropout": ["--hidden-dropout", 0.3],
+    "jitter": "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.5 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --moe-ffn-hidden-size 24".split(),
+}
+LAYOUTS: dict[str, tuple[int, list[object]]] = {
+    "rings of 4": (4, []),
+    "recomputed": (4, FULL_RECOMPUTE),
+    "tensor parallel": (4, [*TP_SP, "--hdp-tokens-per-rank", 128]),
+    "pipeline in slices": (2, "--pipeline-model-parallel-size 2 --hdp-tokens-per-rank 256 --seq1f1b-slices 2".split()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_belongs_to_documents_so_ranks_and_layouts_do_not_change_it(
+    noise: str, layout: str, corpus: Path, plain: Outcome
+) -> None:
+    """Each document has its masks, on one rank as in a ring; equal losses of a second step show equal gradients."""
+    num_ranks, flags = LAYOUTS[layout]
+    common = [*NOISE[noise], "--train-iters", 2]
+    alone = train_once(1, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 256, *common,
+                       entry=train_with_named_weights)  # fmt: skip
+    many = train_once(num_ranks, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *common, *flags,
+                      entry=train_with_named_weights)  # fmt: skip
+    assert many.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    assert alone.losses[0] != alone.losses[1]
+    assert alone.losses != pytest.approx(plain.losses[:2], rel=1e-3)
 
 
 @pytest.mark.parametrize("batch", [[], ["--eval-global-batch-size", 12]], ids=["same", "its own"])

@@ -19,7 +19,7 @@ from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import SampleBatches, running_step
 from megatron.bytescale.core.packed_seq_params import PackedUnit
 from megatron.bytescale.core.transformer.moe.gate import Gate, with_gate
-from megatron.bytescale.core.transformer.moe.gate_noise import numbers_of_documents, numbers_of_samples
+from megatron.bytescale.core.transformer.token_noise import numbers_of_documents, numbers_of_samples
 from megatron.bytescale.features.experts.loads import after_steps
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training

@@ -37,7 +37,7 @@ from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.options import current
-from megatron.bytescale.arguments.running import Batches, LossChecks, RandomStates
+from megatron.bytescale.arguments.running import Batches, LossChecks
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
 from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
 from megatron.bytescale.core.datasets.document_dataset import (
@@ -54,6 +54,7 @@ from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_sp
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams, PackedUnit
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
+from megatron.bytescale.core.transformer.document_dropout import number_tokens, use_document_dropout, uses_noise
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
@@ -90,6 +91,7 @@ def use_document_model(training: Training, runtime: Runtime) -> Training:
     """Give the model attention and positions of documents, and mark the end of the gradients."""
     training.model.transformer_layer_spec = document_layer_spec(runtime)
     training.model.pre_wrap_hooks.append(partial(prepare_model, runtime))
+    training.model.post_wrap_hooks.append(partial(use_document_dropout, runtime))
     return training.wrap_finalize(partial(wrap_finalize_model_grads, runtime=runtime))
 
 
@@ -131,12 +133,6 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     counted, calls = counting(kernel)
     comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
     runtime.add_parts(kernel=counted, kernel_calls=calls, comm=comm)
-    states = current(RandomStates)
-    if states.hidden_dropout and states.save and not states.data_parallel_random_init:
-        print_rank_0(
-            "> bytescale: checkpoints hold the random state of rank 0 alone, so dropout differs after resuming; "
-            "--data-parallel-random-init saves every rank's state, for resuming with the same number of ranks"
-        )
     return use_document_positions(model_chunks)
 
 
@@ -257,6 +253,9 @@ def forward_step(runtime: Runtime) -> ForwardStep:
             if not chunk.vp_stage and is_first:
                 # Once per micro-batch and stage, because Megatron's counter divides by that number.
                 count_sequences(packed.counted_lengths, runtime.device)
+        before_backward = None
+        if model.training and uses_noise(chunk.config):
+            before_backward = number_tokens(runtime, packed)
         packed = packed.to(runtime.device)
         output = model(
             packed.tokens[None] if chunk.pre_process else None,
@@ -274,6 +273,8 @@ def forward_step(runtime: Runtime) -> ForwardStep:
             ),
             padding_mask=padding_mask(packed, model),
         )
+        if before_backward is not None and output.requires_grad:
+            output.register_hook(before_backward)
         if model.training and output.requires_grad:
             output.register_hook(lambda _: runtime.parts.clock.mark("backward", index))
         return output, partial(sum_of_losses, packed)

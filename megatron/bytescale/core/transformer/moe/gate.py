@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
 from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
-from megatron.bytescale.core.transformer.moe.gate_noise import gumbel_noise
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer
 from megatron.bytescale.core.transformer.spec_utils import layers_of
+from megatron.bytescale.core.transformer.token_noise import gumbel_noise
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

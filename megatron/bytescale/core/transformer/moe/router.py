@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.utils import unwrap_model
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
+from megatron.bytescale.core.transformer.document_dropout import jitter
 from megatron.bytescale.core.transformer.moe.loads import SliceLoad
 from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter
 
@@ -42,6 +43,13 @@ class DocumentRouter(SliceRouter):
     Communicates only on the tensor-parallel group, whose ranks hold the same micro-batch. Other ranks run different
     numbers of micro-batches.
     """
+
+    def apply_input_jitter(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply hidden states [rows, 1, h] by noise in ``1 +- moe_input_jitter_eps`` that a token always has."""
+        eps = self.config.moe_input_jitter_eps
+        if not eps or not self.training:
+            return input
+        return input * jitter(self.runtime, self.layer_number, input.shape, eps).to(input.dtype)
 
     def _apply_aux_loss(
         self,

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
 from megatron.bytescale.core.transformer.moe.gate import Gate, annealed
-from megatron.bytescale.core.transformer.moe.gate_noise import gumbel_noise, numbers_of_samples
+from megatron.bytescale.core.transformer.token_noise import gumbel_noise, numbers_of_samples
 
 EXPERTS = 8
 PLAN = DenseToSparse(2.0, 0.3, "exp", 10, 1e-3, EXPERTS)

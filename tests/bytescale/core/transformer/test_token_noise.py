@@ -9,7 +9,7 @@ import torch
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
-from megatron.bytescale.core.transformer.moe.gate_noise import gumbel_noise, numbers_of_documents
+from megatron.bytescale.core.transformer.token_noise import gumbel_noise, keep_mask, numbers_of_documents, uniform_noise
 
 EULER = 0.57721566
 
@@ -53,3 +53,21 @@ def test_numbers_of_documents_on_any_ranks() -> None:
     parts = [numbers_of_documents(packed(Shard(3, zigzag_ranges(10, 2, member), (0, 1)))) for member in range(2)]
     assert sorted(torch.cat(parts).flatten().tolist()) == whole[:10, 0].tolist()
     assert numbers_of_documents(packed(padding=3)).tolist() == [[-1]] * 3
+
+
+def test_masks_drop_the_asked_share_and_differ_between_tokens_columns_and_salts() -> None:
+    tokens = torch.arange(400)
+    kept = keep_mask(tokens, 500, 0.3, (7, 1))
+    assert float(kept.double().mean()) == pytest.approx(0.7, abs=0.005)
+    assert float(kept.double().mean(0).std()) == pytest.approx((0.3 * 0.7 / 400) ** 0.5, rel=0.15)
+    assert float(kept.double().mean(1).std()) == pytest.approx((0.3 * 0.7 / 500) ** 0.5, rel=0.15)
+    for other in (keep_mask(tokens + 400, 500, 0.3, (7, 1)), keep_mask(tokens, 500, 0.3, (7, 2))):
+        assert float((kept & other).double().mean()) == pytest.approx(0.49, abs=0.005), "independent masks"
+    assert torch.equal(keep_mask(tokens[20:30], 500, 0.3, (7, 1)), kept[20:30]), "a token keeps its mask"
+    assert keep_mask(tokens, 3, 0.0, (7,)).all()
+
+
+def test_uniform_noise_is_uniform() -> None:
+    noise = uniform_noise(torch.arange(1000), 100, (3,))
+    assert 0 < float(noise.min()) < 1e-4 < 1 - 1e-4 < float(noise.max()) < 1
+    assert torch.histc(noise, 10, 0, 1) / noise.numel() == pytest.approx(torch.full((10,), 0.1).numpy(), abs=0.005)

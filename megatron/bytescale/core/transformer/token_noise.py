@@ -1,4 +1,4 @@
-"""Gumbel noise per token: a hash of seed, step, layer, token and expert, without state.
+"""Noise per token: a hash of seed, step, layer, token and column, without state.
 
 So a token has the same noise on any rank, in any slice, when it is recomputed, and after a run is resumed. The hash is
 the finalizer of SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators", section 3).
@@ -14,6 +14,7 @@ import torch
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 
 _GOLDEN: Final = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed number
+_BITS: Final = 53  # of a double's mantissa
 _FACTORS: Final = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 
 
@@ -25,13 +26,26 @@ def gumbel_noise(tokens: torch.Tensor, num_experts: int, salt: Sequence[int]) ->
         num_experts: number of experts of the layer.
         salt: further numbers that the noise depends on.
     """
+    return (-torch.log(-torch.log(uniform_noise(tokens, num_experts, salt)))).float()
+
+
+def uniform_noise(tokens: torch.Tensor, num_columns: int, salt: Sequence[int]) -> torch.Tensor:
+    """Return noise that is uniform in the open interval (0, 1), float64 [tokens, columns]. Arguments as above."""
+    return (_hashed(tokens, num_columns, salt).double() + 0.5) * 2.0**-_BITS
+
+
+def keep_mask(tokens: torch.Tensor, num_columns: int, drop: float, salt: Sequence[int]) -> torch.Tensor:
+    """Return which hidden states dropout keeps, bool [tokens, columns]; ``drop`` is the probability of each to go."""
+    return _hashed(tokens, num_columns, salt) >= int(drop * 2**_BITS)
+
+
+def _hashed(tokens: torch.Tensor, num_columns: int, salt: Sequence[int]) -> torch.Tensor:
+    """Return a number below ``2**_BITS`` for each token and column, int64 [tokens, columns]."""
     state = tokens
     for number in salt:
         state = _mixed(state + _GOLDEN) ^ number
-    experts = torch.arange(1, num_experts + 1, device=tokens.device) * _GOLDEN
-    hashed = _mixed(_mixed(state)[:, None] + experts)
-    uniform = (_shifted(hashed, 11).double() + 0.5) * 2.0**-53  # in the open interval (0, 1)
-    return (-torch.log(-torch.log(uniform))).float()
+    columns = torch.arange(1, num_columns + 1, device=tokens.device) * _GOLDEN
+    return _shifted(_mixed(_mixed(state)[:, None] + columns), 64 - _BITS)
 
 
 def _mixed(state: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""Dropout and jitter that depend on the document and the position, not on the rank.
+
+Megatron draws masks from the random state of a process. Data-parallel ranks begin with equal states, so that they, and
+the parts of a document in a ring, would draw equal masks. Here a mask is a hash of the seed, the step, the layer, the
+document in the step, the position and the column (``token_noise.py``). One process draws the same masks as many, a
+resumed run goes on with the masks that it would have had, and a recomputed layer draws its masks again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.bytescale.arguments.options import current
+from megatron.bytescale.arguments.running import Dropout, running_step
+from megatron.bytescale.core.models.gpt.trunk import HEADS
+from megatron.bytescale.core.transformer.token_noise import keep_mask, numbers_of_documents, uniform_noise
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from bytescale_ext.data.samples.packed import PackedMicroBatch
+    from megatron.bytescale.runtime import Runtime
+
+_OTHER_LAYERS: Final = ("mtp", HEADS)
+"""Parts of a model whose layers have numbers that the decoder's layers have too."""
+
+Added = tuple[torch.Tensor, torch.Tensor | None]
+"""Output of attention or of an MLP, [rows, b, h], and its bias."""
+
+
+def uses_noise(config: TransformerConfig) -> bool:
+    """Return whether a model draws masks or jitter while it trains."""
+    return config.hidden_dropout > 0 or bool(config.moe_input_jitter_eps)
+
+
+def number_tokens(runtime: Runtime, packed: PackedMicroBatch) -> Callable[[torch.Tensor], None]:
+    """Number the rows [rows] of a pass; return a hook of its output that numbers them again for the backward pass."""
+    numbers = runtime.step.token_numbers = numbers_of_documents(packed)[:, 0].to(runtime.device)
+
+    def before_backward(_: torch.Tensor) -> None:
+        runtime.step.token_numbers = numbers
+
+    return before_backward
+
+
+def numbers_of_rows(runtime: Runtime, num_rows: int) -> torch.Tensor:
+    """Return the numbers [rows] of the rows of this rank, which may share them in its tensor-parallel group."""
+    numbers = runtime.step.token_numbers
+    assert numbers is not None, "no numbered pass runs"
+    if len(numbers) == num_rows:
+        return numbers
+    part = numbers.chunk(parallel_state.get_tensor_model_parallel_world_size())
+    return part[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def jitter(runtime: Runtime, layer: int | None, shape: torch.Size, eps: float) -> torch.Tensor:
+    """Return noise that is uniform in ``1 +- eps`` for hidden states of ``shape`` [rows, 1, h], in that shape."""
+    salt = (current(Dropout).seed, zlib.crc32(f"jitter {layer}".encode()), running_step())
+    return 1.0 + eps * (2.0 * uniform_noise(numbers_of_rows(runtime, shape[0]), shape[2], salt) - 1.0)[:, None]
+
+
+class DocumentDropout(torch.nn.Module):
+    """Dropout at one place of a model.
+
+    Args:
+        runtime: state of the process.
+        place: name of the place; another place draws other masks.
+        drop: share of hidden states that become 0 while the model trains.
+        seed: seed of the run.
+    """
+
+    def __init__(self, runtime: Runtime, place: str, drop: float, seed: int) -> None:
+        super().__init__()
+        self.runtime, self.drop, self.salt = runtime, drop, (seed, zlib.crc32(place.encode()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Drop hidden states [rows, 1, h], and scale the others by ``1 / (1 - drop)``."""
+        if not self.training or not self.drop:
+            return hidden
+        rows, _, width = hidden.shape
+        tokens = numbers_of_rows(self.runtime, rows)
+        kept = keep_mask(tokens, width, self.drop, (*self.salt, running_step()))
+        return hidden * (kept[:, None] / (1.0 - self.drop)).to(hidden.dtype)
+
+
+def use_document_dropout(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """``ModelConfig.post_wrap_hooks``: drop hidden states of embeddings and layers by document and position."""
+    settings = current(Dropout)
+    place = partial(DocumentDropout, runtime, seed=settings.seed)
+    for chunk in model_chunks if settings.hidden_dropout else ():
+        for name, module in list(chunk.named_modules()):
+            if isinstance(module, TransformerLayer):
+                kind = next((part for part in _OTHER_LAYERS if part in name), "decoder")
+                for site in ("self_attn_bda", "mlp_bda"):
+                    dropout = place(f"{kind} {module.layer_number} {site}", drop=module.hidden_dropout)
+                    vars(module)[site] = partial(_bias_dropout_add, dropout)
+            dropped = getattr(module, "embedding_dropout", None)
+            if isinstance(dropped, torch.nn.Dropout):
+                module.embedding_dropout = place("embedding", drop=dropped.p)
+    return model_chunks
+
+
+def _bias_dropout_add(dropout: DocumentDropout, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """Return a function of Megatron's format: bias, dropout and residual of one place, without fusion."""
+
+    def add(with_bias: Added, residual: torch.Tensor, prob: float) -> torch.Tensor:
+        output, bias = (None if part is None else part.to(residual.dtype) for part in with_bias)
+        assert output is not None and prob == dropout.drop, f"{prob=}"
+        return residual + dropout.train(training)(output if bias is None else output + bias)
+
+    return add
