@@ -1,9 +1,9 @@
 """Layers of pipeline stages that end together: the time and memory of a stage decide its number of layers.
 
 Galvatron-BMW (Wang et al. 2024) starts from stages that are equal in memory and moves layers at their borders off the
-slowest stage, as long as memory allows and the slowest stage gets faster. Its public code has equal stages only; this
-follows the paper's description. Where all layers are alike, a layer may go to any stage, because all borders between
-move with it. Then no partition that fits the memory is faster than the result.
+slowest stage, as long as memory allows and the slowest stage gets faster. Its public code has only equal stages, so
+this follows the paper's description. If all layers are equal, a layer may move to any stage, because all borders in
+between move with it. Then no partition that fits the memory is faster than the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 OfLayers = Callable[[int, int], float]
-"""Time or memory of a stage, growing with its layers: (stage, layers) -> seconds or bytes."""
+"""Function from (stage, layers) to seconds or bytes, which grows with the number of layers."""
 
 
 def balanced_layers(
@@ -20,10 +20,10 @@ def balanced_layers(
     """Return the layers of each stage that make the slowest stage fastest, or None if they do not fit.
 
     Args:
-        num_layers: at least one for each stage.
+        num_layers: number of layers, at least one for each stage.
         num_stages: number of stages.
         seconds: time of a stage.
-        most_layers: the most layers that fit the memory of each stage.
+        most_layers: largest number of layers that fits the memory of each stage.
     """
     layers = level_layers(num_layers, num_stages, lambda stage, count: count / max(1, most_layers[stage]))
     if any(count > most for count, most in zip(layers, most_layers, strict=True)):
@@ -43,7 +43,10 @@ def balanced_layers(
 
 
 def level_layers(num_layers: int, num_stages: int, load: OfLayers) -> list[int]:
-    """Return the layers of each stage, at least one, dealt one by one to the stage whose load then is least."""
+    """Return the layers of each stage, at least one.
+
+    Each layer is given to the stage with the smallest resulting load.
+    """
     layers = [1] * num_stages
     for _ in range(num_layers - num_stages):
         least = min(range(num_stages), key=lambda stage: load(stage, layers[stage] + 1))

@@ -1,4 +1,4 @@
-"""A strategy on a task: its setup, and the figures of steps that the planner of training plans for it."""
+"""Cost of a strategy on a task: its setup, and the figures of steps that training's planner plans for it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StepFigures:
 
     Attributes:
         time: parts of the step's time.
-        device_bytes: the most memory of a device.
-        host_bytes: the most host memory of a process.
+        device_bytes: peak memory of the fullest device.
+        host_bytes: peak host memory of a process.
     """
 
     time: StepTime
@@ -57,9 +57,9 @@ class CostedStrategy:
     """A strategy that fits a task.
 
     Attributes:
-        strategy: the strategy.
-        forecast: predicts its steps.
-        planner: plans its steps, as training does.
+        strategy: strategy that fits.
+        forecast: forecast of its steps.
+        planner: planner of its steps, as in training.
     """
 
     strategy: Strategy
@@ -88,15 +88,16 @@ class CostedStrategy:
 
     @property
     def full_bytes(self) -> tuple[float, float]:
-        """The most memory of a device and the most host memory of a process, in full micro-batches that run whole."""
+        """Peak memory of a device and peak host memory of a process, with full micro-batches without slices."""
         return self.forecast.full_bytes
 
     @property
     def bounding_stages(self) -> list[tuple[StageCost, ...]]:
-        """Stage costs that give lower bounds of a step. The smallest of these bounds holds.
+        """Stage costs for lower bounds of a step. The smallest of the bounds holds.
 
-        Under the policy ``priced`` with slices there is one for each cost that the slowest stage may have. Otherwise
-        there is one bound: of the slowest stage if micro-batches run in slices or chunks, else of all stages.
+        Under the policy ``priced`` with slices there is a bound for each cost that the slowest stage may have.
+        Otherwise there is a single bound: of the slowest stage if micro-batches run in slices or chunks, else of all
+        stages.
         """
         setup, slices = self.forecast.setup, self.forecast.decision.slices
         if isinstance(slices, PolicySlices):
@@ -106,7 +107,7 @@ class CostedStrategy:
         return [self.forecast.stages(ONE_SLICE) if is_plain else self.planner.stages[:1]]
 
     def least_seconds(self, work: Sequence[tuple[float, float]]) -> float:
-        """Return a time that the mean of steps does not undercut: the slowest stage's own work, evenly on all ranks.
+        """Return a lower bound of the mean time of steps: the slowest stage's own work, evenly on all ranks.
 
         ``work``: tokens, and the sum of the squares of the lengths, of each step.
         """
@@ -114,7 +115,7 @@ class CostedStrategy:
         return seconds / len(work) / self.forecast.setup.cluster.num_ranks + self.forecast.optimizer_seconds
 
     def bound(self, lengths: Sequence[int]) -> float:
-        """Return a time that no plan of these documents undercuts: of the step, and of the optimizer."""
+        """Return a lower bound of the time of a step of these documents, including the optimizer."""
         cluster = self.forecast.setup.cluster
         bounds = (lower_bounds(lengths, cluster, stages).largest for stages in self.bounding_stages)
         return min(bounds) + self.forecast.optimizer_seconds
@@ -124,7 +125,7 @@ class CostedStrategy:
         return _planned(self.planner, tuple(lengths))
 
     def run(self, lengths: Sequence[int]) -> StepFigures:
-        """Return the figures of a step of these documents: planned by the planner of training, and replayed.
+        """Return the figures of a step of these documents, planned by the planner of training and replayed.
 
         Memory counts full micro-batches, except if the planner chooses slices.
         """
@@ -138,13 +139,16 @@ class CostedStrategy:
         return StepFigures(self.forecast.time(table, slicing), device_bytes, host_bytes)
 
     def step_bytes(self, lengths: Sequence[int]) -> float:
-        """Return the most bytes of a device in a step of these documents, whose micro-batches need not be full."""
+        """Return the peak bytes of a device in a step of these documents. Micro-batches need not be full."""
         return max(one.device.total for one in self.forecast.memory(*self.forecast.table(self.plan(lengths))))
 
 
 @lru_cache(maxsize=64)
 def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
-    """Plan once for strategies that differ in what the planner does not see, such as the optimizer or spare memory."""
+    """Return a plan.
+
+    Cached for strategies that differ only in settings that the planner ignores, such as the optimizer.
+    """
     return planner(lengths)
 
 

@@ -1,4 +1,4 @@
-"""The cost of a model under a strategy, derived from the cost of other tensor-parallel ranks or of another model."""
+"""Cost of a model under a strategy, derived from the cost with other tensor-parallel ranks or of another model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from bytescale_ext.plan.setup.costs import byte_seconds
 from bytescale_ext.plan.step.sizes import Cluster
 
 GATHERED_AGAIN: Final = 2
-"""Gathers of a layer's inputs that its backward pass repeats for the gradients of weights (Korthikanti et al. 2022,
-section 4.2.2); on GPUs they hide behind the other products."""
+"""Number of gathers of a layer's inputs that its backward pass repeats for the gradients of weights (Korthikanti et al.
+2022, section 4.2.2). On GPUs they overlap with the other products."""
 
 
 def _sizes(
@@ -49,7 +49,7 @@ def scaled_cost(
     ``cost`` itself.
 
     Args:
-        operators: the fused operators of a layer, in ``cost`` and in the result.
+        operators: operators of a layer, in ``cost`` and in the result.
     """
     if (shape, tensor_parallel) == (cost.shape, cost.tensor_parallel):
         return cost
@@ -95,7 +95,7 @@ def scaled_cost(
 
 
 def in_rings(forward: CostModel, backward: CostModel) -> tuple[CostModel, CostModel]:
-    """Return the costs with the expansion of latents among the work for received tokens, as rings are measured."""
+    """Return the costs with the expansion of latents in the work for received tokens, as in measured rings."""
     return replace(forward, h=forward.h + forward.e, e=0.0), replace(backward, h=backward.h + backward.e, e=0.0)
 
 
@@ -106,8 +106,8 @@ def strategy_cost(
 
     Ranks that share experts exchange tokens in both passes, and budgets assume that experts get ``EXPERT_LOAD`` times
     an even share of them. Full recompute repeats the forward pass of each layer, and a loss in chunks computes the
-    output layer again. What the policy ``priced`` and the recompute of some layers take is not in it (``Case.of``), nor
-    is what layers keep.
+    output layer again. The costs of the policy ``priced``, of recomputing some layers, and the memory of kept
+    activations are not included (``CostedStrategy.of``).
     """
     cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel, operators)
     if strategy.expert_parallel > 1:
@@ -125,8 +125,8 @@ def strategy_cost(
 def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) -> float:
     """Return the seconds per token to send its copies to the experts of a layer and their results back.
 
-    A token has a copy for each of its experts. The ranks that share experts hold equal parts of the copies
-    (all-to-all: Fedus et al. 2022, section 2.2). The ranks are neighbours, in a node as far as it has that many.
+    A token has a copy for each of its experts. The ranks that share experts have equal parts of the copies
+    (all-to-all: Fedus et al. 2022, section 2.2). The ranks are neighbours, in the same node if it has enough ranks.
     """
     node = min(expert_parallel, cluster.node_ranks)
     group = Cluster(expert_parallel, cluster.tokens_per_rank, node if not expert_parallel % node else None)

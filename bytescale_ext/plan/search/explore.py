@@ -1,15 +1,16 @@
-"""Find the fastest strategies: the most promising one is tried on its next step until the best have run all steps.
+"""Search of the fastest strategies: the most promising strategy runs its next step, until the best have run all steps.
 
-Strategies come in branches, which are closed at first (``space.py``). The branch with the least bound opens when no
-strategy is more promising; strategies of branches that stay closed are never made.
+Strategies come in branches, which are closed at first (``space.py``). The branch with the smallest bound opens if no
+strategy is more promising. Strategies of closed branches are never built.
 
-A strategy's optimistic time is the mean of the steps that it has run and of bounds of those that it has not: first of
-the work alone, which costs next to nothing, then of ``evaluate/bounds.py``. The strategy with the least optimistic time
-goes next. So the first to finish is the fastest of all, the second to finish is the second, and a strategy whose bound
-is above those times is never planned. Most others run one step only, as in successive halving, but none is lost.
+A strategy's optimistic time is the mean over all steps: the time of steps that it has run, and a lower bound of other
+steps. The bound first counts only the work, which is cheap, and later comes from ``evaluate/bounds.py``. The strategy
+with the smallest optimistic time runs next. So the first to finish is the fastest of all, the second to finish is the
+second, and a strategy with a bound above those times is never planned. Most other strategies run only one step, as in
+successive halving, but no fast strategy is lost.
 
-Steps may come in several sizes, which cut the same documents into steps. A strategy then competes in each of them, by
-the time that all documents take.
+Steps may have several sizes, which divide the same documents. A strategy then competes with each size, by the time of
+all documents.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.search.task import Task, Unfit
 
 LEAST_GAIN: Final = 0.01
-"""A strategy is on the frontier if it is faster by this share than all that take no more device memory."""
+"""A strategy is on the frontier if it is faster by this fraction than all strategies with at most its device memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class Scored:
     """A strategy that ran all steps.
 
     Attributes:
-        strategy: the strategy.
+        strategy: strategy that ran.
         steps: figures of each step.
-        task: the task with these steps.
+        task: task with these steps.
     """
 
     strategy: Strategy
@@ -50,7 +51,7 @@ class Scored:
         return float(np.mean([getattr(step.time, name) for step in self.steps]))
 
     def most(self, name: str) -> float:
-        """Return the greatest value of a figure."""
+        """Return the largest value of a figure."""
         return max(float(getattr(step, name)) for step in self.steps)
 
     @property
@@ -65,20 +66,20 @@ class Scored:
 
     @property
     def slow_seconds(self) -> float:
-        """The time that 95 % of the steps do not exceed."""
+        """Time that 95 % of the steps do not exceed."""
         return float(np.quantile([step.seconds for step in self.steps], 0.95))
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A strategy that waits for its next step; the least goes first, ties go to the earlier strategy.
+    """Strategy that waits for its next step. The smallest candidate runs first; among equals, the earlier strategy.
 
     Attributes:
         seconds: optimistic time of as many documents as the largest steps have.
         number: numbers of the branch, of the strategy in it, and of the size of steps.
-        case: the strategy.
-        task: the task with its steps.
-        scale: steps of this size for one of the largest.
+        case: costed strategy.
+        task: task with its steps.
+        scale: number of steps of this size per step of the largest size.
         bounds: lower bound of each step; empty until computed.
         steps: figures of the steps that it has run.
     """
@@ -93,13 +94,13 @@ class Candidate:
 
     @property
     def scored(self) -> Scored | None:
-        """The scored strategy once all steps have run; None before."""
+        """Scored strategy if all steps have run, else None."""
         if len(self.steps) < len(self.task.steps):
             return None
         return Scored(self.case.strategy, self.steps, self.task)
 
     def after(self) -> Candidate:
-        """Return the candidate that knows its bounds or, if it does, one more step."""
+        """Return the candidate with computed bounds or, if it has them, with one more step."""
         if not self.bounds:
             bounds = tuple(self.case.bound(step) for step in self.task.steps)
             return replace(self, bounds=bounds, seconds=max(self.seconds, self.scale * float(np.mean(bounds))))
@@ -113,9 +114,9 @@ class Closed:
     """A branch that was not opened. The branch with the smallest bound opens first.
 
     Attributes:
-        seconds: its bound, of as many documents as the largest steps have.
+        seconds: bound of the branch, for as many documents as the largest steps have.
         number: number of the branch.
-        branch: its strategies.
+        branch: strategies of the branch.
     """
 
     seconds: float
@@ -125,17 +126,17 @@ class Closed:
 
 @dataclass
 class Exploration:
-    """How far a search is.
+    """State of a search.
 
     Attributes:
         branches: number of branches.
         closed: branches that were not opened, unordered.
         unfit: number of strategies of open branches that do not fit, by reason.
-        needed: the least device memory that a strategy needs that does not fit, and the strategy; None: not known.
+        needed: smallest device memory that an unfit strategy needs, and the strategy; None if unknown.
         fitting: number of strategies of open branches that fit.
-        bounded: number of those whose bounds were computed, in each size of steps.
-        replayed: number of those that ran at least one step.
-        steps_run: steps that strategies ran.
+        bounded: number of fitting strategies with computed bounds, counted for each size of steps.
+        replayed: number of fitting strategies that ran at least one step.
+        steps_run: number of steps that strategies ran.
         found: strategies that ran all steps, fastest first.
         waiting: strategies that have not run all steps, unordered.
     """
@@ -157,8 +158,8 @@ class _Size:
     """Steps of one size.
 
     Attributes:
-        task: the task with its steps.
-        scale: steps of this size for one of the largest.
+        task: task with its steps.
+        scale: number of steps of this size per step of the largest size.
         work: tokens, and the sum of the squares of the lengths, of each step.
     """
 
@@ -180,8 +181,9 @@ def explore(
     Each yield returns the same object, so an interrupted search keeps its results.
 
     Args:
-        tasks: equal except for their steps, which cut the same documents into steps of several sizes. The documents of
-            each size divide among the same ranks, so what fits one fits all. Ties go to the earlier one.
+        tasks: tasks that differ only in their steps, which divide the same documents into steps of several sizes. The
+            documents of each size divide among the same ranks, so a strategy fits all tasks or none. Among equal times
+            the earlier task wins.
         branches: branches of any of the tasks.
         count: number of strategies to find.
         opens_all: open all branches first, so that all strategies that fit are known.
@@ -220,7 +222,7 @@ def _opens(seen: Exploration) -> bool:
 
 
 def _open(seen: Exploration, closed: Closed, sizes: Sequence[_Size]) -> None:
-    """Let the strategies of a branch that fit wait for their first step."""
+    """Add the fitting strategies of a branch to the strategies that wait."""
     for place, case in enumerate(fitting_cases(sizes[0].task, closed.branch.strategies, seen)):
         for number, size in enumerate(sizes):
             seconds = max(closed.seconds, size.scale * case.least_seconds(size.work))
@@ -239,7 +241,7 @@ def in_sizes(task: Task, sizes: Sequence[int]) -> list[Task]:
 
 
 def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration) -> Iterator[CostedStrategy]:
-    """Yield the strategies that fit, and count them and the others in ``seen``."""
+    """Yield the strategies that fit, and count all strategies in ``seen``."""
     for strategy in strategies:
         try:
             case = CostedStrategy.of(task, strategy)
@@ -255,7 +257,7 @@ def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration)
 def waiting_whole(seen: Exploration, batch: int) -> list[Candidate]:
     """Return the strategies with ``batch`` documents a step that did not run all steps, by device memory.
 
-    Strategies with slices chosen by the planner are left out: their memory is known once they are planned.
+    Strategies with slices chosen by the planner are left out, because their memory is known only after planning.
     """
     whole = [one for one in seen.waiting if one.task.batch == batch and not one.case.strategy.chooses_slices]
     return sorted(whole, key=lambda one: (one.case.full_bytes[0], one))
@@ -264,7 +266,7 @@ def waiting_whole(seen: Exploration, batch: int) -> list[Candidate]:
 def run_frontier(seen: Exploration, batch: int) -> Iterator[Candidate]:
     """Run the strategies of ``waiting_whole`` that may be on the frontier; yield each after each bound or step.
 
-    Those that the search has found count as well, but are not yielded. ``batch``: documents of a step.
+    Strategies that the search has finished count as well, but are not yielded. ``batch``: documents of a step.
     """
     known = sorted((one.most("device_bytes"), one.seconds) for one in seen.found if one.task.batch == batch)
     least = float("inf")

@@ -1,8 +1,8 @@
-"""Which layers of a stage keep their activations and which are computed again: least time within the memory.
+"""Choice of the layers of a stage that are recomputed: least time within the memory.
 
-Galvatron (Miao et al. 2022, section 3.3) chooses for one layer after the other and keeps the fastest choice for each
-amount of memory. Here memory is not in steps: of the choices for the first layers those stay that no other choice beats
-in memory and time, so the result is exact.
+Galvatron (Miao et al. 2022, section 3.3) chooses layer by layer and keeps the fastest choice for each amount of memory,
+in steps. Here memory has no steps: among the choices for the first layers, all choices stay that no other choice beats
+in both memory and time. So the result is exact.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from bytescale_ext.plan.setup.setup import Setup
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice for a layer: keep its activations, or compute them again.
+    """Choice for a layer: keep its activations, or recompute them.
 
     Attributes:
-        bytes: bytes that the layer holds until its backward pass.
+        bytes: bytes that the layer stores until its backward pass.
         seconds: additional time of the layer.
     """
 
@@ -52,14 +52,14 @@ class Chosen:
 
 
 def cheapest(layers: Sequence[tuple[Choice, ...]], capacity: float) -> list[Choice] | None:
-    """Return a choice for each layer that together hold at most ``capacity`` bytes and take least time, or None."""
+    """Return the fastest choices for all layers with at most ``capacity`` bytes together, or None."""
     fitting = [chosen for chosen in unbeaten(tuple(layers)) if chosen.bytes <= capacity]
     return fitting[-1].choices() if fitting else None
 
 
 @lru_cache(maxsize=256)
 def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
-    """Return the choices for all layers that no others beat in memory and time, by ascending bytes."""
+    """Return the choices for all layers that no other choices beat in both memory and time, by ascending bytes."""
     if not layers:
         return (Chosen(),)
     before = unbeaten(layers[:-1])
@@ -72,12 +72,12 @@ def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
 
 
 def fewest_recomputed(setup: Setup) -> int | None:
-    """Return how many layers of each stage must be computed again for full micro-batches to fit, or None.
+    """Return the smallest number of recomputed layers of each stage with which full micro-batches fit, or None.
 
-    Megatron recomputes equally many layers on all stages, so the stage that needs most decides.
+    Megatron recomputes equally many layers on all stages, so the stage with the largest need decides.
 
     Args:
-        setup: layers keep all activations, and micro-batches run whole.
+        setup: setup without recomputation and slices.
     """
     memory, cost = stage_memory(setup), setup.cost
     kept, again_bytes = memory.layer.activations, input_bytes(setup)

@@ -11,11 +11,11 @@ from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.task import Task
 
 DOUBLINGS: Final = 3
-"""Devices, host memory and shorter contexts are tried up to this many times twice as many."""
+"""Number of times that devices and host memory are doubled, and contexts halved."""
 
 
 def remedies(task: Task, space: Space, seen: Exploration) -> list[str]:
-    """Return the changes that make something fit, each with its figures; ``seen``: the search that found nothing."""
+    """Return the changes with which some strategy fits, each with its figures; ``seen``: search without results."""
     found = []
     if seen.needed is not None:
         needed, strategy = seen.needed
@@ -37,7 +37,7 @@ def remedies(task: Task, space: Space, seen: Exploration) -> list[str]:
 
 
 def _first(space: Space, tasks: Iterable[Task]) -> Task | None:
-    """Return the first task that some strategy fits."""
+    """Return the first task with a strategy that fits."""
     return next((one for one in tasks if any(fitting_cases(one, space.strategies(one), Exploration()))), None)
 
 

@@ -1,4 +1,4 @@
-"""The strategies that a task allows, as a tree: tensor parallelism, stages, C and experts, then what else varies."""
+"""Strategies of a task, as a tree: tensor parallelism, stages, C and experts, then all other choices."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ LOSS_TOKENS: Final = 4096
 """Tokens of a chunk of the loss."""
 
 FEWEST_TOKENS: Final = 1024
-"""The smallest C that is tried, unless the context fits on the ranks with less."""
+"""Smallest C that is tried, unless the context fits on the ranks with less."""
 
 MOST_CHUNKS: Final = 4
-"""The most virtual stages of a stage that are tried."""
+"""Largest number of virtual stages of a stage that is tried."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Strategies that have tensor parallelism, the number of stages, C and expert parallelism in common.
+    """Strategies with equal tensor parallelism, number of stages, C and expert parallelism.
 
-    Galvatron (Miao et al. 2022, section 3.2) splits its search by tensor parallelism and stages before it looks at
-    layers; a branch also has one C. It stays closed while its bound is above the times of known strategies
+    Galvatron (Miao et al. 2022, section 3.2) divides its search by tensor parallelism and stages before it chooses for
+    layers. A branch also has a single C. It stays closed while its bound is above the times of known strategies
     (``explore.py``).
 
     Attributes:
-        mesh: their common choices, as a strategy that keeps all activations.
-        strategies: made while they are read, once.
+        mesh: common choices, as a strategy that keeps all activations.
+        strategies: iterator that builds the strategies.
     """
 
     mesh: Strategy
     strategies: Iterable[Strategy]
 
     def least_seconds(self, task: Task, work: Sequence[tuple[float, float]]) -> float:
-        """Return a time that the mean of steps does not undercut under any of the strategies.
+        """Return a lower bound of the mean time of steps with any of the strategies.
 
-        The slowest stage has its work where layers are spread best, evenly on all ranks, and the optimizer a mean
-        stage's parameters, shared by all ranks.
+        It counts the work of the slowest stage for the best distribution of layers, evenly on all ranks, and the
+        optimizer for a mean stage's parameters, shared by all ranks.
 
         Args:
-            task: the task with its devices.
+            task: task with its devices.
             work: tokens, and the sum of the squares of the lengths, of each step.
         """
         setup = setup_of_strategy(task, self.mesh)
@@ -67,17 +67,17 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Which values are tried. The fields narrow what the task allows.
+    """Values that are tried. Fields restrict the values that the task allows.
 
     Attributes:
         tensor_parallel: sizes; empty: every power of two that divides heads and groups and fits in a node.
-        stages: numbers of stages; empty: every divisor of the devices.
-        tokens_per_rank: values of C; empty: powers of two from what holds the context to the context.
+        stages: numbers of stages; empty: every divisor of the number of devices.
+        tokens_per_rank: values of C; empty: powers of two, from the smallest on which the context fits to the context.
         activations: see ``ACTIVATIONS``.
         pipelines: ways to run micro-batches, from ("whole", "slices", "virtual").
-        uneven: also stages of unequal layers.
-        expert_parallel: sizes; empty: every one that divides the experts of a layer and the HDP ranks.
-        allows: whether training takes a strategy.
+        uneven: whether stages of unequal layers are tried too.
+        expert_parallel: sizes; empty: every divisor of the experts of a layer and of the HDP ranks.
+        allows: function that returns whether training supports a strategy.
     """
 
     tensor_parallel: tuple[int, ...] = ()
@@ -90,12 +90,12 @@ class Space:
     allows: Callable[[Strategy], bool] = lambda strategy: True
 
     def strategies(self, task: Task) -> Iterator[Strategy]:
-        """Yield each strategy whose ranks, documents and context fit; memory is not asked."""
+        """Yield each strategy with fitting ranks, documents and context, without a check of memory."""
         for branch in self.branches(task):
             yield from branch.strategies
 
     def branches(self, task: Task) -> Iterator[Branch]:
-        """Yield the strategies by what they have in common."""
+        """Yield the strategies in branches with common choices."""
         for one, num_ranks in self._meshes(task):
             for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel * task.rows_multiple):
                 if tokens * num_ranks < task.context:
@@ -105,7 +105,7 @@ class Space:
                     yield Branch(mesh, self._of_mesh(task, mesh))
 
     def _meshes(self, task: Task) -> Iterator[tuple[Strategy, int]]:
-        """Yield tensor parallelism and stages, as a strategy with the largest C, and the HDP ranks that they leave."""
+        """Yield tensor parallelism and stages, as a strategy with the largest C, and the number of HDP ranks."""
         sizes = product(
             self.tensor_parallel or tensor_sizes(task), self.stages or range(1, task.cost.shape.num_layers + 1)
         )
@@ -129,7 +129,7 @@ class Space:
                 yield from filter(self.allows, found)
 
     def _layers(self, task: Task, strategy: Strategy) -> list[tuple[int, ...]]:
-        """Return equal stages, if they exist, and stages balanced within the memory, if these differ."""
+        """Return equal stages, if they exist, and stages balanced within the memory, if they differ."""
         num_layers, num_stages = task.cost.shape.num_layers, strategy.num_stages
         found = [] if num_layers % num_stages else [(num_layers // num_stages,) * num_stages]
         balanced = balanced_stages(task, strategy) if self.uneven and num_stages > 1 else None
@@ -151,7 +151,7 @@ class Space:
 
 
 def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
-    """Yield the strategy that computes no more layers again than it must, if those are some and not all."""
+    """Yield the strategy with as few recomputed layers as possible, if these are some but not all layers."""
     kept = replace(strategy, activations=KEEP)
     number = fewest_recomputed(setup_of_strategy(task, kept))
     if number is not None and 0 < number < max(kept.stage_layers):
@@ -166,13 +166,13 @@ def tensor_sizes(task: Task) -> list[int]:
 
 
 def expert_sizes(task: Task, num_ranks: int) -> list[int]:
-    """Return the numbers of HDP ranks that may share out the experts of a layer; 1 alone without experts."""
+    """Return the numbers of HDP ranks that may share the experts of a layer; only 1 without experts."""
     common = math.gcd(task.cost.shape.num_experts, num_ranks) if task.cost.shape.num_experts else 1
     return [size for size in range(1, common + 1) if not common % size]
 
 
 def capacities(task: Task, num_ranks: int, multiple: int) -> list[int]:
-    """Return values of C: the smallest that holds the context on the ranks, and greater powers of two.
+    """Return values of C: the smallest with which the context fits on the ranks, and larger powers of two.
 
     They are multiples of ``multiple`` tokens, and at most the context.
     """
@@ -191,7 +191,7 @@ def with_budgets(task: Task, strategy: Strategy) -> Strategy:
 
 
 def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return layers with which the slowest stage is fastest within the memory of whole micro-batches, or None.
+    """Return the layers of stages that minimize the time of the slowest stage within the memory, or None.
 
     Stages are timed on the documents of all steps, each on one rank. Under the policy ``priced``, only the input
     of a layer counts as memory, as with full recompute.

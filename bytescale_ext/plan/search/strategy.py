@@ -1,4 +1,4 @@
-"""One way to run a model on a cluster: a frozen value that prints as flags of the training and parses back."""
+"""Strategy to run a model on a cluster: a frozen value that converts to flags of the training and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL_RECOMPUTE: Final = ("--recompute-granularity", "full", "--recompute-method"
                          "--recompute-num-layers", "1")  # fmt: skip
 BLOCK_RECOMPUTE: Final = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers")
 EXPERT_EXCHANGE: Final = ("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size")
-"""HDP ranks have different numbers of tokens, which only this exchange takes."""
+"""Dispatcher of tokens. Only this exchange supports different numbers of tokens on HDP ranks."""
 
 _ACTIVATION_NAMES: Final = {PRICED: "priced activations", BLOCK: "recomputed layers", FULL: "full recompute"}
 _KEPT: Final = {"none": KEEP, PRICED: PRICED}
@@ -29,21 +29,21 @@ _LAYERS: Final = re.compile(r"E?t\*(\d+)L?")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What the search decides about a run.
+    """Decisions of the search about a run.
 
     Attributes:
-        tensor_parallel: ranks that share each layer, with sequence parallelism.
-        stage_layers: transformer layers of each pipeline stage; one stage without pipelines.
-        chunks: virtual stages of each stage.
-        tokens_per_rank: C, the most tokens of a micro-batch on one rank.
-        shares_optimizer: HDP ranks share the optimizer states (ZeRO-1).
-        chooses_slices: the planner chooses the slices of each step; else micro-batches run whole.
+        tensor_parallel: number of ranks that share each layer, with sequence parallelism.
+        stage_layers: number of transformer layers of each pipeline stage; one stage without pipelines.
+        chunks: number of virtual stages of each stage.
+        tokens_per_rank: C, the largest number of tokens of a micro-batch on one rank.
+        shares_optimizer: whether HDP ranks share the optimizer states (ZeRO-1).
+        chooses_slices: whether the planner chooses the slices of each step; otherwise there are no slices.
         activations: one of ``ACTIVATIONS``.
         loss_tokens: tokens of a chunk of the loss; None: all logits of a micro-batch exist together.
-        device_gb: device memory for activations, where the flags need it.
-        host_gb: host memory of each process for activations or keys; 0: none.
-        expert_parallel: HDP ranks that share out the experts of each layer.
-        recomputed_layers: the first layers of each stage, which are computed again under ``BLOCK``.
+        device_gb: device memory in GB, if the flags need it.
+        host_gb: host memory of each process for activations or keys, in GB; 0 means none.
+        expert_parallel: number of HDP ranks that share the experts of each layer.
+        recomputed_layers: number of first layers of each stage that are recomputed under ``BLOCK``.
     """
 
     tensor_parallel: int
@@ -66,16 +66,16 @@ class Strategy:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.stage_layers)
 
     @property
     def model_ranks(self) -> int:
-        """Devices that hold the model once."""
+        """Number of devices of one copy of the model."""
         return self.tensor_parallel * self.num_stages
 
     def flags(self) -> list[str]:
-        """Return the flags of the training that a strategy decides; the model has its own."""
+        """Return the flags of the training that a strategy decides, without the flags of the model."""
         words: list[object] = ["--hybrid-data-parallel", "--hdp-tokens-per-rank", self.tokens_per_rank]
         words += ["--tensor-model-parallel-size", self.tensor_parallel]
         words += ["--sequence-parallel"] if self.tensor_parallel > 1 else []
@@ -96,7 +96,7 @@ class Strategy:
         return [str(word) for word in words]
 
     def __str__(self) -> str:
-        """Return the choices in short, for example ``tp 2, pp 4, C 8192, slices``."""
+        """Return a short text of the choices, for example ``tp 2, pp 4, C 8192, slices``."""
         stages = str(self.num_stages)
         if len(set(self.stage_layers)) > 1:
             stages += f" ({'+'.join(map(str, self.stage_layers))})"
@@ -112,16 +112,16 @@ class Strategy:
 
 
 def layout_text(stage_layers: Sequence[int]) -> str:
-    """Return the layers of at least two stages as ``--pipeline-model-parallel-layout`` takes them."""
+    """Return the layers of at least two stages in the format of ``--pipeline-model-parallel-layout``."""
     parts = [f"t*{layers}" for layers in stage_layers]
     return "|".join((f"E{parts[0]}", *parts[1:-1], f"{parts[-1]}L"))
 
 
 def parse_strategy(flags: Sequence[str], num_layers: int) -> Strategy:
-    """Invert ``Strategy.flags`` for a model of ``num_layers`` layers; other flags may stand between them.
+    """Return the strategy of ``Strategy.flags`` for a model of ``num_layers`` layers. Other flags are ignored.
 
     Raises:
-        ValueError: a flag has no value or one of another type, or the layout is not one that ``layout_text`` writes.
+        ValueError: a flag has no value or a value of another type, or ``layout_text`` does not write such a layout.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     for flag in ("--hdp-tokens-per-rank", "--chunked-cross-entropy", "--recompute-num-layers"):

@@ -1,4 +1,4 @@
-"""What is given to a search: the model with its costs, the cluster, and the documents of some steps."""
+"""Input of a search: the model with its costs, the cluster, and the documents of some steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Devices:
     """The cluster.
 
     Attributes:
-        count: devices.
-        per_node: devices of a node.
+        count: number of devices.
+        per_node: number of devices of a node.
         memory_bytes: whole memory of a device.
         host_bytes: host memory of each process, for activations or keys.
-        link_bytes_per_second: between a device and host memory, one way.
+        link_bytes_per_second: speed between a device and host memory, in one direction.
     """
 
     count: int
@@ -43,16 +43,16 @@ class Devices:
 
 @dataclass(frozen=True)
 class Task:
-    """What is given.
+    """Task of a search.
 
     Attributes:
         cost: costs of the model, on any number of tensor-parallel ranks.
         devices: the cluster.
-        context: the most tokens of a document.
+        context: largest number of tokens of a document.
         steps: lengths of the documents of some steps, equally many in each.
-        operators: the fused operators of a layer.
-        rows_multiple: matrix products on one rank take rows in multiples of this.
-        ties_embeddings: input and output embedding of the model are one matrix.
+        operators: operators of a layer.
+        rows_multiple: multiple of rows in matrix products on one rank.
+        ties_embeddings: whether input and output embedding of the model are one matrix.
     """
 
     cost: ModelCost
@@ -65,17 +65,17 @@ class Task:
 
     @property
     def batch(self) -> int:
-        """Documents of a step."""
+        """Number of documents of a step."""
         return len(self.steps[0])
 
 
 def cluster_of(task: Task, strategy: Strategy) -> Cluster:
     """Return the HDP ranks of a strategy.
 
-    A node holds as many HDP ranks as it has groups of tensor-parallel ranks, if these fill it and the ranks.
+    A node has as many HDP ranks as groups of tensor-parallel ranks, if these groups fill the node and the ranks.
 
     Raises:
-        Unfit: devices, documents or experts are no multiple of the ranks, or the longest document needs more ranks.
+        Unfit: devices, documents or experts are not a multiple of the ranks, or the longest document needs more ranks.
     """
     devices = task.devices
     num_ranks, rest = divmod(devices.count, strategy.model_ranks)

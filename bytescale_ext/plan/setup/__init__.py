@@ -1,1 +1,1 @@
-"""The setup of a run as one value. Layers, memory, costs, choices, planner and forecasts all follow from it."""
+"""Setup of a run as one value, which determines layers, memory, costs, choices, planner and forecasts."""

@@ -1,8 +1,8 @@
 """Slices, activation policy and model states of a setup, chosen together, once.
 
-Model states, activations and keys share the memory of a device. If model states are left open, they are chosen first,
-with what activations then do in each of their options (``plan/states/choice.py``). Their rest of the memory is what the
-slices of each step, and the shares of the policy, are chosen within.
+Model states, activations and keys share the memory of a device. If the place of model states is open, it is chosen
+first, with the activation plan of each option (``plan/states/choice.py``). The slices of each step, and the shares of
+the policy, are chosen within the remaining memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 @dataclass(frozen=True)
 class Decision:
-    """A setup with all its choices made, except the slices of each step where ``slices`` chooses them.
+    """Setup with all choices made, except the slices of each step if ``slices`` chooses them.
 
     Attributes:
-        setup: the setup, with decided model states.
-        states: the choice of model states with its reasons; None: they were given.
-        link_share: share of the link that parameters on their way to the device leave to activations.
-        slices: chooses the slices of each step; None: they are given.
-        offload: limits within which the plan of a step offloads activations; None: it does not.
+        setup: setup with decided model states.
+        states: choice of model states with its reasons; None if they were given.
+        link_share: share of the link that copies of parameters to the device leave to activations.
+        slices: function that chooses the slices of each step; None if they are given.
+        offload: limits within which the plan of a step offloads activations; None if it does not.
     """
 
     setup: Setup
@@ -46,18 +46,18 @@ class Decision:
 
     @property
     def finest(self) -> Slicing:
-        """The given slices; where the planner chooses, the most slices without kept keys."""
+        """Given slices, or the option with the most slices, without kept keys, if the planner chooses."""
         if self.slices is None:
             return self.setup.given_slicing
         return OPTIONS[-1]
 
     def policy(self, stage: int, slicing: Slicing | None = None) -> StagePolicy:
-        """Return the activation policy on a stage, in the slices of a step or in the given ones."""
+        """Return the activation policy on a stage, in the slices of a step or in the given slices."""
         return stage_policy(self.setup, stage, slicing or self.setup.given_slicing, self.link_share)
 
     @property
     def offloading_layers(self) -> int | None:
-        """Layers of a rank if plans may offload activations, which the check of a plan needs; else None."""
+        """Number of layers of a rank for the check of plans that may offload activations, else None."""
         return None if self.offload is None else self.offload.limits.num_layers
 
     @cached_property
@@ -71,7 +71,7 @@ def choose(setup: Setup) -> Decision:
     """Return the decision about a setup, equal on all ranks.
 
     Raises:
-        ValueError: nothing fits; the message names the least budget of a whole device, or of host memory, that would.
+        ValueError: nothing fits. The message names a sufficient budget of device or host memory.
     """
     decision = decide(setup)
     check_fits(decision)
@@ -82,7 +82,7 @@ def decide(setup: Setup) -> Decision:
     """Return the decision about a setup without checking that activations and keys fit in the memory.
 
     Raises:
-        ValueError: model states are left open and fit nowhere, or plans cannot offload enough.
+        ValueError: no place of model states fits, or plans cannot offload enough.
     """
     states, link_share = None, 1.0
     if setup.states.option == AUTO:
@@ -117,7 +117,7 @@ def slice_chooser(setup: Setup, link_share: float = 1.0) -> SlicingChoice | Poli
 
 
 def check_fits(decision: Decision) -> None:
-    """Raise ValueError, naming a sufficient budget, if a decision does not fit on every stage."""
+    """Raise ValueError, which names a sufficient budget, if a decision does not fit on every stage."""
     setup, slices = decision.setup, decision.slices
     if isinstance(slices, SlicingChoice):
         slices.check_fits(slowest_stage(setup)[1].both, setup.cluster.tokens_per_rank)
@@ -143,7 +143,7 @@ def _check_host_memory(setup: Setup) -> None:
 
 
 def state_problem(setup: Setup) -> StateProblem:
-    """Return the choice of model states as a problem: with it, activations get what they leave of the budgets."""
+    """Return the problem of the choice of model states. Activations get the budgets that states leave."""
     slicing, last = setup.given_slicing, setup.mesh.last_stage
     budget, states = setup.budget, setup.states
     whole = replace(setup, states=replace(states, option=StateOption()))  # the policy gets its budgets by the option
@@ -174,12 +174,12 @@ def state_problem(setup: Setup) -> StateProblem:
 
 
 def _plan_within(policy: StagePolicy, load: LayerLoad, left: Machine) -> ActivationPlan:
-    """Return the plan of a load with what is left of the budgets. Raises ValueError if none fits."""
+    """Return the plan of a load within the remaining budgets. Raises ValueError if none fits."""
     return replace(policy, machine=left).plan(load)
 
 
 def remaining_text(decision: Decision) -> str:
-    """Return a line about the device memory that model states take and leave; "" without a budget."""
+    """Return a line about device memory of model states and the rest; "" without a budget."""
     device_bytes = decision.setup.budget.device_bytes
     if device_bytes == float("inf"):
         return ""

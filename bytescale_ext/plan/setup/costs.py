@@ -1,4 +1,4 @@
-"""What pipeline stages cost: in seconds for forecasts, and in what planners balance."""
+"""Costs of pipeline stages: in seconds for forecasts, and in the unit that planners balance."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def slowest_stage(setup: Setup) -> tuple[int, StageCost]:
 
 
 def equal_cost(setup: Setup) -> CostModel | None:
-    """Return the cost that all slices of a document have in equal parts, or None if their tokens are equal."""
+    """Return the cost that is equal in all slices of a document, or None if their tokens are equal."""
     if setup.sequences.partition == "even":
         return None
     if setup.sequences.partition == "flops":

@@ -1,4 +1,4 @@
-"""Time, memory and traffic of a planned step, as dry runs, searches, simulations and the training log read them."""
+"""Time, memory and traffic of a planned step, for dry runs, searches, simulations and the training log."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the busiest process of each kind receives in a step, in bytes.
+    """Bytes that the busiest process receives in a step, by kind.
 
     Attributes:
         rings: keys, values and their gradients from the ranks of its rings.
@@ -102,7 +102,7 @@ class Forecast:
 
     @cached_property
     def whole(self) -> UnderPolicy | None:
-        """The stages under the activation policy in the given slices; None without policy, or if slices are chosen."""
+        """Stages under the activation policy in the given slices; None without policy, or if slices are chosen."""
         setup = self.setup
         if setup.chooses_slices or not setup.policy.is_on or setup.plans_offload:
             return None
@@ -166,7 +166,7 @@ class Forecast:
         return ShardTable.of(plan).with_counts(np.array(counts)), slicing
 
     def replay(self, table: ShardTable, slicing: Slicing) -> StageReplay:
-        """Return when each slice of a step runs on each stage, with messages between stages."""
+        """Return the times of each slice of a step on each stage, with messages between stages."""
         message, latency = self._message
         seconds = latency + message / slicing.num_slices
         return replay_stages(table, self.stages(slicing), slicing, self.num_chunks(slicing), p2p_seconds=seconds)
@@ -185,7 +185,7 @@ class Forecast:
         )
 
     def memory(self, table: ShardTable, slicing: Slicing) -> list[StageBytes]:
-        """Return the memory of each stage in a step, on the HDP rank that takes most.
+        """Return the memory of each stage in a step, on the HDP rank with the highest peak.
 
         If a policy moves activations, or only some layers are recomputed, micro-batches count as full.
         """
@@ -214,7 +214,7 @@ class Forecast:
 
     @cached_property
     def full_bytes(self) -> tuple[float, float]:
-        """The most memory of a device, and of a process's host memory, if micro-batches are full and run whole."""
+        """Peak memory of a device, and peak host memory of a process, with full micro-batches without slices."""
         setup = self.setup
         if self.whole is not None:
             return self.whole.device_bytes, self.whole.host_bytes
@@ -276,7 +276,7 @@ def ring_tokens(table: ShardTable, cost: CostModel, slicing: Slicing) -> tuple[F
 
 
 def documents_on_nodes(table: ShardTable, node: int) -> tuple[int, int]:
-    """Return how many documents are on several nodes of ``node`` HDP ranks, and how many of them in nested rings."""
+    """Return the number of documents on several nodes of ``node`` HDP ranks, and the number with nested rings."""
     assert table.inner_rings is not None, "the table is that of a plan"
     first = table.members == 0
     nested = np.count_nonzero(first & (table.inner_rings > 1))
@@ -285,15 +285,15 @@ def documents_on_nodes(table: ShardTable, node: int) -> tuple[int, int]:
 
 
 def tokens_in_flight(setup: Setup) -> list[int]:
-    """Return the tokens whose activations each stage holds at most, in full micro-batches that run whole."""
+    """Return the peak number of tokens with activations on each stage, in full micro-batches without slices."""
     num_stages, tokens = setup.mesh.num_stages, setup.cluster.tokens_per_rank
     return [most_slices(num_stages, ONE_SLICE, stage) * tokens for stage in range(num_stages)]
 
 
 def block_bytes(setup: Setup) -> Sequence[float]:
-    """Return the device bytes of each stage, without model states, whose first layers are recomputed.
+    """Return the device bytes of stages with recomputed first layers, without model states.
 
-    Micro-batches are full and run whole.
+    Micro-batches are full and have no slices.
     """
     memory = stage_memory(setup)
     again, kept_bytes = memory.recomputing(input_bytes(setup)), memory.layer.activations
@@ -307,11 +307,11 @@ def block_bytes(setup: Setup) -> Sequence[float]:
 
 
 def coupling(result: StageReplay, num_slices: int, expert_parallel: int) -> float:
-    """Return how many times as long a step takes because ranks that share experts run slot by slot.
+    """Return the slowdown of a step because ranks that share experts run slot by slot.
 
-    A slot takes a group of them as long as its slowest rank. The replay of a plan lets ranks run on, so its time grows
-    by the ratio of the busiest stage of a group, slot by slot, to the busiest stage of a rank, which is exact without
-    pipelines and rings.
+    A slot takes a group of these ranks as long as its slowest rank. The replay of a plan does not model these waits. So
+    its time is multiplied by the ratio of the busiest stage of a group, slot by slot, to the busiest stage of a rank.
+    This is exact without pipelines and rings.
     """
     if expert_parallel == 1:
         return 1.0

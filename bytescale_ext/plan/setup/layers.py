@@ -1,4 +1,4 @@
-"""How each pipeline stage runs its layers: what it holds of micro-batches and slices, and which layers are resident."""
+"""Layer settings of each pipeline stage: micro-batches and slices in memory, and resident layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 
 def stage_settings(setup: Setup, stage: int, slicing: Slicing) -> LayerSettings:
-    """Return how a pipeline stage runs its layers in full micro-batches, sliced like this."""
+    """Return the layer settings of a pipeline stage for full micro-batches in these slices."""
     mesh, numerics = setup.mesh, setup.numerics
     in_flight = most_slices(mesh.num_stages, slicing, stage, mesh.virtual_stages)
     if not setup.sequences.are_documents:  # plans of documents may have any number of micro-batches
@@ -44,7 +44,7 @@ def stage_load(setup: Setup, stage: int, slicing: Slicing) -> LayerLoad:
 
 
 def expert_load(setup: Setup) -> float:
-    """Return how many times the tokens of an even spread the experts of a rank are expected to get at most.
+    """Return the largest expected number of tokens of a rank's experts, relative to an even spread.
 
     Without expert parallelism every token stays on its rank.
     """
@@ -52,7 +52,7 @@ def expert_load(setup: Setup) -> float:
 
 
 def setup_slice_lengths(setup: Setup, slicing: Slicing) -> tuple[int, ...]:
-    """Return the tokens of the slices of a sample or of the longest document; (1,): micro-batches run whole."""
+    """Return the tokens of the slices of a sample or of the longest document; (1,) without slices."""
     if setup.sequences.sample_slices:
         return setup.sequences.sample_slices
     if slicing.num_slices == 1:
@@ -62,12 +62,12 @@ def setup_slice_lengths(setup: Setup, slicing: Slicing) -> tuple[int, ...]:
 
 
 def slice_rule(setup: Setup, slicing: Slicing) -> SliceRule:
-    """Return how micro-batches of documents are cut."""
+    """Return the rule that divides micro-batches of documents into slices."""
     return SliceRule(slicing, equal_cost(setup), setup.rows_multiple)
 
 
 def _held_slices(setup: Setup, stage: int, slicing: Slicing) -> tuple[HeldSlices, ...]:
-    """Return the most that a stage holds: full micro-batches, and the keys of the longest document with kept keys.
+    """Return the peak content of a stage: full micro-batches, and the keys of the longest document with kept keys.
 
     If keys are swapped, the longest document with keys in host memory counts too.
     """
@@ -76,9 +76,9 @@ def _held_slices(setup: Setup, stage: int, slicing: Slicing) -> tuple[HeldSlices
     count = MANY_GROUPS * max(num_stages, slice_group_size(num_stages, num_slices) // num_slices)
     if not setup.sequences.are_documents:
         count = setup.sequences.micro_batches
-        count = count if num_slices > 1 else -(-count // num_stages) * num_stages  # whole groups hold as much
+        count = count if num_slices > 1 else -(-count // num_stages) * num_stages  # whole groups have the same peak
     order = num_stages, count, slicing.order_of_work(), mesh.virtual_stages
-    if num_slices == 1:  # a micro-batch holds its keys as activations
+    if num_slices == 1:  # the keys of a whole micro-batch count as activations
         return _held(order, stage, (float(tokens),), 0.0, LayerBytes(0.0, 0.0, 0.0))
     sizes = setup.shape, mesh.tensor_parallel, setup.numerics.element_bytes
     layer = LayerBytes.of(*sizes)
@@ -104,7 +104,7 @@ def _held(
     layer: LayerBytes,
     is_swapped: bool = False,
 ) -> tuple[HeldSlices, ...]:
-    """Return ``held_slices`` of a ``_schedule``, once for all setups with the same order of work."""
+    """Return ``held_slices`` of a ``_schedule``. Cached for all setups with the same order of work."""
     return held_slices(_schedule(*order), stage, lengths, kept_tokens, layer, is_swapped)
 
 

@@ -1,4 +1,4 @@
-"""The memory of pipeline stages and of their model states."""
+"""Memory of pipeline stages and of their model states."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parameters:
 
     Attributes:
         dense: parameters that all HDP ranks have.
-        experts: parameters of the experts that are dealt out.
+        experts: parameters of the experts that HDP ranks share.
         expert_holders: HDP ranks with the same experts, of ``num_ranks`` ranks.
         num_ranks: HDP ranks.
     """
@@ -78,7 +78,7 @@ def parameters(setup: Setup) -> list[Parameters]:
 
 
 def _dense_parameters(setup: Setup, stage: int) -> float:
-    """Return the parameters of a stage without experts and added ones; tied embeddings of one stage are one matrix."""
+    """Return the parameters of a stage without experts and added parameters. Tied embeddings of a stage count once."""
     mesh, shape = setup.mesh, setup.shape.part(setup.mesh.stage_layers[stage])
     has_embedding, has_head = stage == 0 and not setup.states.embedding_in_host, stage == mesh.last_stage
     count = stage_parameters(shape, mesh.tensor_parallel, has_embedding, has_head)
@@ -89,7 +89,7 @@ def _dense_parameters(setup: Setup, stage: int) -> float:
 
 @lru_cache(maxsize=256)
 def state_cases(setup: Setup) -> tuple[StateCase, ...]:
-    """Return the model states of each stage as pages hold them; experts and added parameters are not counted."""
+    """Return the paged model states of each stage, without experts and added parameters."""
     mesh, states = setup.mesh, setup.states
     option = states.decided if not isinstance(states.option, str) else None
     is_one_matrix = mesh.num_stages == 1 and states.ties_embeddings
@@ -112,7 +112,7 @@ def state_cases(setup: Setup) -> tuple[StateCase, ...]:
 
 @lru_cache(maxsize=256)
 def stage_state_bytes(setup: Setup) -> tuple[float, ...]:
-    """Return the device memory of the model states of each stage during a step, once their place is decided."""
+    """Return the device memory of the decided model states of each stage during a step."""
     option = setup.states.decided
     if option.stage:
         return tuple(case.paged_bytes for case in state_cases(setup))
@@ -124,7 +124,7 @@ def stage_state_bytes(setup: Setup) -> tuple[float, ...]:
 def stage_memory(setup: Setup) -> StageMemory:
     """Return the device memory of the stages, with their model states and without an activation policy.
 
-    If layers are recomputed in blocks, all of them count here as if they kept their activations.
+    If layers are recomputed in blocks, all layers count here as if they kept their activations.
     """
     numerics, cost, mesh = setup.numerics, setup.cost, setup.mesh
     tensors = _tensor_bytes(setup)
@@ -141,7 +141,7 @@ def stage_memory(setup: Setup) -> StageMemory:
 
 
 def input_bytes(setup: Setup) -> float:
-    """Return the bytes of a token that a layer keeps if it is recomputed: measured, or of its input."""
+    """Return the bytes of a token that a recomputed layer keeps: measured, or the bytes of its input."""
     return setup.cost.recompute_bytes if setup.measured else _tensor_bytes(setup)[0]
 
 
@@ -157,8 +157,8 @@ def _tensor_bytes(setup: Setup) -> list[float]:
 def affordable_keys(setup: Setup, slicing: Slicing) -> int:
     """Return the longest sequence whose keys can be kept between slices in the memory that 1F1B would take.
 
-    It counts what a token is sure to keep in a layer: all tensors in 16 bits or, where activations are recomputed or
-    leave the device, the layer's input.
+    It counts the bytes that a token always keeps in a layer: all tensors in 16 bits or, if activations are recomputed
+    or leave the device, only the layer's input.
     """
     tensor_parallel = setup.mesh.tensor_parallel
     tensors = layer_tensors(setup.shape, tensor_parallel=tensor_parallel)

@@ -1,7 +1,7 @@
 """Selective offloading by the plan of a step (ByteScale section 5.2, Eq. 3): a share for each micro-batch.
 
-Device memory holds the activations of C tokens. A micro-batch of more tokens moves the rest to host memory, up to the
-limits of host memory and of what can be copied while the layers compute. A long sequence then needs fewer ranks.
+Device memory stores the activations of C tokens. A micro-batch of more tokens moves the rest to host memory, up to the
+limit of host memory and of copies that overlap with computation. A long sequence then needs fewer ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CHECKED_LENGTHS = 100_000
 
 @dataclass(frozen=True)
 class PlannedOffload:
-    """The limits within which plans offload activations.
+    """Limits within which plans offload activations.
 
     Attributes:
         limits: limits of Eq. 3; as many micro-batches as pipeline stages share their ``host_bytes``.
         cost: seconds of one pipeline stage, which Eq. 3 compares with the time of copies.
-        setup: the setup of the run.
+        setup: setup of the run.
     """
 
     limits: OffloadLimits
@@ -37,7 +37,7 @@ class PlannedOffload:
     setup: Setup
 
     def min_ranks(self, lengths: Sequence[int]) -> list[int]:
-        """Return D(s), the fewest ranks of each sequence. Raises ValueError if all ranks cannot hold one."""
+        """Return D(s), the fewest ranks of each sequence. Raises ValueError if a sequence does not fit on all ranks."""
         setup = self.setup
         limits = replace(self.limits, host_bytes=self.limits.host_bytes / setup.mesh.num_stages)
         sizes = np.array(lengths, dtype=np.int64)
@@ -58,7 +58,7 @@ class PlannedOffload:
         return None
 
     def described(self) -> str:
-        """Return one line about what offloading does for the longest sequence."""
+        """Return one line about the effect of offloading on the longest sequence."""
         length, capacity = self.setup.sequences.longest, self.setup.cluster.tokens_per_rank
         ranks = self.min_ranks([length])[0]
         share = float(self.limits.min_shares(np.array([-(-length / ranks)]), capacity)[0])
@@ -69,7 +69,7 @@ class PlannedOffload:
 
 
 def offloading_policy(setup: Setup) -> StagePolicy:
-    """Return the policy of all stages: they offload the same share, which the stage with most layers needs."""
+    """Return the policy of all stages. They offload the same share, which the stage with the most layers needs."""
     of_stage = stage_policy(setup, 0)
     return replace(of_stage, layers=replace(of_stage.layers, num_layers=max(setup.mesh.stage_layers)))
 

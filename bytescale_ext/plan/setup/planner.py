@@ -1,4 +1,4 @@
-"""The planner of a setup."""
+"""Planner of a setup."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def balanced_cost(decision: Decision) -> StageCost:
 
 
 def balance_of(setup: Setup) -> str:
-    """Return the planner by name; "auto" is the balance planner that fits the mesh."""
+    """Return the name of the planner; "auto" becomes the balance planner that fits the mesh."""
     balance = setup.planning.balance
     return auto_balance(setup.has_aligned_slots) if balance == AUTO else balance
 
@@ -51,6 +51,6 @@ def share_of_experts(setup: Setup) -> float:
 
 
 def scenario_of(decision: Decision) -> Scenario:
-    """Return the scenario of a decision: schedulers are compared on passes, without messages and updates."""
+    """Return the scenario of a decision. It compares schedulers by passes, without messages and updates."""
     setup = decision.setup
     return Scenario(setup.sequences.longest, stage_costs(setup), stage_memory(setup), planner_of(decision))

@@ -37,7 +37,7 @@ class StagePolicy:
         num_tokens: tokens of the largest micro-batch on one rank.
         longest: tokens of the longest sequence.
         slices: tokens of each slice of a micro-batch, or their proportion.
-        by_plan: the plan of each step says what a micro-batch offloads.
+        by_plan: whether the plan of each step decides the offloaded share of a micro-batch.
     """
 
     policy: Policy
@@ -51,7 +51,7 @@ class StagePolicy:
 
     @cached_property
     def largest(self) -> LayerLoad:
-        """The largest micro-batch, or the largest slice of one."""
+        """Load of the largest micro-batch, or of its largest slice."""
         return full_load(self.cost, self.num_tokens, self.longest, self.layers, self.slices)
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
@@ -59,10 +59,10 @@ class StagePolicy:
         return load_of_tokens(self.cost, num_tokens, forward_seconds, backward_seconds, self.layers)
 
     def plan(self, load: LayerLoad, share: float = 0.0) -> ActivationPlan:
-        """Return the plan of a micro-batch. ``share``: offloaded by the plan of the step, if that chooses shares.
+        """Return the plan of a micro-batch. ``share``: offloaded share, if the plan of the step chooses shares.
 
         Raises:
-            ValueError: the policy does not fit; never raised for a load smaller than one that fits.
+            ValueError: the policy does not fit. If a load fits, all smaller loads fit.
         """
         resident = min(self.layers.resident_layers, load.num_layers)
         if self.by_plan:
@@ -84,7 +84,7 @@ class StagePolicy:
         return (plan, found) if found.fits(self.machine) else None
 
     def check_fits(self) -> None:
-        """Raise ValueError, naming a sufficient budget, if the largest micro-batch exceeds a budget."""
+        """Raise ValueError, which names a sufficient budget, if the largest micro-batch exceeds a budget."""
         load, machine = self.largest, self.machine
         plan = self.plan(load)
         needed = forecast(plan, load, machine)
@@ -116,10 +116,10 @@ class StagePolicy:
 
 
 def stage_policy(setup: Setup, stage: int, slicing: Slicing = ONE_SLICE, link_share: float = 1.0) -> StagePolicy:
-    """Return the policy on a stage with what model states and keys leave of its budgets.
+    """Return the policy on a stage within the budgets that model states and keys leave.
 
     Args:
-        setup: the setup, with decided model states.
+        setup: setup with decided model states.
         stage: number of the stage.
         slicing: slices of a micro-batch.
         link_share: share of the link that parameters on their way to the device leave to activations.
@@ -160,12 +160,12 @@ class UnderPolicy:
     """Cost and memory of the stages under a policy, in one slicing.
 
     Attributes:
-        slicing: slices of a micro-batch, with the longest document whose keys are kept.
-        stages: seconds of each stage, with what is rebuilt and with copies that do not overlap with computation.
-        virtual: the same for each virtual stage, chunk by chunk.
+        slicing: slices of a micro-batch, with the length limit of kept keys.
+        stages: cost of each stage, with recomputation and with copies that do not overlap with computation.
+        virtual: cost of each virtual stage, chunk by chunk.
         forecasts: time and memory of the largest micro-batch of each stage.
         state_bytes: device memory of the model states of each stage.
-        keeps_all: the policy has nothing to do on any stage.
+        keeps_all: whether every stage keeps all activations.
     """
 
     slicing: Slicing
@@ -177,23 +177,23 @@ class UnderPolicy:
 
     @property
     def slowest(self) -> StageCost:
-        """The stage that planners balance."""
+        """Cost of the stage that planners balance."""
         return max(self.stages, key=lambda stage: stage.both.b)
 
     @property
     def device_bytes(self) -> float:
-        """The most memory of a device, with model states."""
+        """Peak memory of the fullest device, with model states."""
         pairs = zip(self.state_bytes, self.forecasts, strict=True)
         return max(states + predicted.device_bytes for states, predicted in pairs)
 
     @property
     def host_bytes(self) -> float:
-        """The most host memory of a process for activations."""
+        """Peak host memory of a process for activations."""
         return max(predicted.host_bytes for predicted in self.forecasts)
 
 
 def under_policy(setup: Setup, slicing: Slicing = ONE_SLICE, link_share: float = 1.0) -> UnderPolicy | None:
-    """Return cost and memory of the stages under the policy, or None if it does not fit on one of them."""
+    """Return cost and memory of the stages under the policy, or None if it does not fit on some stage."""
     mesh, plans, forecasts, policies = setup.mesh, [], [], []
     for stage in range(mesh.num_stages):
         of_stage = stage_policy(setup, stage, slicing, link_share)
@@ -222,12 +222,12 @@ def under_policy(setup: Setup, slicing: Slicing = ONE_SLICE, link_share: float =
 
 @dataclass(frozen=True)
 class PolicySlices:
-    """Chooses the slices of each step under a policy; calling it is pure.
+    """Chooses the slices of each step under a policy, as a pure function.
 
-    A search has many strategies and plans few of them, so slicings are worked out when they are first needed.
+    A search has many strategies and plans few of them, so slicings are computed at their first use.
 
     Attributes:
-        setup: the setup, with decided model states.
+        setup: setup with decided model states.
         link_share: see ``stage_policy``.
     """
 
@@ -236,12 +236,12 @@ class PolicySlices:
 
     @property
     def slicings(self) -> list[Slicing]:
-        """The slicings to choose from, if the policy fits in them."""
+        """Slicings to choose from, whether the policy fits or not."""
         return policy_slicings(OPTIONS, self.setup.sequences.longest)
 
     @property
     def options(self) -> tuple[Slicing, ...]:
-        """The slicings that leave room for the policy on every stage."""
+        """Slicings that fit under the policy on every stage."""
         return tuple(option.slicing for option in self.fitting)
 
     @cached_property
@@ -251,16 +251,16 @@ class PolicySlices:
 
     @property
     def fits(self) -> bool:
-        """Whether the policy fits in some slices. Whole micro-batches are tried first: they are soon worked out."""
+        """Whether the policy fits in some slices. Whole micro-batches are tried first, because they are fast."""
         whole, *sliced = self.slicings
         return next(iter(self._fitting((whole, *reversed(sliced)))), None) is not None
 
     def of(self, slicing: Slicing) -> UnderPolicy:
-        """Return the stages in a slicing that was chosen."""
+        """Return the stages in a chosen slicing."""
         return next(option for option in self.fitting if option.slicing == slicing)
 
     def check_fits(self) -> None:
-        """Raise ValueError, about the finest slices, if the policy fits in none."""
+        """Raise ValueError about the finest slices if the policy fits in no slices."""
         if self.fits:
             return
         finest = self.slicings[-1].num_slices

@@ -1,7 +1,8 @@
-"""Everything that steps are planned for, as one frozen value.
+"""Input of all planning, as one frozen value.
 
-Training makes a ``Setup`` from Megatron's arguments, a command from its options, a search from a strategy. Layers,
-memory, costs, choices, planners and forecasts follow from it in the other files of this folder, for all of them alike.
+Training makes a ``Setup`` from Megatron's arguments, a command from its options, and a search from a strategy. The
+other files of this folder derive layers, memory, costs, choices, planners and forecasts from it, in the same way for
+all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from bytescale_ext.plan.states.timeline import (
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 AUTO: Final = "auto"
-"""A choice that is left to the planner."""
+"""Value of a choice that is left to the planner."""
 
 NO_RECOMPUTE: Final = "none"
 FULL: Final = "full"
@@ -36,17 +37,17 @@ PAGE_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How the model is spread over devices.
+    """Distribution of the model over devices.
 
     Attributes:
         stage_layers: transformer layers of each pipeline stage.
-        tensor_parallel: ranks that share each layer.
-        sequence_parallel: tensor-parallel ranks also share the tokens of norms and residuals.
-        virtual_stages: virtual stages (model chunks) of each pipeline stage.
-        expert_parallel: parts into which the experts of a layer are dealt out.
-        expert_tensor_parallel: ranks that share each expert; None: as many as share a layer.
-        shares_optimizer: HDP ranks share Adam's states (ZeRO-1).
-        devices_per_node: devices of a node; None: all devices are in one.
+        tensor_parallel: number of ranks that share each layer.
+        sequence_parallel: whether tensor-parallel ranks also share the tokens of norms and residuals.
+        virtual_stages: number of virtual stages (model chunks) of each pipeline stage.
+        expert_parallel: number of parts into which the experts of a layer are divided.
+        expert_tensor_parallel: number of ranks that share each expert; None: ``tensor_parallel``.
+        shares_optimizer: whether HDP ranks share Adam's states (ZeRO-1).
+        devices_per_node: number of devices of a node; None: all devices are in one node.
     """
 
     stage_layers: tuple[int, ...]
@@ -77,16 +78,17 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How layers compute.
+    """Numerical settings of layers.
 
     Attributes:
         element_bytes: bytes of one element of a parameter or an activation.
         operators: fused and unfused operators of a layer.
-        loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all of a micro-batch.
-        rows: matrix products take rows in multiples of this: 16 or 32 in FP8, else 1.
-        recompute: layers that the backward pass computes again: "none", "full" (all), "block" (the first ones of each
-            stage) or "selective" (parts of layers).
-        recomputed_layers: layers of each stage that "block" computes again.
+        loss_tokens: number of tokens with logits at the same time (``--chunked-cross-entropy``); None: all tokens of a
+            micro-batch.
+        rows: multiple of rows in matrix products: 16 or 32 in FP8, else 1.
+        recompute: layers that are recomputed: "none", "full" (all), "block" (the first layers of each stage) or
+            "selective" (parts of layers).
+        recomputed_layers: number of layers of each stage that "block" recomputes.
         gradient_bytes: bytes of one element of a gradient that ranks exchange.
         sum_bytes: bytes of one element of a sum of key gradients.
     """
@@ -106,7 +108,7 @@ class Budget:
     """Memory and links of one process.
 
     Attributes:
-        device_bytes: memory of the device, all of it: model states, activations and keys.
+        device_bytes: whole memory of the device, for model states, activations and keys.
         host_bytes: host memory for activations and keys and, if the planner chooses model states, for their pages.
         disk_bytes: space on a local disk for pages.
         link_bytes_per_second: speed between device and host memory, one way.
@@ -120,7 +122,7 @@ class Budget:
     memory_bytes_per_second: float = MEMORY_BYTES_PER_SECOND
 
     def machine(self, device_bytes: float, host_bytes: float) -> Machine:
-        """Return these links with what is left of both memories."""
+        """Return the machine with these remaining memories and the links of the budget."""
         return Machine(device_bytes, host_bytes, self.link_bytes_per_second, self.memory_bytes_per_second)
 
 
@@ -130,11 +132,11 @@ class Sequences:
 
     Attributes:
         longest: tokens of the longest sequence.
-        micro_batches: micro-batches of a rank and step; of documents, an estimate from their tokens.
+        micro_batches: number of micro-batches of a rank in a step; for documents, an estimate from their tokens.
         sample_slices: tokens of each slice of samples that all have the same length; empty: documents, or whole
             samples.
-        are_documents: whether sequences are documents. A step of documents has any number of micro-batches on a rank.
-        partition: measure that is equal in all slices of a document: "time", "flops" or "even" (tokens).
+        are_documents: whether sequences are documents. With documents, ranks may have any number of micro-batches.
+        partition: quantity that is equal in all slices of a document: "time", "flops" or "even" (tokens).
     """
 
     longest: int
@@ -146,10 +148,10 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """How documents are placed.
+    """Settings of the placement of documents.
 
     Attributes:
-        balance: planner by name; "auto": the balance planner that fits the mesh.
+        balance: name of the planner; "auto" is the balance planner that fits the mesh.
         static_width: ranks of a static context-parallel mesh to compare with, or None.
     """
 
@@ -189,15 +191,15 @@ class States:
         option: place of the states, or "auto".
         allowed: values of ``--state-stage`` that "auto" may choose.
         page_bytes: bytes of a page.
-        update_steps: steps that run during one update; 0: each step waits for its update.
-        has_disk: pages may be on a local disk.
-        ties_embeddings: input and output embedding are one matrix.
-        embedding_in_host: the input embedding is a table in host memory.
+        update_steps: number of steps that overlap with an update; 0: each step waits for its update.
+        has_disk: whether pages may be on a local disk.
+        ties_embeddings: whether input and output embedding are one matrix.
+        embedding_in_host: whether the input embedding is a table in host memory.
         added_parameters: further parameters of each stage, such as n-gram tables; empty: none.
         offloaded_share: share of Adam's states that Megatron itself keeps in host memory (``--optimizer-cpu-offload``).
-        shares_budget: pages share ``Budget.host_bytes`` with activations, because the planner chose them.
+        shares_budget: whether pages share ``Budget.host_bytes`` with activations, because the planner chose them.
         speeds: speeds of Adam in host memory and of the disk.
-        update_bytes_per_second: memory that Adam reads and writes on resident states.
+        update_bytes_per_second: speed at which Adam reads and writes memory for resident states.
     """
 
     option: StateOption | Literal["auto"] = field(default_factory=StateOption)
@@ -219,14 +221,14 @@ class States:
 
     @property
     def decided(self) -> StateOption:
-        """Where the states are, once that is decided."""
+        """Decided place of the states."""
         assert isinstance(self.option, StateOption), "the model states are not chosen yet"
         return self.option
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The setup of a run: everything that steps are planned for.
+    """Setup of a run: the input of all planning.
 
     Attributes:
         shape: sizes of the model.
@@ -240,7 +242,7 @@ class Setup:
         policy: activation policy.
         states: model states.
         planning: planner of the documents.
-        measured: ``cost`` was measured. Otherwise planners balance FLOPs.
+        measured: whether ``cost`` was measured. Otherwise planners balance FLOPs.
     """
 
     shape: ModelShape
@@ -257,7 +259,7 @@ class Setup:
     measured: bool = True
 
     def __hash__(self) -> int:
-        """Return a hash that is computed once: figures of a setup are looked up by it."""
+        """Return a cached hash, because caches of figures use setups as keys."""
         return self._hash
 
     @cached_property
@@ -265,12 +267,12 @@ class Setup:
         return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the fields alone: hashes differ between processes."""
+        """Return only the fields, because hashes differ between processes."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
     def num_devices(self) -> int:
-        """Devices of the run."""
+        """Number of devices of the run."""
         return self.cluster.num_ranks * self.mesh.num_stages * self.mesh.tensor_parallel
 
     @property
@@ -280,7 +282,7 @@ class Setup:
 
     @property
     def rows_multiple(self) -> int:
-        """Micro-batches and slices are padded to a multiple of this many rows."""
+        """Number to whose multiple the rows of micro-batches and slices are padded."""
         return self.numerics.rows * (self.mesh.tensor_parallel if self.mesh.sequence_parallel else 1)
 
     @property
@@ -290,30 +292,30 @@ class Setup:
 
     @property
     def given_slicing(self) -> Slicing:
-        """The slices of every step, where the planner does not choose them."""
+        """Slices of every step, if the planner does not choose them."""
         assert isinstance(self.slicing, Slicing), "the planner chooses the slices of each step"
         return self.slicing
 
     @property
     def swaps_keys(self) -> bool:
-        """Whether keys may be kept in host memory: as given, or where the planner chooses without a policy."""
+        """Whether keys may be kept in host memory, by the given slices or by the planner's choice without a policy."""
         if isinstance(self.slicing, Slicing):
             return self.slicing.swapped_tokens > 0
         return self.budget.host_bytes > 0 and not self.policy.is_on
 
     @property
     def plans_offload(self) -> bool:
-        """Whether the plan of a step chooses what each micro-batch offloads (ByteScale section 5.2)."""
+        """Whether the plan of a step chooses the offloaded share of each micro-batch (ByteScale section 5.2)."""
         return self.sequences.are_documents and self.policy.name == "offload" and self.policy.swap is None
 
     @property
     def has_aligned_slots(self) -> bool:
-        """Whether ranks that share a sequence need it in the same micro-batch slot."""
+        """Whether ranks that share a sequence must have it in the same micro-batch slot."""
         return self.mesh.num_stages > 1 or self.mesh.expert_ranks > 1
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that share Adam's states of dense parameters."""
+        """Number of ranks that share Adam's states of dense parameters."""
         return self.cluster.num_ranks if self.mesh.shares_optimizer else 1
 
     def with_option(self, option: StateOption) -> Setup:
@@ -324,7 +326,7 @@ class Setup:
 def setup_of_cost(
     cost: ModelCost, num_stages: int = 1, cluster: Cluster | None = None, longest: int | None = None
 ) -> Setup:
-    """Return the setup of a model in stages of equal layers, with nothing given but its cost.
+    """Return the setup of a model from its cost, with stages of equal layers.
 
     HDP ranks share Adam's states, and operators of layers are fused.
 

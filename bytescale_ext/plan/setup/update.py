@@ -27,7 +27,7 @@ class UpdateTime:
     Attributes:
         reduce: seconds to reduce gradients, which overlap with the last backward pass.
         gather: seconds to gather parameters, which overlap with the first forward pass.
-        optimizer: seconds of the optimizer, which overlap with nothing.
+        optimizer: seconds of the optimizer, which do not overlap.
     """
 
     reduce: float
