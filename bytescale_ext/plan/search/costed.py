@@ -134,13 +134,13 @@ class CostedStrategy:
         if self.strategy.chooses_slices:
             policy = self.forecast.under_policy(slicing)
             stages = self.forecast.memory(table, slicing)
-            device_bytes = max(one.device.total for one in stages) if policy is None else policy.device_bytes
-            host_bytes = max(one.host for one in stages) if policy is None else policy.host_bytes
+            device_bytes = max(stage.device.total for stage in stages) if policy is None else policy.device_bytes
+            host_bytes = max(stage.host for stage in stages) if policy is None else policy.host_bytes
         return StepFigures(self.forecast.time(table, slicing), device_bytes, host_bytes)
 
     def step_bytes(self, lengths: Sequence[int]) -> float:
         """Return the peak bytes of a device in a step of these documents. Micro-batches need not be full."""
-        return max(one.device.total for one in self.forecast.memory(*self.forecast.table(self.plan(lengths))))
+        return max(stage.device.total for stage in self.forecast.memory(*self.forecast.table(self.plan(lengths))))
 
 
 @lru_cache(maxsize=64)

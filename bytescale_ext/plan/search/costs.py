@@ -113,7 +113,7 @@ def strategy_cost(
     if strategy.expert_parallel > 1:
         seconds, element = exchange_seconds(cost, strategy.expert_parallel, cluster), cost.element_bytes
         loads = [expert_bytes(cost.shape, element, cost.tensor_parallel, load) for load in (EXPERT_LOAD, 1.0)]
-        forward, backward = (replace(one, b=one.b + seconds) for one in (cost.forward, cost.backward))
+        forward, backward = (replace(one_way, b=one_way.b + seconds) for one_way in (cost.forward, cost.backward))
         cost = replace(cost, forward=forward, backward=backward, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
     if strategy.activations == FULL:
         cost = replace(cost, backward=cost.backward + cost.forward)

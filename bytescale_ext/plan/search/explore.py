@@ -201,14 +201,14 @@ def explore(
             _open(seen, heapq.heappop(seen.closed), sizes)
             yield seen
             continue
-        one = heapq.heappop(seen.waiting)
-        if one.scored is not None:
-            seen.found.append(one.scored)
+        candidate = heapq.heappop(seen.waiting)
+        if candidate.scored is not None:
+            seen.found.append(candidate.scored)
             continue
-        seen.bounded += not one.bounds
-        seen.replayed += bool(one.bounds and not one.steps)
-        seen.steps_run += bool(one.bounds)
-        heapq.heappush(seen.waiting, one.after())
+        seen.bounded += not candidate.bounds
+        seen.replayed += bool(candidate.bounds and not candidate.steps)
+        seen.steps_run += bool(candidate.bounds)
+        heapq.heappush(seen.waiting, candidate.after())
         yield seen
     yield seen
 
@@ -217,8 +217,8 @@ def _opens(seen: Exploration) -> bool:
     """Return whether a branch is more promising than all strategies that wait."""
     if not seen.closed or not seen.waiting:
         return bool(seen.closed)
-    branch, one = seen.closed[0], seen.waiting[0]
-    return (branch.seconds, branch.number) <= (one.seconds, one.number[0])
+    branch, candidate = seen.closed[0], seen.waiting[0]
+    return (branch.seconds, branch.number) <= (candidate.seconds, candidate.number[0])
 
 
 def _open(seen: Exploration, closed: Closed, sizes: Sequence[_Size]) -> None:
@@ -226,8 +226,8 @@ def _open(seen: Exploration, closed: Closed, sizes: Sequence[_Size]) -> None:
     for place, case in enumerate(fitting_cases(sizes[0].task, closed.branch.strategies, seen)):
         for number, size in enumerate(sizes):
             seconds = max(closed.seconds, size.scale * case.least_seconds(size.work))
-            one = Candidate(seconds, (closed.number, place, number), case, size.task, size.scale)
-            heapq.heappush(seen.waiting, one)
+            candidate = Candidate(seconds, (closed.number, place, number), case, size.task, size.scale)
+            heapq.heappush(seen.waiting, candidate)
 
 
 def in_sizes(task: Task, sizes: Sequence[int]) -> list[Task]:
@@ -259,8 +259,12 @@ def waiting_whole(seen: Exploration, batch: int) -> list[Candidate]:
 
     Strategies with slices chosen by the planner are left out, because their memory is known only after planning.
     """
-    whole = [one for one in seen.waiting if one.task.batch == batch and not one.case.strategy.chooses_slices]
-    return sorted(whole, key=lambda one: (one.case.full_bytes[0], one))
+    whole = [
+        candidate
+        for candidate in seen.waiting
+        if candidate.task.batch == batch and not candidate.case.strategy.chooses_slices
+    ]
+    return sorted(whole, key=lambda candidate: (candidate.case.full_bytes[0], candidate))
 
 
 def run_frontier(seen: Exploration, batch: int) -> Iterator[Candidate]:
@@ -268,13 +272,13 @@ def run_frontier(seen: Exploration, batch: int) -> Iterator[Candidate]:
 
     Strategies that the search has finished count as well, but are not yielded. ``batch``: documents of a step.
     """
-    known = sorted((one.most("device_bytes"), one.seconds) for one in seen.found if one.task.batch == batch)
+    known = sorted((scored.most("device_bytes"), scored.seconds) for scored in seen.found if scored.task.batch == batch)
     least = float("inf")
-    for one in waiting_whole(seen, batch):
-        while known and known[0][0] <= one.case.full_bytes[0]:
+    for candidate in waiting_whole(seen, batch):
+        while known and known[0][0] <= candidate.case.full_bytes[0]:
             least = min(least, known.pop(0)[1])
-        while one.scored is None and one.seconds / one.scale < least * (1 - LEAST_GAIN):
-            one = one.after()
-            yield one
-        if one.scored is not None:
-            least = min(least, one.scored.seconds)
+        while candidate.scored is None and candidate.seconds / candidate.scale < least * (1 - LEAST_GAIN):
+            candidate = candidate.after()
+            yield candidate
+        if candidate.scored is not None:
+            least = min(least, candidate.scored.seconds)

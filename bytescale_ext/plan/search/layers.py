@@ -63,12 +63,16 @@ def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
     if not layers:
         return (Chosen(),)
     before = unbeaten(layers[:-1])
-    grown = (Chosen(one.bytes + of.bytes, one.seconds + of.seconds, of, one) for one in before for of in layers[-1])
-    found: list[Chosen] = []
-    for chosen in sorted(grown, key=lambda one: (one.bytes, one.seconds)):
-        if not found or chosen.seconds < found[-1].seconds:
-            found.append(chosen)
-    return tuple(found)
+    grown = (
+        Chosen(previous.bytes + choice.bytes, previous.seconds + choice.seconds, choice, previous)
+        for previous in before
+        for choice in layers[-1]
+    )
+    best: list[Chosen] = []
+    for chosen in sorted(grown, key=lambda choices: (choices.bytes, choices.seconds)):
+        if not best or chosen.seconds < best[-1].seconds:
+            best.append(chosen)
+    return tuple(best)
 
 
 def fewest_recomputed(setup: Setup) -> int | None:

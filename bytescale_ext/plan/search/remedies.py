@@ -16,29 +16,36 @@ DOUBLINGS: Final = 3
 
 def remedies(task: Task, space: Space, seen: Exploration) -> list[str]:
     """Return the changes with which some strategy fits, each with its figures; ``seen``: search without results."""
-    found = []
+    changes = []
     if seen.needed is not None:
         needed, strategy = seen.needed
-        found.append(f"{needed / 1e9:.4g} GB of device memory ({strategy})")
+        changes.append(f"{needed / 1e9:.4g} GB of device memory ({strategy})")
     devices, host_bytes = task.devices, max(task.devices.host_bytes, 1e9)
     counts = (devices.count << power for power in range(1, DOUBLINGS + 1))
     hosts = (host_bytes * 2**power for power in range(DOUBLINGS + 1))
     contexts = (task.context >> power for power in range(1, DOUBLINGS + 1))
     more = _first(space, (replace(task, devices=replace(devices, count=count)) for count in counts))
     if more is not None:
-        found.append(f"{more.devices.count} devices")
+        changes.append(f"{more.devices.count} devices")
     hosted = _first(space, (replace(task, devices=replace(devices, host_bytes=size)) for size in hosts))
     if hosted is not None:
-        found.append(f"{hosted.devices.host_bytes / 1e9:.4g} GB of host memory for each process")
+        changes.append(f"{hosted.devices.host_bytes / 1e9:.4g} GB of host memory for each process")
     shorter = _first(space, (_cut(task, context) for context in contexts if context))
     if shorter is not None:
-        found.append(f"a context of {shorter.context} tokens")
-    return found
+        changes.append(f"a context of {shorter.context} tokens")
+    return changes
 
 
 def _first(space: Space, tasks: Iterable[Task]) -> Task | None:
     """Return the first task with a strategy that fits."""
-    return next((one for one in tasks if any(fitting_cases(one, space.strategies(one), Exploration()))), None)
+    return next(
+        (
+            changed_task
+            for changed_task in tasks
+            if any(fitting_cases(changed_task, space.strategies(changed_task), Exploration()))
+        ),
+        None,
+    )
 
 
 def _cut(task: Task, context: int) -> Task:

@@ -96,12 +96,14 @@ class Space:
 
     def branches(self, task: Task) -> Iterator[Branch]:
         """Yield the strategies in branches with common choices."""
-        for one, num_ranks in self._meshes(task):
-            for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel * task.rows_multiple):
+        for layout, num_ranks in self._meshes(task):
+            for tokens in self.tokens_per_rank or capacities(
+                task, num_ranks, layout.tensor_parallel * task.rows_multiple
+            ):
                 if tokens * num_ranks < task.context:
                     continue
                 for experts in self.expert_parallel or expert_sizes(task, num_ranks):
-                    mesh = replace(one, tokens_per_rank=tokens, expert_parallel=experts)
+                    mesh = replace(layout, tokens_per_rank=tokens, expert_parallel=experts)
                     yield Branch(mesh, self._of_mesh(task, mesh))
 
     def _meshes(self, task: Task) -> Iterator[tuple[Strategy, int]]:
@@ -110,30 +112,30 @@ class Space:
             self.tensor_parallel or tensor_sizes(task), self.stages or range(1, task.cost.shape.num_layers + 1)
         )
         for tensor_parallel, stages in sizes:
-            one = Strategy(tensor_parallel, (1,) * stages, task.context)
+            strategy = Strategy(tensor_parallel, (1,) * stages, task.context)
             try:
-                num_ranks = cluster_of(task, one).num_ranks
+                num_ranks = cluster_of(task, strategy).num_ranks
             except Unfit:
                 continue
-            yield one, num_ranks
+            yield strategy, num_ranks
 
     def _of_mesh(self, task: Task, mesh: Strategy) -> Iterator[Strategy]:
         """Yield the strategies with this tensor parallelism, number of stages and C."""
         losses = (None, LOSS_TOKENS) if mesh.tokens_per_rank > LOSS_TOKENS else (None,)
         for activations, loss_tokens, shares_optimizer in product(self.activations, losses, (True, False)):
-            one = replace(mesh, loss_tokens=loss_tokens, shares_optimizer=shares_optimizer)
-            one = replace(one, activations=FULL if activations == BLOCK else activations)
-            for layers in self._layers(task, one):
-                of_layers = replace(one, stage_layers=layers)
-                found = blocks(task, of_layers) if activations == BLOCK else self._of_layers(task, of_layers)
-                yield from filter(self.allows, found)
+            strategy = replace(mesh, loss_tokens=loss_tokens, shares_optimizer=shares_optimizer)
+            strategy = replace(strategy, activations=FULL if activations == BLOCK else activations)
+            for layers in self._layers(task, strategy):
+                of_layers = replace(strategy, stage_layers=layers)
+                strategies = blocks(task, of_layers) if activations == BLOCK else self._of_layers(task, of_layers)
+                yield from filter(self.allows, strategies)
 
     def _layers(self, task: Task, strategy: Strategy) -> list[tuple[int, ...]]:
         """Return equal stages, if they exist, and stages balanced within the memory, if they differ."""
         num_layers, num_stages = task.cost.shape.num_layers, strategy.num_stages
-        found = [] if num_layers % num_stages else [(num_layers // num_stages,) * num_stages]
+        equal = [] if num_layers % num_stages else [(num_layers // num_stages,) * num_stages]
         balanced = balanced_stages(task, strategy) if self.uneven and num_stages > 1 else None
-        return [*found, *([balanced] if balanced is not None and balanced not in found else [])]
+        return [*equal, *([balanced] if balanced is not None and balanced not in equal else [])]
 
     def _of_layers(self, task: Task, strategy: Strategy) -> Iterator[Strategy]:
         """Yield the strategy with each way to run micro-batches."""
@@ -201,23 +203,23 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
         strategy = replace(strategy, activations=FULL)
     most_layers = [0] * num_stages
     setups = [setup_of_strategy(task, replace(strategy, stage_layers=(count,) * num_stages)) for count in (1, 2)]
-    one, two = (stage_memory(setup) for setup in setups)
+    one_layer, two_layers = (stage_memory(setup) for setup in setups)
     cost = setups[0].cost
     lengths = np.array([length for step in task.steps for length in step], dtype=np.float64)
     layer = float(cost.stage(1).both.sequence_cost(lengths, np.ones_like(lengths)).sum())
     head = float((cost.head_forward + cost.head_backward) * lengths.sum())
     for stage, tokens in enumerate(tokens_in_flight(setups[0])):
-        each = two.state_bytes[stage] - one.state_bytes[stage] + tokens * one.layer.activations
-        fixed = 2 * one.state_bytes[stage] - two.state_bytes[stage] + tokens * one.layer.angles
+        each = two_layers.state_bytes[stage] - one_layer.state_bytes[stage] + tokens * one_layer.layer.activations
+        fixed = 2 * one_layer.state_bytes[stage] - two_layers.state_bytes[stage] + tokens * one_layer.layer.angles
         left = task.devices.memory_bytes - fixed
-        most = max(0, math.floor((left - one.working_bytes[stage]) / each))
+        most = max(0, math.floor((left - one_layer.working_bytes[stage]) / each))
         most_layers[stage] = min(most, num_layers - num_stages + 1)
 
     def seconds(stage: int, count: int) -> float:
         return count * layer + head * (stage == num_stages - 1)
 
-    found = balanced_layers(num_layers, num_stages, seconds, most_layers)
-    return None if found is None else tuple(found)
+    layers = balanced_layers(num_layers, num_stages, seconds, most_layers)
+    return None if layers is None else tuple(layers)
 
 
 def slowest_stage_seconds(num_layers: int, num_stages: int, layer: float, head: float) -> float:

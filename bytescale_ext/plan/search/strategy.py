@@ -137,29 +137,29 @@ def parse_strategy(flags: Sequence[str], num_layers: int) -> Strategy:
     parser.add_argument("--activation-policy", default="none")
     parser.add_argument("--use-distributed-optimizer", action="store_true")
     try:
-        found, _ = parser.parse_known_args(list(flags))
+        values, _ = parser.parse_known_args(list(flags))
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    if found.hdp_tokens_per_rank is None:
+    if values.hdp_tokens_per_rank is None:
         raise ValueError("the flags have no --hdp-tokens-per-rank")
-    if found.activation_policy not in _KEPT:
-        raise ValueError(f"--activation-policy {found.activation_policy}: strategies have none or {PRICED}")
-    activations = _KEPT[found.activation_policy]
-    if found.recompute_granularity == "full":
-        activations = BLOCK if found.recompute_method == "block" else FULL
+    if values.activation_policy not in _KEPT:
+        raise ValueError(f"--activation-policy {values.activation_policy}: strategies have none or {PRICED}")
+    activations = _KEPT[values.activation_policy]
+    if values.recompute_granularity == "full":
+        activations = BLOCK if values.recompute_method == "block" else FULL
     return Strategy(
-        tensor_parallel=found.tensor_model_parallel_size,
-        stage_layers=_stage_layers(found, num_layers),
-        tokens_per_rank=found.hdp_tokens_per_rank,
-        chunks=found.num_virtual_stages_per_pipeline_rank,
-        shares_optimizer=found.use_distributed_optimizer,
-        chooses_slices=found.seq1f1b_slices == "auto",
+        tensor_parallel=values.tensor_model_parallel_size,
+        stage_layers=_stage_layers(values, num_layers),
+        tokens_per_rank=values.hdp_tokens_per_rank,
+        chunks=values.num_virtual_stages_per_pipeline_rank,
+        shares_optimizer=values.use_distributed_optimizer,
+        chooses_slices=values.seq1f1b_slices == "auto",
         activations=activations,
-        loss_tokens=found.chunked_cross_entropy,
-        device_gb=found.device_memory_gb,
-        host_gb=found.host_memory_gb or 0.0,
-        expert_parallel=found.expert_model_parallel_size,
-        recomputed_layers=found.recompute_num_layers if activations == BLOCK else 0,
+        loss_tokens=values.chunked_cross_entropy,
+        device_gb=values.device_memory_gb,
+        host_gb=values.host_memory_gb or 0.0,
+        expert_parallel=values.expert_model_parallel_size,
+        recomputed_layers=values.recompute_num_layers if activations == BLOCK else 0,
     )
 
 

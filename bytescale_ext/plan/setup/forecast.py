@@ -141,7 +141,7 @@ class Forecast:
     def _update(self) -> UpdateTime:
         """Update of the process with most parameters."""
         setup = self.setup
-        most = max(parameters(setup), key=lambda one: one.count)
+        most = max(parameters(setup), key=lambda counted: counted.count)
         return update_of(setup.cost, most, setup.cluster, setup.mesh.shares_optimizer)
 
     @cached_property
@@ -195,8 +195,8 @@ class Forecast:
         if policy is not None and not policy.keeps_all:
             rows = zip(policy.state_bytes, policy.forecasts, pages, strict=True)
             return [
-                StageBytes(DeviceParts(one.device_bytes, 0.0, 0.0, states, 0.0), one.host_bytes, page)
-                for states, one, page in rows
+                StageBytes(DeviceParts(predicted.device_bytes, 0.0, 0.0, states, 0.0), predicted.host_bytes, page)
+                for states, predicted, page in rows
             ]
         if setup.plans_offload:
             policy_of_all = offloading_policy(setup)
@@ -205,8 +205,8 @@ class Forecast:
             rows_of = zip(stage_state_bytes(setup), pages, strict=True)
             return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for states, page in rows_of]
         if setup.numerics.recompute == BLOCK:
-            found = zip(block_bytes(setup), stage_state_bytes(setup), pages, strict=True)
-            return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for held, states, page in found]
+            blocks = zip(block_bytes(setup), stage_state_bytes(setup), pages, strict=True)
+            return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for held, states, page in blocks]
         memory = stage_memory(setup)
         most = peak_memory(table, slicing, slowest_stage(setup)[1].both, memory, setup.mesh.virtual_stages)
         parts, in_host = most.stage_parts(memory), most.stage_host_bytes(memory)
@@ -243,7 +243,7 @@ class Forecast:
         return Traffic(
             rings=max(mesh.stage_layers) * float(from_rings.max()),
             stages=directions * mesh.virtual_stages * float(tokens) * output,
-            update=(numerics.gradient_bytes + gathered) * others * max(one.dense for one in parameters(setup)),
+            update=(numerics.gradient_bytes + gathered) * others * max(counted.dense for counted in parameters(setup)),
             all_rings=float(from_rings.sum()) * sum(mesh.stage_layers),
         )
 
@@ -297,13 +297,13 @@ def block_bytes(setup: Setup) -> Sequence[float]:
     """
     memory = stage_memory(setup)
     again, kept_bytes = memory.recomputing(input_bytes(setup)), memory.layer.activations
-    found = []
+    stage_bytes = []
     for stage, tokens in enumerate(tokens_in_flight(setup)):
         layers = memory.num_layers[stage]
         share = min(layers, setup.numerics.recomputed_layers) / layers
         kept = share * input_bytes(setup) + (1 - share) * kept_bytes
-        found.append(again.working_bytes[stage] + layers * tokens * (kept + again.layer.angles / layers))
-    return found
+        stage_bytes.append(again.working_bytes[stage] + layers * tokens * (kept + again.layer.angles / layers))
+    return stage_bytes
 
 
 def coupling(result: StageReplay, num_slices: int, expert_parallel: int) -> float:

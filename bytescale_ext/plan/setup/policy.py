@@ -80,24 +80,24 @@ class StagePolicy:
             plan = self.plan(self.largest)
         except ValueError:
             return None
-        found = forecast(plan, self.largest, self.machine)
-        return (plan, found) if found.fits(self.machine) else None
+        predicted = forecast(plan, self.largest, self.machine)
+        return (plan, predicted) if predicted.fits(self.machine) else None
 
     def check_fits(self) -> None:
         """Raise ValueError, which names a sufficient budget, if the largest micro-batch exceeds a budget."""
         load, machine = self.largest, self.machine
         plan = self.plan(load)
         needed = forecast(plan, load, machine)
-        what = f"micro-batches of {load.num_tokens} tokens with {plan.swap:.3g} of the tokens swapped"
+        subject = f"micro-batches of {load.num_tokens} tokens with {plan.swap:.3g} of the tokens swapped"
         if needed.host_bytes > machine.host_bytes * _ROUNDING:
             raise ValueError(
-                f"{what} take {in_gigabytes(needed.host_bytes)} GB of host memory, and --host-memory-gb is "
+                f"{subject} take {in_gigabytes(needed.host_bytes)} GB of host memory, and --host-memory-gb is "
                 f"{machine.host_bytes / 1e9:.4g}: give at least that, or swap less"
             )
         if needed.device_bytes > machine.device_bytes * _ROUNDING:
             whole = needed.device_bytes + machine.state_bytes
             raise ValueError(
-                f"{what} and {machine.state_bytes / 1e9:.4g} GB of model states take {in_gigabytes(whole)} GB of "
+                f"{subject} and {machine.state_bytes / 1e9:.4g} GB of model states take {in_gigabytes(whole)} GB of "
                 f"device memory, and --device-memory-gb is {(machine.device_bytes + machine.state_bytes) / 1e9:.4g}: "
                 "give at least that, or fewer tokens, or a policy that keeps less"
             )
@@ -285,5 +285,5 @@ class PolicySlices:
         return PolicyChoice(tuple(PolicyOption(option.slicing, option.slowest) for option in self.fitting))
 
     def _fitting(self, slicings: Iterable[Slicing]) -> Iterable[UnderPolicy]:
-        found = (under_policy(self.setup, slicing, self.link_share) for slicing in slicings)
-        return (option for option in found if option is not None)
+        options = (under_policy(self.setup, slicing, self.link_share) for slicing in slicings)
+        return (option for option in options if option is not None)

@@ -118,8 +118,8 @@ class RingWork:
             Ranks of each ring: [n], or [heights, n].
         """
         node = self.cluster.node_ranks
-        wanted = np.ceil(np.minimum(self.seconds[rings] / heights, num_ranks)).astype(np.int64)
-        widths = np.minimum(np.maximum(wanted, self.min_widths[rings]), self.max_widths[rings])
+        even_widths = np.ceil(np.minimum(self.seconds[rings] / heights, num_ranks)).astype(np.int64)
+        widths = np.minimum(np.maximum(even_widths, self.min_widths[rings]), self.max_widths[rings])
         if node == self.cluster.num_ranks:
             return widths
         whole = np.minimum(-(-widths // node) * node, np.minimum(num_ranks, self.lengths[rings]))
@@ -158,12 +158,12 @@ def fill_shelves(work: RingWork, span: EmptySpan, height: float) -> RankSpan:
     widths_at_height = work.widths(remaining, height, num_ranks)
     shelves = []
     while len(remaining):
-        wanted = widths_at_height[remaining[:num_ranks] - span.begin]
-        fitting = max(1, int(wanted.cumsum().searchsorted(num_ranks, side="right")))
+        needed_widths = widths_at_height[remaining[:num_ranks] - span.begin]
+        fitting = max(1, int(needed_widths.cumsum().searchsorted(num_ranks, side="right")))
         rings = remaining[:fitting]
         widths = _level_widths(work, rings, height, num_ranks)
         if widths is None:
-            widths = np.minimum(wanted[:fitting], num_ranks)
+            widths = np.minimum(needed_widths[:fitting], num_ranks)
         widest_first = np.argsort(-widths, kind="stable")
         firsts = _side_by_side(widths[widest_first], num_ranks, work.cluster.node_ranks)
         is_placed = firsts >= 0

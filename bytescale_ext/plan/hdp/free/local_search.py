@@ -88,7 +88,7 @@ def place_small(
     max_widths = np.minimum(problem.lengths, problem.num_ranks)
     num_left = _MAX_PLACED // max(len(problem.lengths), 1)
     best, best_widths = ListSchedule(placed_seconds, np.zeros(0, dtype=np.int64), placed.first_ranks), placed.widths
-    tried: set[bytes] = set()
+    placed_widths: set[bytes] = set()
     for start in starts:
         widths, schedule = start, list_schedule(problem, start)
         changes = _changes(widths, problem.min_widths, max_widths)
@@ -96,10 +96,10 @@ def place_small(
             seq, width = changes.pop()
             new_widths = widths.copy()
             new_widths[seq] = width
-            if new_widths.tobytes() in tried:
+            if new_widths.tobytes() in placed_widths:
                 continue
             stop_if(should_stop)
-            tried.add(new_widths.tobytes())
+            placed_widths.add(new_widths.tobytes())
             num_left -= 1
             new_schedule = list_schedule(problem, new_widths)
             if new_schedule.seconds < schedule.seconds * (1 - 1e-9):

@@ -58,12 +58,12 @@ def target_widths(problem: Problem, target: float) -> Ints:
         root = np.sqrt(np.maximum(discriminant, 0.0))
         hidden = np.where(is_exposed, 2 * cost.a * sizes * sizes / (slope + root) + 1, np.inf)
         fastest = np.sqrt(np.maximum(work, 0.0) / cost.m) if cost.m else np.inf  # minimum of work / d + m (d - 1)
-    wanted = np.maximum(computing, receiving)
-    unreachable = (wanted > hidden) & ((ring >= seconds) | (cost.b <= cost.c))
-    wanted = np.where(unreachable, np.floor(hidden), wanted)
-    wanted = np.where(np.isinf(computing), np.minimum(wanted, fastest), wanted)
+    targets = np.maximum(computing, receiving)
+    unreachable = (targets > hidden) & ((ring >= seconds) | (cost.b <= cost.c))
+    targets = np.where(unreachable, np.floor(hidden), targets)
+    targets = np.where(np.isinf(computing), np.minimum(targets, fastest), targets)
     max_widths = np.minimum(lengths, num_ranks)
-    widths = np.clip(np.ceil(np.minimum(wanted, num_ranks)), problem.min_widths, max_widths).astype(np.int64)
+    widths = np.clip(np.ceil(np.minimum(targets, num_ranks)), problem.min_widths, max_widths).astype(np.int64)
     return np.asarray(np.minimum.accumulate(widths))
 
 
