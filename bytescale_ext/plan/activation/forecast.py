@@ -19,9 +19,9 @@ class ActivationForecast:
         transfer_seconds: seconds of one layer, one way.
         recompute_seconds: seconds of one layer.
         step_seconds: forward and backward of all layers of one micro-batch, with waits for transfers.
-        device_bytes: the most activations on the device at one time, with the logits, and with keys and gradient sums
-            of slices.
-        host_bytes: the most activations in host memory at one time.
+        device_bytes: peak bytes of activations on the device, with the logits, and with keys and gradient sums of
+            slices.
+        host_bytes: peak bytes of activations in host memory.
     """
 
     transfer_seconds: float

@@ -54,7 +54,7 @@ class OffloadLimits:
         return np.minimum(1.0, layer_seconds * self.bytes_per_second / (self.layer_bytes_per_token * lengths))
 
     def max_tokens(self, lengths: Floats, tokens_per_rank: int, forward: CostModel) -> Floats:
-        """Return the most tokens of each sequence that fit on a rank with offloading: [n], >= ``tokens_per_rank``.
+        """Return the tokens of each sequence that fit on a rank with offloading: [n], at least ``tokens_per_rank``.
 
         D(s) in Eq. 3 is the length divided by this number. Host memory must store the activations of ``n - C`` tokens
         in all layers, so it allows ``C + host_bytes / (l Act(1))`` tokens.

@@ -42,7 +42,7 @@ class CostModel:
         h: cost per token whose keys and values a rank receives: merging blocks, starting messages and, if processors
             move the data, copying. The paper has no such term.
         nodes: nodes with slower links between them; None: all links are equally fast.
-        window: w, the most tokens that a token sees in layers with a window, itself included.
+        window: w, number of tokens that a token attends to in layers with a window, including itself.
         window_share: share of the layers with a window; a, c, e and h count all layers as layers without a window.
         m: cost per block of keys and values that a rank receives: starting its kernels, however few tokens the block
             has. The paper has no such term; it makes short sequences on many ranks slow.

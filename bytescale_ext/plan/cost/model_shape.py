@@ -86,7 +86,7 @@ class ModelShape:
         experts_per_token: routed experts that process one token.
         shared_ffn_hidden: part of ``expert_ffn_hidden`` in shared experts, which process every token.
         num_window_layers: layers with a sliding window.
-        window_tokens: the most keys before its own key that a token sees in such a layer.
+        window_tokens: number of earlier keys that a token attends to in such a layer.
         later_layers: layers of multi-token prediction after the other layers, each with its own output layer.
         later_experts: whether the layers of multi-token prediction have experts, as the model's last layer has.
         latent: sizes of multi-latent attention (DeepSeek-V2, section 2.1); None: the model has standard attention.

@@ -62,7 +62,7 @@ def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int)
     Args:
         lengths: tokens of every sequence of the step.
         indices: indices of the sequences to pack, each at most once.
-        capacity: the most tokens of a pack.
+        capacity: largest number of tokens of a pack.
 
     Returns:
         Indices of the sequences of each pack, in the order of placing. Packs are in the order of their opening.
@@ -132,7 +132,7 @@ def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
     Args:
         tokens: tokens of each item, at most ``capacity``: [n].
         owners: owner of each item, from 0 on: [n].
-        capacity: the most tokens of a pack.
+        capacity: largest number of tokens of a pack.
 
     Returns:
         Pack of each item, numbered from 0 for each owner: [n].

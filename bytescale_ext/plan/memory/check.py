@@ -19,7 +19,7 @@ def check_memory_plan(plan: MemoryPlan) -> None:
     2. Each address is a multiple of the largest number that divides all sizes, so blocks of whole granules start at
        granules.
     3. Requests that exist together share no memory.
-    4. The bound is the most bytes that exist at one time.
+    4. The bound is the peak of the bytes that exist together.
     5. A plan whose peak equals the bound is marked as optimal.
 
     The message holds the law and the printed requests (at most 40), with ``>>`` before each bad row.

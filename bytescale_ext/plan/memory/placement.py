@@ -1,6 +1,6 @@
 """Offline dynamic storage allocation by best fit: an address for each request of a trace (MEMO section 4.2).
 
-No placement has a peak below the *liveness bound*, the most bytes that exist at one time. On traces of transformer
+No placement has a peak below the *liveness bound*, the peak of the bytes that exist together. On traces of transformer
 layers best fit nearly always reaches it; otherwise ``exact.py`` improves the placement or proves how far it is off.
 """
 
@@ -41,7 +41,7 @@ def plan_memory(requests: Sequence[Request]) -> MemoryPlan:
 
 
 def liveness_bound(requests: Sequence[Request]) -> int:
-    """Return the most bytes that exist at one time: no placement has a lower peak."""
+    """Return the peak of the bytes that exist together. No placement has a lower peak."""
     changes = sorted([(r.start, r.num_bytes) for r in requests] + [(r.stop, -r.num_bytes) for r in requests])
     most = now = 0
     for _, change in changes:  # releases are negative, so they come first at equal times

@@ -68,7 +68,7 @@ class PassBytes:
         in_mlp: bytes for each token of the pass: gradients that exist together in the MLP or in experts.
         of_keys: bytes for each token to which the pass attends: its key, its value and their gradients.
         logits: bytes for each token of the pass on the last stage.
-        loss_tokens: the most tokens with logits at the same time.
+        loss_tokens: largest number of tokens with logits at the same time.
         buffer: bytes for each token of the largest pass: a hidden state of tensor parallelism that outlives passes.
         message: bytes for each token: its hidden state in a message between stages.
         num_messages: messages of the pass's size that exist during it.

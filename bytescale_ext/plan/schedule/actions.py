@@ -96,7 +96,7 @@ class SliceSchedule:
         return min(warm_up, self.num_forwards)
 
     def peak_slices(self, stage: int) -> int:
-        """Return the most slices (times chunks) whose activations a stage holds at the same time.
+        """Return the largest number of slices (times chunks) with activations on a stage at the same time.
 
         Without virtual stages these are p - stage + k - 1 slices (Seq1F1B, section 3.4), or 2 (p - stage) + k - 2 in
         the eager order. With ``Slicing.zero_bubble`` a stage holds slices until their weight gradients, and every stage
@@ -207,7 +207,7 @@ def work_orders(
 
 
 def most_slices(num_stages: int, slicing: Slicing, stage: int = 0, num_chunks: int = 1) -> int:
-    """Return the most slices that a stage holds in all its layers, rounded up. Stage 0 holds the most."""
+    """Return the peak number of slices in all layers of a stage, rounded up. Stage 0 has the highest peak."""
     group = slice_group_size(num_stages, slicing.num_slices) if num_chunks > 1 else 1
     return -(-(num_warm_up(num_stages, stage, slicing, num_chunks, group) + 1) // num_chunks)
 

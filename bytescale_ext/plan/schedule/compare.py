@@ -93,9 +93,9 @@ class ScheduleFigures:
         bubble_of_equal_costs: share of idle time if all slices cost the same, by the formula; with zero bubble,
             simulated with equal times of the three passes.
         relative_time: simulated time relative to the same work without idle time.
-        peak_slices: the most slices (times chunks) that stage 0 holds.
-        peak_micro_batches: the most tokens that stage 0 holds, in whole micro-batches of its layers.
-        activation_bytes: the most bytes of activations and gradient sums of keys on stage 0.
+        peak_slices: peak number of slices (times chunks) with activations on stage 0.
+        peak_micro_batches: peak number of tokens with activations on stage 0, in whole micro-batches of its layers.
+        activation_bytes: peak bytes of activations and gradient sums of keys on stage 0.
     """
 
     name: str

@@ -36,7 +36,7 @@ def insert_weight_gradients(orders: tuple[Ints, ...], max_units: int) -> tuple[I
 
     Args:
         orders: kind, unit and chunk of the passes of each stage, without virtual stages: [passes, 3] each.
-        max_units: the most units that a stage may hold, each from its forward pass until its weight gradients.
+        max_units: limit of the units that a stage stores, each from its forward pass until its weight gradients.
     """
     stages = [_StageClock(order.tolist(), max_units) for order in orders]
     stops: dict[tuple[int, int, int], int] = {}

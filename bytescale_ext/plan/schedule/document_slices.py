@@ -183,7 +183,7 @@ def affordable_tokens(
     Args:
         num_stages: p, the number of stages.
         slicing: k slices of a micro-batch.
-        tokens_per_rank: C, the most tokens of a micro-batch.
+        tokens_per_rank: C, largest number of tokens of a micro-batch.
         layer_bytes: bytes of activations per token and layer, keys and values included.
         key_bytes: bytes of keys and values per token and layer.
     """
@@ -194,7 +194,7 @@ def affordable_tokens(
 
 
 def kept_bytes(num_stages: int, slicing: Slicing, num_tokens: int, key_bytes: float, stage: int = 0) -> float:
-    """Return the most bytes on a stage if each micro-batch keeps the keys of ``num_tokens`` tokens of other ranks.
+    """Return the peak bytes on a stage if each micro-batch keeps the keys of ``num_tokens`` tokens of other ranks.
 
     Each slice in flight has its part of these keys, and the micro-batch in its backward pass has the sums of their
     gradients. ``key_bytes``: bytes of keys and values per token in the counted layers.

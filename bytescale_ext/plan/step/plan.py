@@ -62,7 +62,7 @@ class StepPlan:
 
     Attributes:
         num_ranks: HDP ranks.
-        tokens_per_rank: C, the most tokens of a micro-batch.
+        tokens_per_rank: C, largest number of tokens of a micro-batch.
         lengths: tokens of each sequence of the step, in sample order.
         ranks: micro-batches of each rank in running order; ranks may have different numbers of them, also none.
         aligned: whether the micro-batches of a sequence have the same index on every rank of its ring, as pipelines and

@@ -37,8 +37,8 @@ def plan_table(
     Args:
         plan: any plan, valid or not.
         marked: ``(rank, micro-batch)`` of the rows to mark with ``>>`` and to show in full.
-        max_rows: the most rows to show, around the marked rows; None: all rows.
-        max_shards: the most shards to show in a row without a mark.
+        max_rows: largest number of rows to show, around the marked rows; None: all rows.
+        max_shards: largest number of shards to show in a row without a mark.
     """
     rows = [(rank, index) for rank, micro_batches in enumerate(plan.ranks) for index in range(len(micro_batches))]
     chosen = _chosen_rows(rows, marked, max_rows)

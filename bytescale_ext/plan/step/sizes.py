@@ -98,7 +98,7 @@ class Cluster:
 
     Attributes:
         num_ranks: HDP ranks; with pipelines, the number of pipelines.
-        tokens_per_rank: C, the most tokens of a micro-batch on one rank.
+        tokens_per_rank: C, largest number of tokens of a micro-batch on one rank.
         ranks_per_node: HDP ranks of a node; None: all ranks are in one node.
         hierarchical_rings: one of ``RING_FORMS``, for rings over several nodes.
     """

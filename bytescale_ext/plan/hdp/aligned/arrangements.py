@@ -10,14 +10,14 @@ class Arrangement:
     """The parameters of one aligned plan of a step.
 
     Attributes:
-        max_spans: the most rank spans.
+        max_spans: largest number of rank spans.
         height: height of a shelf, as a share of a rank's mean work.
         before: share of a span's shelves that run before the tallest shelf.
         front: slots of short sequences before the first shelf, as a multiple of ``1 + ramp_slots``.
         pack: tokens of a micro-batch of short sequences, as a share of C.
         peak: share of the ramp slots that cost as much as a rank's tallest slot.
         budget: seconds of each rank of a span, as a multiple of a rank's mean work.
-        spread: the most ranks of a ring, as a multiple of the ranks over which its exchange overlaps with computation.
+        spread: largest width of a ring, relative to the ranks over which its exchange overlaps with computation.
     """
 
     max_spans: int = 1

@@ -94,7 +94,7 @@ class RingWork:
         lengths: tokens of each ring: [n].
         seconds: seconds of each ring if it ran on one rank: [n].
         min_widths: the fewest ranks that hold each ring: [n].
-        max_widths: the most ranks that each ring may have: [n].
+        max_widths: largest number of ranks that each ring may have: [n].
         cluster: the ranks.
     """
 
@@ -112,7 +112,7 @@ class RingWork:
         Args:
             rings: indices of the rings: [n].
             heights: height in seconds, as a scalar or [heights, 1].
-            num_ranks: the most ranks of a ring.
+            num_ranks: largest number of ranks of a ring.
 
         Returns:
             Ranks of each ring: [n], or [heights, n].
