@@ -48,14 +48,20 @@ def run(args: argparse.Namespace) -> int:
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
     from megatron.bytescale.convert.folders import from_hugging_face, to_folder
 
+    notes: list[str] = []
     with contextlib.redirect_stdout(io.StringIO()):
         if args.source:
-            flags, num_parameters = from_hugging_face(args.input, args.output, args.dtype)
-            summary = {"output": str(args.output), "parameters": num_parameters, "training_flags": flags}
-            text = f"train with --load {args.output} --ckpt-format torch_dist {shlex.join(flags)}"
+            converted = from_hugging_face(args.input, args.output, args.dtype)
+            num_parameters, notes = converted.parameters, converted.notes
+            summary = {"output": str(args.output), "parameters": num_parameters, "training_flags": converted.flags}
+            summary["notes"] = notes
+            text = f"train with --load {args.output} --ckpt-format torch_dist {shlex.join(converted.flags)}"
         else:
             kind, num_parameters = to_folder(args.load, args.output)
             summary = {"output": str(args.output), "parameters": num_parameters, "model_type": kind}
             text = f"load with transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})"
-    print(json.dumps(summary) if args.json else f"{args.output}: {num_parameters:,} parameters\n{text}")
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        print("\n".join([f"{args.output}: {num_parameters:,} parameters", *notes, text]))
     return 0

@@ -7,13 +7,11 @@ pipeline and expert parallelism, with or without this package.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +21,14 @@ from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.convert.arguments import TrainedModel, configuration
 from megatron.bytescale.convert.families import layout_of, model_flags
+from megatron.bytescale.convert.library import library
+from megatron.bytescale.convert.weights import FolderWeights
 from megatron.bytescale.inference.load import Heads, build_model, checkpoint_arguments, checkpoint_at, read_weights
 from megatron.bytescale.inference.new_folder import new_folder
 from megatron.bytescale.launch import TRACKER
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
-    from safetensors import safe_open
     from transformers import PretrainedConfig
 
     from megatron.bytescale.convert.rotary import HuggingFaceConfig
@@ -47,8 +46,23 @@ class TokenizerFolder:
     tokenizer_model: str | None = None
 
 
-def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[list[str], int]:
-    """Convert a Hugging Face model to a Megatron checkpoint; return its training flags and number of parameters.
+@dataclass(frozen=True)
+class Converted:
+    """A Megatron checkpoint that was made from a Hugging Face model.
+
+    Attributes:
+        flags: flags of a training that begins from it.
+        parameters: number of parameters.
+        notes: tensors of the folder that were not used, one line for each kind.
+    """
+
+    flags: list[str]
+    parameters: int
+    notes: list[str]
+
+
+def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converted:
+    """Convert a Hugging Face model to a Megatron checkpoint.
 
     Args:
         source: folder with ``config.json`` and safetensors.
@@ -64,11 +78,12 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[li
         words = [*model_flags(config), *_tokenizer_flags(source), "--padded-vocab-size", str(config["vocab_size"])]
         words += _dtype_flags(dtype or config["dtype"])
         args = _settled(words)
-        read = _reader(source, opened)
+        weights = FolderWeights(source, opened)
         model = build_model(args, None, on_cpu=True)
-        _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in to_megatron(layout_of(config), read)))
+        tensors = to_megatron(layout_of(config), weights.read)
+        _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in tensors))
         _save(model, args, part)
-    return words, sum(parameter.numel() for parameter in model.parameters())
+    return Converted(words, sum(parameter.numel() for parameter in model.parameters()), weights.notes())
 
 
 def to_folder(load: Path, output: Path) -> tuple[str, int]:
@@ -98,20 +113,12 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
     return str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values())
 
 
-def _library(name: str) -> ModuleType:
-    """Import a package. Raises ValueError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ValueError(f"{name} is not installed: pip install 'bytescale-megatron[tokenizers]'") from None
-
-
 def _hugging_face_config(config: HuggingFaceConfig) -> PretrainedConfig:
     """Return transformers' configuration object for these values."""
-    library = _library("transformers")
+    transformers = library("transformers")
     values = {name: value for name, value in config.items() if name != "model_type"}
-    made = library.CONFIG_MAPPING[config["model_type"]](**values)
-    made.architectures = [library.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
+    made = transformers.CONFIG_MAPPING[config["model_type"]](**values)
+    made.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
     return made
 
 
@@ -123,7 +130,7 @@ def _config_in(source: Path) -> HuggingFaceConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        config = _library("transformers").AutoConfig.from_pretrained(source, local_files_only=True)
+        config = library("transformers").AutoConfig.from_pretrained(source, local_files_only=True)
     except Exception as error:  # transformers raises many error types for a bad file
         raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
     renamed = {name: getattr(config, name) for name in config.attribute_map}
@@ -160,32 +167,6 @@ def _settled(words: list[str]) -> argparse.Namespace:
     return args
 
 
-def _reader(source: Path, opened: ExitStack) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a folder's tensors by name while ``opened`` is open.
-
-    Raises ValueError for a folder without safetensors; the returned function raises it for a missing tensor.
-    """
-    open_file = _library("safetensors").safe_open
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"--input {source}: there are no .safetensors files")
-    places: dict[str, safe_open] = {}
-    for path in files:
-        try:
-            file = opened.enter_context(open_file(path, framework="pt"))
-        except Exception as error:
-            raise ValueError(f"--input {path}: {error}") from None
-        places |= dict.fromkeys(file.keys(), file)
-
-    def read(name: str) -> torch.Tensor:
-        if name not in places:
-            raise ValueError(f"--input {source}: the tensor {name} is missing")
-        tensor: torch.Tensor = places[name].get_tensor(name)
-        return tensor
-
-    return read
-
-
 def _fill(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy tensors into a model's parameters by name, each exactly once. Raises ValueError for a wrong shape."""
     wanted = dict(model.named_parameters())
@@ -215,10 +196,10 @@ def _save(model: MegatronModule, args: argparse.Namespace, output: Path) -> None
 
 def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write tensors of any shape as safetensors of up to 5 GB, plus an index if there are several files."""
-    plan = _library("huggingface_hub").split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD)
+    plan = library("huggingface_hub").split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD)
     for name, inside in plan.filename_to_tensors.items():
         parts = {key: tensors[key].clone(memory_format=torch.contiguous_format) for key in inside}
-        _library("safetensors.torch").save_file(parts, folder / name, metadata={"format": "pt"})
+        library("safetensors.torch").save_file(parts, folder / name, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -228,4 +209,4 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, output: Path) -> None:
     """Copy the tokenizer to the model's folder if it is a Hugging Face folder."""
     model = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
-        _library("transformers").AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(output)
+        library("transformers").AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(output)

@@ -56,13 +56,13 @@ def convert_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
     found = {}
     for kind in MODELS:
-        flags, num_parameters = from_hugging_face(folder / kind, folder / f"{kind}-megatron", None)
+        converted = from_hugging_face(folder / kind, folder / f"{kind}-megatron", None)
+        assert converted.notes == []
         back, _ = to_folder(folder / f"{kind}-megatron", folder / f"{kind}-back")
         tokens, logits = torch.load(folder / f"{kind}.pt")
         difference = (megatron_logits(folder / f"{kind}-megatron", tokens) - logits).abs().max()
-        found[kind] = (flags, num_parameters, back, float(difference / logits.abs().max()))
-    flags, _ = from_hugging_face(folder / "qwen3", folder / "rounded", "bf16")
-    found["bf16"] = flags
+        found[kind] = (converted.flags, converted.parameters, back, float(difference / logits.abs().max()))
+    found["bf16"] = from_hugging_face(folder / "qwen3", folder / "rounded", "bf16").flags
     found["refused"] = {name: refused(case, folder) for name, case in REFUSED.items()}
     with pytest.raises(ValueError, match="none: there is no checkpoint"):
         to_folder(folder / "none", folder / "never")
@@ -144,7 +144,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 MESSAGES = {
     "no folder": "config.json: No such file",
     "bad json": "config.json: Expecting property name",
-    "no tensors": "there are no .safetensors files",
+    "no tensors": "there is neither model.safetensors nor model.safetensors.index.json",
     "cut short": "model.safetensors: ",
     "a tensor is missing": "the tensor model.norm.weight is missing",
     "another shape": "has the shape [192, 64], not [160, 64], as config.json says",
