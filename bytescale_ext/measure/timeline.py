@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
+from bytescale_ext.json_input import json_value, lines_of_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
 from bytescale_ext.plan.evaluate.replay import replay
@@ -204,11 +205,11 @@ def _rank_files(directory: Path) -> list[Path]:
 
 
 def _read_file(path: Path, rank: int) -> Iterator[Phase]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines_of_text(path.read_text(encoding="utf-8")), start=1):
         if not line.strip():
             continue
         try:
-            phase = _phase_from_json(json.loads(line))
+            phase = _phase_from_json(json_value(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} line {number} is not a phase: {type(error).__name__}: {error}") from error
         if phase.rank != rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from datatrove.pipeline.readers import ParquetReader
 
 from bytescale_ext.data.clean.recipe import Recipe, Source, files_of
 from bytescale_ext.data.clean.tally import Tally
+from bytescale_ext.json_input import json_value
 
 _HTML: Final = ("text/html", "application/xhtml+xml")
 _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
@@ -133,7 +133,7 @@ def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
     try:
-        value = json.loads(line)
+        value = json_value(line)
     except (ValueError, RecursionError) as error:
         return Bad("broken", where, f"not JSON ({error})")
     if not isinstance(value, dict) or not isinstance(value.get(key), str):

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.json_input import json_value
 from bytescale_ext.plan.sculpt.pieces import ROW
 
 SUFFIX: Final = ".windows.npy"
@@ -87,7 +88,7 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
     """
     header_file = header_path(path)
     try:
-        values = json.loads(header_file.read_text(encoding="utf-8"))
+        values = json_value(header_file.read_text(encoding="utf-8"))
         header = WindowsHeader(**values)
     except OSError as error:
         raise ValueError(f"{header_file}: {error.strerror}: {_AGAIN}") from error

@@ -6,11 +6,12 @@ message starts a new conversation, so a line may contain several conversations.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypedDict
 
 import numpy as np
+
+from bytescale_ext.json_input import json_value
 
 Conversation = list[dict[str, str]]
 EncodeChat = Callable[[Conversation], tuple[np.ndarray, np.ndarray]]
@@ -64,7 +65,7 @@ def conversations(line: bytes, where: str) -> list[Conversation]:
     if not line.strip():
         return []
     try:
-        value = json.loads(line)
+        value = json_value(line)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     messages = value.get("messages") if isinstance(value, dict) else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+
+from bytescale_ext.json_input import json_value
 
 BYTE_LEVEL_EOD = 256
 BYTE_LEVEL_VOCAB_SIZE = 257
@@ -37,7 +38,7 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
     if not line.strip():
         return b""
     try:
-        value = json.loads(line)
+        value = json_value(line)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     if not isinstance(value, dict) or not isinstance(value.get(key), str):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from bytescale_ext.json_input import json_value, lines_of_text
 from bytescale_ext.plan.experts.placement import Ints
 
 
@@ -50,7 +50,7 @@ def head_of(path: Path) -> TraceHead:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises ValueError, which names the invalid line, or OSError if the file cannot be read."""
-    lines = path.read_text("utf-8", "replace").splitlines()
+    lines = lines_of_text(path.read_text("utf-8", "replace"))
     head = _head(path, _parsed(path, 1, lines[0] if lines else ""))
     rows = [_loads(path, number, _parsed(path, number, line), head) for number, line in enumerate(lines[1:], 2)]
     if not rows:
@@ -66,7 +66,7 @@ def read_trace(path: Path) -> Trace:
 def _parsed(path: Path, number: int, line: str) -> Mapping[str, object]:
     """Return the JSON object of a line. Raises ValueError if the line is not a JSON object."""
     try:
-        values = json.loads(line)
+        values = json_value(line)
     except ValueError:
         values = None
     if not isinstance(values, dict):

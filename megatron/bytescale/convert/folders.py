@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
+from bytescale_ext.json_input import json_value
 from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.convert.arguments import TrainedModel, configuration
@@ -126,7 +127,7 @@ def _config_in(source: Path) -> HuggingFaceConfig:
     """Return a folder's configuration, completed with defaults. Raises ValueError for a bad configuration."""
     path = source / "config.json"
     try:
-        kind = json.loads(path.read_text("utf-8")).get("model_type")
+        kind = json_value(path.read_text("utf-8")).get("model_type")
     except (OSError, ValueError) as error:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     try:

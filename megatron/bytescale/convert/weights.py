@@ -6,13 +6,13 @@ each tensor. Other files of the folder (older shards, adapters, consolidated cop
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from bytescale_ext.json_input import json_value
 from megatron.bytescale.convert.library import library
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class FolderWeights:
 def _weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor. Raises ValueError for a damaged index and for files outside the folder."""
     try:
-        places = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique)["weight_map"]
+        places = json_value(path.read_text("utf-8"), object_pairs_hook=_unique)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"--input {path}: {error if isinstance(error, ValueError) else 'no weight_map'}") from None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):

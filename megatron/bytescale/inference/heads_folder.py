@@ -19,6 +19,7 @@ import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.convert.products import join_qkv, split_qkv
+from bytescale_ext.json_input import json_value
 from megatron.bytescale.inference.new_folder import new_folder
 
 FORMAT = "bytescale draft heads 1"
@@ -107,7 +108,7 @@ def is_folder_of_heads(folder: Path) -> bool:
 def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
     """Return a folder's head settings and the shapes of its model. Raises ValueError for a bad configuration."""
     try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        config = json_value((folder / CONFIG).read_text("utf-8"))
         if config["format"] != FORMAT:
             raise ValueError(f"its format is {config['format']!r}, not {FORMAT!r}")
         settings, trunk = DraftConfig(**config["heads"]), dict(config["trunk"])
@@ -126,7 +127,7 @@ def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.T
         plain = library.load_file(folder / TENSORS)
     except (OSError, unreadable) as error:
         raise ValueError(f"--draft {folder / TENSORS}: {getattr(error, 'strerror', None) or error}") from None
-    missing = [name for name in json.loads((folder / CONFIG).read_text("utf-8"))["tensors"] if name not in plain]
+    missing = [name for name in json_value((folder / CONFIG).read_text("utf-8"))["tensors"] if name not in plain]
     if missing:
         raise ValueError(f"--draft {folder / TENSORS}: tensors are missing, such as {missing[0]}")
     return heads_to_megatron(plain, trunk)

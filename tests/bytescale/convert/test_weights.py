@@ -66,7 +66,7 @@ def test_other_tensors_are_named(tmp_path: Path) -> None:
         (None, "{}", "no weight_map"),
         (None, "{", "Expecting property name"),
         (None, '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}', "w stands twice"),
-        (None, "[" * 100_000, "no weight_map"),
+        (None, "[" * 100_000, "nested too deeply"),
     ],
     ids=["missing", "no file", "outside", "pickle", "types", "no map", "json", "twice", "deep"],
 )

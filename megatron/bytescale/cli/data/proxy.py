@@ -6,7 +6,6 @@ on one process. Finished runs are not repeated.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import numpy as np
 from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.mix.curves import LEAST_STEPS, Proposal, propose
 from bytescale_ext.data.mix.weights import Part
+from bytescale_ext.json_input import json_value
 
 STEP_TOKENS: Final = 4096
 _SECONDS_OF_A_STEP: Final = 60
@@ -80,7 +80,7 @@ def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None
     path = folder / "metrics.jsonl"
     if not path.exists():
         return None
-    rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    rows = [json_value(line) for line in path.read_text().split("\n")[:-1]]
     tokens, losses = (np.array([row[name] for row in rows], float) for name in ("tokens_so_far", "lm loss"))
     return (tokens, losses) if len(losses) == steps else None
 

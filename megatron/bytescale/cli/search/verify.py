@@ -8,7 +8,6 @@ step measures memory.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -24,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.data.samples.epochs import EpochOrder
+from bytescale_ext.json_input import json_value, lines_of_text
 from bytescale_ext.measure.fit import rank_correlation
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import Scored
@@ -197,7 +197,7 @@ def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
 
 def with_metrics(row: Verified, folder: Path) -> Verified:
     """Return a row with the measurements of ``folder``/metrics.jsonl."""
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [json_value(line) for line in lines_of_text((folder / "metrics.jsonl").read_text(encoding="utf-8"))]
     timed = [step["step_seconds"] for step in steps[STEPS_BEFORE:-1]]
     return replace(row, seconds=statistics.median(timed), gb=steps[-1]["device_peak_megabytes"] / 1e3)
 

@@ -1,0 +1,46 @@
+"""JSON and lines that users give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.data.samples.texts import json_text
+from bytescale_ext.json_input import json_value, lines_of_text
+
+ROOT = Path(__file__).resolve().parents[1]
+DEEP = '{"text": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+def test_deep_nesting_is_an_error_of_the_text() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        json_value(DEEP)
+    with pytest.raises(ValueError, match=r"^deep\.jsonl:3: not JSON \(nested too deeply\)"):
+        json_text(DEEP.encode(), "text", "deep.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("one\ntwo\n", ["one", "two"]),
+        ("one\r\n\ntwo", ["one", "", "two"]),
+        ("a\u2028b\x85c\x0cd\x1ee\n", ["a\u2028b\x85c\x0cd\x1ee"]),  # separators of Unicode that are no newlines
+    ],
+)
+def test_lines_end_at_newlines_alone(text: str, expected: list[str]) -> None:
+    assert lines_of_text(text) == expected
+
+
+def test_files_of_users_are_read_through_these_functions() -> None:
+    """``json.loads`` fails with RecursionError, and ``splitlines`` ends lines at other separators."""
+    own = {"bytescale_ext/json_input.py", "bytescale_ext/data/clean/shelf.py", "megatron/bytescale/checkpoints.py"}
+    for folder in ("bytescale_ext", "megatron"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+            assert name in own or "json.loads(" not in text, name
+            assert "read_text" not in text or not any(
+                "read_text" in line and "splitlines" in line and "cgroup" not in line and "memory.stat" not in line
+                for line in text.splitlines()
+            ), name
