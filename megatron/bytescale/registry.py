@@ -9,10 +9,12 @@ classes, or the class of an object (tests/test_layout.py, tests/bytescale/test_p
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
 import inspect
+import textwrap
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,8 +63,31 @@ def hash_of(patch: Patch, original: Any) -> str:
         return source_hash(original)
     line = subclass_of(original, patch.subclass).__mro__
     ours = {name for kind in line[: line.index(original)] for name in vars(kind)}
-    overridden = [member for name in sorted(ours) if inspect.isfunction(member := getattr(original, name, None))]
-    return hashlib.sha256(" ".join(map(source_hash, overridden)).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join(_method_source(original, name) for name in sorted(ours)).encode()).hexdigest()[:12]
+
+
+def _method_source(kind: type, name: str) -> str:
+    """Return the source of a method with its decorators; "" for a name that no class of ``kind``'s package defines."""
+    package = kind.__module__.partition(".")[0]
+    owners = [base for base in kind.__mro__ if name in vars(base) and base.__module__.partition(".")[0] == package]
+    return _methods(owners[0]).get(name, "") if owners else ""
+
+
+@functools.cache
+def _methods(owner: type) -> dict[str, str]:
+    """Return the source of each method that a class defines.
+
+    The text of the class is read, because decorators that compile hide the source of a method itself.
+    """
+    text = textwrap.dedent(inspect.getsource(owner))
+    (definition,) = ast.parse(text).body
+    assert isinstance(definition, ast.ClassDef)
+    lines, sources = text.splitlines(), {}
+    for node in definition.body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            sources[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return sources
 
 
 def subclass_of(kind: type, subclass: Subclass) -> type:
