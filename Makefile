@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test twins lint style types setup newest docs pins clean
+.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest docs pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -15,7 +15,8 @@ help:
 	@echo "make demo   train on real text over $(RANKS) ranks and draw the run in runs/demo/ (4 minutes)"
 	@echo "make cluster  (root, Linux) HDP and static context parallelism on an emulated cluster (5 minutes)"
 	@echo "make check  before each commit: lint, types, and the tests that start no processes (3 minutes)"
-	@echo "make test   everything: lint, types, all tests"
+	@echo "make test   lint, types, all tests except the slowest"
+	@echo "make test-all  everything: make test, all twins, and all comparisons with the reference model"
 	@echo "make twins  train a scaled-down twin of each recipe for 5 steps and print the losses (2 minutes)"
 	@echo "make docs   build the documentation as a site in site/"
 	@echo "make setup  create .venv with pinned dependencies"
@@ -50,10 +51,13 @@ cluster: $(STAMP)
 
 # One worker per core, with whole files, in the order of tests/conftest.py, and one thread per process.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-test check twins: export OMP_NUM_THREADS := 1
+test test-all check twins: export OMP_NUM_THREADS := 1
 
 test: $(STAMP) lint
 	$(PYTEST)
+
+test-all: $(STAMP) lint
+	$(PYTEST) -m ""
 
 check: $(STAMP) style
 	@$(MAKE) --no-print-directory --jobs 2 types quick-tests  # the first uses one core

@@ -45,7 +45,13 @@ SETS_ATTRIBUTES = {
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Folders of the source, and folders of the tests that mirror them.
 MIRRORS = {"bytescale_ext": "tests", "megatron/bytescale": "tests/bytescale", "scripts/bench": "tests/bench"}
-NO_MIRROR = ("tests.e2e", "tests.cluster", "tests.faults", "tests.scripts")  # whole trainings, faults, launchers
+NO_MIRROR = (
+    "tests.e2e",
+    "tests.cluster",
+    "tests.faults",
+    "tests.scripts",
+    "tests.reference",
+)  # whole trainings, faults, launchers
 ARRAY_TYPE = r"ndarray|NDArray|Tensor"
 SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNORECASE)
 

@@ -22,12 +22,14 @@ def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, tor
     return torch.load(files[0], weights_only=False)["model_chunk0"]
 
 
-def shard_of(whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """Return the part of a whole tensor on tensor-parallel rank ``tp_rank``."""
+def shard_of(
+    whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, tp_size: int, is_gated: bool = True
+) -> torch.Tensor:
+    """Return the part of a whole tensor on tensor-parallel rank ``tp_rank``; ``is_gated``: MLPs have a gate."""
     if whole.shape == shard.shape:
         return whole
     dim = next(i for i, (a, b) in enumerate(zip(whole.shape, shard.shape, strict=True)) if a != b)
-    if "linear_fc1" in name:  # gate and up are split separately
+    if "linear_fc1" in name and is_gated:  # gate and up are split separately
         halves = [half.chunk(tp_size, dim)[tp_rank] for half in whole.chunk(2, dim)]
         return torch.cat(halves, dim)
     return whole.chunk(tp_size, dim)[tp_rank]
@@ -38,8 +40,11 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def draw_weights_by_name(scale: float = 0.1) -> None:
-    """Start every layout from the same weights. In Megatron they depend on the pipeline stage and the expert rank."""
+def draw_weights_by_name(scale: float = 0.1, everything: bool = False) -> None:
+    """Start every layout from the same weights. In Megatron they depend on the pipeline stage and the expert rank.
+
+    With ``everything``, biases and the weights of norms, which Megatron starts from 0 and 1, are drawn, too.
+    """
     from megatron.training.models.gpt import GPTModelBuilder
 
     build_model = GPTModelBuilder.build_model
@@ -50,7 +55,7 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
         first_expert = (model.config.num_moe_experts or 0) // groups.ep.size() * groups.ep.rank()
         for name, parameter in model.named_parameters():
-            if parameter.dim() < 2 and not name.endswith("softmax_offset"):
+            if parameter.dim() < 2 and not everything and not name.endswith("softmax_offset"):
                 continue
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # copy on the last stage
@@ -61,8 +66,9 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
             if getattr(parameter, "partition_dim", -1) >= 0:
                 shape[parameter.partition_dim] *= group.size()
             generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
-            whole = scale * torch.randn(shape, generator=generator)
-            parameter.data.copy_(shard_of(whole, name, parameter, group.rank(), group.size()))
+            whole = scale * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
+            is_gated = model.config.gated_linear_unit
+            parameter.data.copy_(shard_of(whole, name, parameter, group.rank(), group.size(), is_gated))
         return model
 
     GPTModelBuilder.build_model = build_and_draw

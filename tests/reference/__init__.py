@@ -1,0 +1,1 @@
+"""An independent model in plain PyTorch, and real trainings that are compared with it."""

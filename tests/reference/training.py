@@ -1,0 +1,167 @@
+"""Three steps of a real run and of the reference, from the same weights, documents and optimizer settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.e2e.oracle import draw_weights_by_name, shard_of
+from tests.e2e.pipelines import plan_once
+from tests.e2e.training import documents_in_order, print_step, step_losses, train_ranks, train_with
+from tests.reference.model import Model, Weights
+from tests.reference.settings import Settings
+
+STEPS = 3
+SCALE = 0.2
+RATE = 1e-2
+DECAY = 0.1
+Document = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels of a sample; a document's last token has no label."""
+OPTIMIZERS = {
+    "adam": f"--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay {DECAY}".split(),
+    "sgd": "--optimizer sgd --sgd-momentum 0.9 --weight-decay 0".split(),
+}
+TRAIN = (
+    f"--train-iters {STEPS} --lr {RATE} --lr-decay-style constant --clip-grad 0 --log-interval 1 --eval-iters 0 "
+    "--eval-interval 1000 --save-interval 1000 --num-workers 0 --split 100,0,0 --no-one-logger --ckpt-format torch "
+    "--hybrid-data-parallel --hdp-plan-ahead 1"
+).split()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks that share a layer, its experts and one expert, and number of pipeline stages."""
+
+    tensor: int = 1
+    stages: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Results of three steps.
+
+    Attributes:
+        losses: mean loss of the labels of each step.
+        gradients: gradients of the first step by name in the whole model; in a run, with the tensor-parallel rank.
+    """
+
+    losses: list[float]
+    gradients: Weights
+
+
+def start_from_named_weights() -> None:
+    """Entry that draws all parameters by name, and prints the documents of each step."""
+    plan_once(num_idle=0)
+    draw_weights_by_name(SCALE, everything=True)
+    train_with(print_step)
+
+
+def run(
+    folder: Path, corpus: Path, num_ranks: int, batch: int, flags: Sequence[object]
+) -> tuple[list[float], list[list[str]]]:
+    """Train on CPU ranks; return the loss of each step and the documents of each step. Files are in ``folder``."""
+    saving = ["--save", folder, "--save-wgrads-interval", 1, "--hdp-log-dir", folder, "--global-batch-size", batch]
+    outcomes = train_ranks(num_ranks, *TRAIN, "--data-path", corpus, *saving, *flags, entry=start_from_named_weights)
+    assert outcomes[0].code is None, outcomes[0].text[-1000:]
+    return step_losses(folder), documents_in_order(outcomes)
+
+
+def read_tokens(corpus: Path, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Return the tokens of each document of a data set of 16-bit tokens, each [length]."""
+    tokens = torch.from_numpy(np.fromfile(f"{corpus}.bin", dtype=np.uint16).astype(np.int64))
+    return list(tokens.split(list(lengths)))
+
+
+def sample(name: str, documents: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], Document]:
+    """Return the place (document, start, stop) of a sample named ``"... document 12 tokens 0-64"``, and its tokens."""
+    found = re.search(r"document (\d+) tokens (\d+)-(\d+)", name)
+    assert found, name
+    number, start, stop = map(int, found.groups())
+    tokens = documents[number]
+    return (number, start, stop), (tokens[start:stop], tokens[start + 1 : stop + 1])
+
+
+def places(lengths: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
+    """Return (document, start, stop) of each sample: documents, cut every ``longest`` tokens."""
+    return [
+        (number, start, min(start + longest, length))
+        for number, length in enumerate(lengths)
+        for start in range(0, length, longest)
+    ]
+
+
+def train_reference(settings: Settings, steps: Sequence[Sequence[Document]], optimizer: str) -> Trained:
+    """Train the reference on the documents of each step."""
+    model = Model(settings, SCALE)
+    update = make_optimizer(model, optimizer)
+    losses, first = [], {}
+    for documents in steps:
+        update.zero_grad()
+        labels = sum(len(one[1]) for one in documents)
+        results = [model.document(*one) for one in documents]
+        mean = torch.stack([loss for loss, _ in results]).sum() / labels
+        later = torch.stack([loss for _, loss in results]).sum() / labels
+        z_loss = sum((torch.cat(router.z_losses).mean() for router in model.routers.values()), torch.zeros(()))
+        coefficient = settings.experts.z_loss if settings.experts else 0.0
+        (mean + later + coefficient * z_loss).backward()
+        losses.append(mean.item())
+        if not first:
+            first = {name: weight.grad.clone() for name, weight in model.weights.items() if weight.grad is not None}
+        update.step()
+        for router in model.routers.values():
+            router.end_step()
+    return Trained(losses, first)
+
+
+def make_optimizer(model: Model, name: str) -> torch.optim.Optimizer:
+    """Return torch's own optimizer. Weight decay is for matrices only."""
+    if name == "sgd":
+        return torch.optim.SGD(model.weights.values(), RATE, momentum=0.9)
+    groups = [
+        {"params": [one for one in model.weights.values() if one.dim() > 1], "weight_decay": DECAY},
+        {"params": [one for one in model.weights.values() if one.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=1e-8)
+
+
+def saved_gradients(folder: Path, sizes: Sizes, settings: Settings) -> list[tuple[str, int, torch.Tensor]]:
+    """Return (name in the whole model, tensor-parallel rank, shard) of each gradient saved in the first step."""
+    found = []
+    for file in sorted((folder / "wgrads" / "iter_0000001").glob("mp_rank_*")):
+        numbers = [int(number) for number in file.stem.split("_")[2:]]
+        stage = numbers[1] if sizes.stages > 1 else 0
+        expert_rank = numbers[-1] if sizes.expert > 1 else 0
+        (chunk,) = torch.load(file, weights_only=False).values()
+        for name, gradient in chunk.items():
+            if "_extra" not in name:
+                found.append((whole_name(name, stage, expert_rank, sizes, settings), numbers[0], gradient))
+    return found
+
+
+def whole_name(name: str, stage: int, expert_rank: int, sizes: Sizes, settings: Settings) -> str:
+    """Return the name in the whole model of a parameter on a stage and an expert-parallel rank."""
+    first = stage * (settings.layers // sizes.stages)
+    name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda layer: str(int(layer[0]) + first), name)
+    if settings.experts is not None:
+        before = expert_rank * (settings.experts.count // sizes.expert)
+        name = re.sub(r"(?<=local_experts\.)\d+", lambda number: str(int(number[0]) + before), name)
+    if settings.is_tied and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    return name
+
+
+def gradient_errors(folder: Path, sizes: Sizes, settings: Settings, expected: Weights) -> dict[str, float]:
+    """Return, by name, the largest error of a parameter's shards, relative to the norm of the whole gradient."""
+    errors: dict[str, float] = {}
+    for name, rank, found in saved_gradients(folder, sizes, settings):
+        whole = expected[name]
+        part = shard_of(whole, name, found, rank, sizes.tensor, settings.activation == "swiglu")
+        error = float((found.double() - part).norm() / whole.norm().clamp_min(1e-4))
+        errors[name] = max(error, errors.get(name, 0.0))
+    return errors
