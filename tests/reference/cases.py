@@ -115,6 +115,8 @@ def is_allowed(settings: Settings, layout: str, policy: str) -> bool:
     """Return whether a run accepts the combination; ``bytescale doctor --refusals`` gives the reasons."""
     if policy in ("memo", "offload") and (settings.latent or settings.depths):
         return False
+    if settings.depths and "--sequence-parallel" in LAYOUTS[layout].flags:
+        return False
     return settings.experts is None or layout != "4-tp2"  # experts need sequence parallelism
 
 
