@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tests.reference.settings import HIDDEN, Experts
 
-MARGIN = 1e-5
+MARGIN = 3e-6
 """Smallest difference between the scores of a chosen and of a rejected expert that rounding cannot change."""
 
 
@@ -100,7 +100,7 @@ def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
     Raises AssertionError if rounding could change the choice.
     """
     ordered = scores.sort(-1, descending=True).values
-    if count < scores.shape[-1]:
+    if len(scores) and count < scores.shape[-1]:
         gap = float((ordered[:, count - 1] - ordered[:, count]).min())
         assert gap > MARGIN, f"rounding may change the choice of experts ({gap=}): take another seed of the documents"
     return scores >= ordered[:, count - 1 : count]
