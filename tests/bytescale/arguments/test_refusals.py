@@ -130,6 +130,8 @@ EXAMPLES = {
     "--step-batch-size-schedule with --hdp-global-tokens": "--step-batch-size-schedule 0:8 --hdp-global-tokens 512",
     "--train-samples with --hdp-global-tokens": "--train-samples 8 --hdp-global-tokens 512",
     "--hdp-loader ray with --hdp-global-tokens": "--hdp-loader ray --hdp-global-tokens 512",
+    "--hdp-blend-by tokens with --hdp-loader ray": "--hdp-blend-by tokens --hdp-loader ray",
+    "--hdp-blend-by tokens with --sculpt-windows": "--hdp-blend-by tokens --sculpt-windows a.windows.npy",
     "--sculpt-windows with --hdp-global-tokens": "--sculpt-windows a.windows.npy --hdp-global-tokens 512",
     "--iterations-to-skip": "--iterations-to-skip 3",
     "--phase-transition-iterations": "--phase-transition-iterations 3",

@@ -71,17 +71,17 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
     if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # these check it
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:
-        print_units(data)
+        print_units(data, has_lengths=run.find(RemoteConfig) is None)
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 
 
-def print_units(data: DataArguments) -> None:
-    """Print which quantities count documents, and the meaning of the weights of a blend."""
+def print_units(data: DataArguments, *, has_lengths: bool) -> None:
+    """Print which quantities count documents, and the meaning of the weights of a blend if its lengths are known."""
     flags = ", ".join(current(CountedFlags).given())
     print_rank_0(f"> bytescale: these count documents, not samples of one length: {flags}; {ALSO}")
     together, of_splits = data.blends()
-    shares = data.shares(together if of_splits is None else of_splits[0])
+    shares = data.shares(together if of_splits is None else of_splits[0]) if has_lengths else None
     if shares is not None:
         text = shares.text(data.hdp_blend_by == "tokens", "--hdp-blend-by tokens")
         print_rank_0(f"> bytescale: {text}")
