@@ -19,8 +19,8 @@ _IS_PLAIN_ROPE: Final = (
 ) & ~_IS_LATENT
 _IS_LATENT_ROPE: Final = _IS_LATENT & equals("rope_type", "rope")
 _IS_ROTARY: Final = _IS_PLAIN_ROPE | _IS_PLAIN_YARN | _IS_LATENT
-_IS_SCALED: Final = ~equals("rotary_scaling_factor", 1.0)
-_SCALES_LATENTS: Final = _IS_LATENT_ROPE & _IS_SCALED & ~equals("mscale_all_dim", 0.0)  # both scale the scores
+_IS_SCALED: Final = ~equals("rotary_scaling_factor", 1.0, None)
+_SCALES_LATENTS: Final = _IS_LATENT_ROPE & _IS_SCALED & ~equals("mscale_all_dim", 0.0, None)  # both scale the scores
 
 _USE_YARN: Final = "add --position-embedding-type yarn (with latent attention: --rope-type yarn), or remove it"
 _USE_ROPE: Final = "use --position-embedding-type rope, or remove it"
@@ -48,24 +48,26 @@ POSITION_REFUSALS: Final[tuple[Refusal, ...]] = (
         _is_set("yarn_correction_range_round_to_int"),
     ),
     _ignored("--rotary-scaling-factor without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, _IS_SCALED),
-    _ignored("--mscale without YaRN", _IS_YARN, _USE_YARN, ~equals("mscale", 1.0)),
-    _ignored("--mscale-all-dim without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, ~equals("mscale_all_dim", 0.0)),
+    _ignored("--mscale without YaRN", _IS_YARN, _USE_YARN, ~equals("mscale", 1.0, None)),
+    _ignored(
+        "--mscale-all-dim without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, ~equals("mscale_all_dim", 0.0, None)
+    ),
     _ignored("--rope-type without --multi-latent-attention", _IS_LATENT, "give --position-embedding-type in its place"),
     _ignored("--use-rope-scaling without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
     _ignored(
         "--rope-scaling-factor without --use-rope-scaling",
         given("use_rope_scaling"),
         "add --use-rope-scaling, or remove it",
-        ~equals("rope_scaling_factor", 8.0),
+        ~equals("rope_scaling_factor", 8.0, None),
     ),
     _ignored("--rotary-seq-len-interpolation-factor without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
     _ignored(
         "--rotary-percent without plain rotary positions",
         _IS_PLAIN_ROPE | _IS_LATENT_ROPE,
         _USE_ROPE,
-        ~equals("rotary_percent", 1.0),
+        ~equals("rotary_percent", 1.0, None),
     ),
-    _ignored("--rotary-base without rotary positions", _IS_ROTARY, _USE_ROPE, ~equals("rotary_base", 10000)),
+    _ignored("--rotary-base without rotary positions", _IS_ROTARY, _USE_ROPE, ~equals("rotary_base", 10000, None)),
     _ignored("--rotary-interleaved without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
     _ignored("--no-rope-freq without rotary positions", _IS_PLAIN_ROPE | _IS_PLAIN_YARN, _USE_ROPE),
 )

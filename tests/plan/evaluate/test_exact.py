@@ -66,5 +66,5 @@ def test_no_plan_is_faster_than_the_optimum() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     for search in (brute_force, solve):
-        with pytest.raises(ValueError, match="a sequence of 33 tokens needs 5 ranks, there are 4"):
+        with pytest.raises(ValueError, match="a sequence of 33 tokens needs 5 ranks, but there are 4"):
             search([3, 33], Cluster(4, 8), COST)

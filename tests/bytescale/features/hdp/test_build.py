@@ -25,7 +25,7 @@ class Chunk(torch.nn.Module):
 
     pre_process = post_process = True
     vp_stage = None
-    config = SimpleNamespace(num_moe_experts=None)
+    config = SimpleNamespace(num_moe_experts=None, hidden_dropout=0.0, moe_input_jitter_eps=None)
 
     def forward(self, tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return tokens
