@@ -37,6 +37,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(*rows: Feature[Any]) -> None:
         monkeypatch.setattr(features, "FEATURES", rows)
         monkeypatch.setattr(features, "REFUSALS", ())  # these need arguments of Megatron
+        monkeypatch.setattr(features, "POSITION_REFUSALS", ())
 
     return use
 
