@@ -198,5 +198,6 @@ def test_documents_change_the_spec_the_hooks_and_the_end_of_the_gradients_alone(
     assert run_ranks(changed_fields, 1, words, init_group=False)[0] == {
         "transformer_layer_spec",
         "pre_wrap_hooks",
+        "post_wrap_hooks",
         "finalize_model_grads_func",
     }

@@ -71,7 +71,7 @@ def profile_with_made_up_clock(
     rates = {"ring_bytes_per_second": 1e12, "node_bytes_per_second": 2.5e11}
     args = argparse.Namespace(flags=flags, max_tokens=96, repeats=1, cpu=True, **rates)
     with contextlib.redirect_stdout(io.StringIO()):
-        cost, found, _ = command.measure(args, on_cpu=True)
+        cost, found, _ = command.profile_model(args, on_cpu=True)
     return cost, [one.error for one in found]
 
 
