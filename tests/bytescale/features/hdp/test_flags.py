@@ -156,7 +156,7 @@ REFUSED = (
     (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
     (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
     (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
-    (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp |use auto, which is pp"),
+    (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp |use auto, which selects pp"),
     (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
     (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
     (4, "--seq1f1b-slices 2 --hdp-kept-keys -1", "--hdp-kept-keys must be at least 0, got -1"),
