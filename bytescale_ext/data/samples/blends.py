@@ -51,7 +51,7 @@ class BlendShares:
 
     @property
     def token_weights(self) -> tuple[float, ...]:
-        """Weights of documents for which ``weights`` are shares of the tokens; their sum is 1."""
+        """Weights of documents that make ``weights`` shares of the tokens; their sum is 1."""
         return _normalized([weight / size for weight, size in zip(self.weights, self.tokens, strict=True)])
 
     def text(self, by_tokens: bool, option: str) -> str:

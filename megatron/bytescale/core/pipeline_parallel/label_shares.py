@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def weighs_by_labels(runtime: Runtime, config: TransformerConfig) -> bool:
     """Return whether the model has an auxiliary loss in addition to its own loss, so that labels must be counted."""
     drafts = runtime.run.find(DraftConfig)
-    return config.num_moe_experts is not None or (drafts is not None and drafts.train_trunk)
+    balancing = config.moe_aux_loss_coeff
+    coefficients = [config.moe_z_loss_coeff, *(balancing if isinstance(balancing, list) else [balancing])]
+    return (config.num_moe_experts is not None and any(coefficients)) or (drafts is not None and drafts.train_trunk)
 
 
 def label_shares(runtime: Runtime) -> LabelShares:

@@ -35,7 +35,7 @@ def uniform_noise(tokens: torch.Tensor, num_columns: int, salt: Sequence[int]) -
 
 
 def keep_mask(tokens: torch.Tensor, num_columns: int, drop: float, salt: Sequence[int]) -> torch.Tensor:
-    """Return which hidden states dropout keeps, bool [tokens, columns]; ``drop`` is the probability of each to go."""
+    """Return the mask of kept hidden states, bool [tokens, columns]; ``drop`` is the probability of a False."""
     return _hashed(tokens, num_columns, salt) >= int(drop * 2**_BITS)
 
 

@@ -77,7 +77,7 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
 
 
 def print_units(data: DataArguments, *, has_lengths: bool) -> None:
-    """Print which quantities count documents, and the meaning of the weights of a blend if its lengths are known."""
+    """Print the quantities that count documents. If lengths are known, also print the meaning of a blend's weights."""
     flags = ", ".join(current(CountedFlags).given())
     print_rank_0(f"> bytescale: these count documents, not samples of one length: {flags}; {ALSO}")
     together, of_splits = data.blends()
