@@ -175,7 +175,7 @@ def test_a_full_disk_ends_the_run_with_the_step_saved(documents: Path, tmp_path:
     pages = [*with_disk(tmp_path / "pages"), "--hdp-log-dir", tmp_path / "full"]
     full = train_ranks(1, *flags, *pages, entry=partial(train_with, fill_the_disk))[0]
     assert full.code in (None, 0), full.text[-2000:]
-    assert "failed: No space left on device; they stay in host memory. The run saves this step" in full.text
+    assert "failed: No space left on device; they stay in host memory. This step is complete" in full.text
     assert len(full.losses) == 3
     train_ranks(1, *flags, "--load", tmp_path / "one", "--hdp-log-dir", tmp_path / "then")
     train_ranks(1, *flags[:-1], tmp_path / "two", "--hdp-log-dir", tmp_path / "whole")
