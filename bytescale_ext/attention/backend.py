@@ -12,7 +12,7 @@ from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.latent import Expansion
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.rows import Rows
-from bytescale_ext.attention.travel import Computed, Keys
+from bytescale_ext.attention.travel import ForwardResult, Keys
 from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
 type Exchanges[Result] = Generator[Pending, None, Result]
@@ -86,7 +86,7 @@ class Backend:
         queries, keys = block.queries, self._expanded(block.keys.take(k), block.keys.take(v))
         return self.kernel.forward(queries.take(q), *keys, block.attention(self.scale))
 
-    def backward(self, dout: torch.Tensor, saved: Computed, block: PlacedBlock) -> Gradients:
+    def backward(self, dout: torch.Tensor, saved: ForwardResult, block: PlacedBlock) -> Gradients:
         """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.
 
         ``dout``: ``[t, heads, dim]``.

@@ -36,7 +36,7 @@ from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
 from bytescale_ext.attention.layouts.window import WindowPass
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
-from bytescale_ext.attention.travel import Computed, Keys, TravellingKeys, TravellingSums, add_kept, key_sums
+from bytescale_ext.attention.travel import ForwardResult, Keys, TravellingKeys, TravellingSums, add_kept, key_sums
 from bytescale_ext.attention.window import window_backward, window_forward
 from bytescale_ext.parallel.p2p import Pending
 
@@ -208,13 +208,13 @@ def attention_backward(
     ``dout``: ``[t, heads, dim]``; ``saved``: inputs and outputs of ``attention_forward``.
     """
     dk, dv = torch.zeros_like(saved.k), torch.zeros_like(saved.v)
-    dq = yield from attention_backward_into(dout, Computed(*saved), (dk, dv), layout, backend)
+    dq = yield from attention_backward_into(dout, ForwardResult(*saved), (dk, dv), layout, backend)
     return dq, dk, dv
 
 
 def attention_backward_into(
     dout: torch.Tensor,
-    computed: Computed,
+    computed: ForwardResult,
     sums: tuple[Keys, Keys],
     layout: AttentionLayout,
     backend: Backend,
@@ -237,7 +237,7 @@ def attention_backward_into(
     pending_gradients: list[PendingGradients] = []
     for layout_pass in layout.all_passes:
         rows = layout_pass.in_micro_batch
-        pass_computed = Computed(rows.take(q), k, v, rows.take(out), rows.take(lse, dim=1))
+        pass_computed = ForwardResult(rows.take(q), k, v, rows.take(out), rows.take(lse, dim=1))
         if isinstance(layout_pass, WindowPass):
             exchanges = window_backward(rows.take(dout), pass_computed, layout_pass, backend)
         else:
@@ -263,7 +263,7 @@ def attention_backward_into(
 
 def _backward_pass(
     dout: torch.Tensor,
-    saved: Computed,
+    saved: ForwardResult,
     totals: tuple[Keys, Keys],
     ring_pass: RingPass,
     backend: Backend,

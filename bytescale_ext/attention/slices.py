@@ -25,7 +25,7 @@ from bytescale_ext.attention.layouts.rows import PartRows, RowParts, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.attention.ring import attention_backward_into, attention_forward, drive
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
-from bytescale_ext.attention.travel import Computed, key_sums
+from bytescale_ext.attention.travel import ForwardResult, key_sums
 
 type KeyValueParts = tuple[RowParts, RowParts]
 
@@ -240,7 +240,7 @@ class _SliceAttention(torch.autograd.Function):
         q, out, lse = ctx.saved_tensors
         prefix, layout, backend = ctx.settings.prefix, ctx.settings.layout, ctx.settings.backend.for_backward()
         sums = prefix.start_backward(layout)
-        computed = Computed(q, *prefix.keys_of(layout), out, lse)
+        computed = ForwardResult(q, *prefix.keys_of(layout), out, lse)
         prefix.read_adjacent(-1)
         dq = drive(attention_backward_into(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)

@@ -22,7 +22,7 @@ type Keys = torch.Tensor | RowParts
 Exchange = Callable[[Sequence[Transfer], Sequence[Transfer]], Pending]
 
 
-class Computed(NamedTuple):
+class ForwardResult(NamedTuple):
     """Inputs ``q, k, v`` and outputs ``out, lse`` of a forward pass, which its backward pass needs.
 
     Shapes as in ``kernels/contract.py``; keys and values of the whole micro-batch.

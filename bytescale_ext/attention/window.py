@@ -16,7 +16,7 @@ import torch
 from bytescale_ext.attention.backend import Backend, Exchanges, PendingGradients
 from bytescale_ext.attention.kernels.contract import Output, empty_output
 from bytescale_ext.attention.layouts.window import WindowPass
-from bytescale_ext.attention.travel import Computed, Keys, key_sums, like
+from bytescale_ext.attention.travel import ForwardResult, Keys, key_sums, like
 
 
 def window_forward(
@@ -41,7 +41,7 @@ def window_forward(
 
 
 def window_backward(
-    dout: torch.Tensor, saved: Computed, window_pass: WindowPass, backend: Backend
+    dout: torch.Tensor, saved: ForwardResult, window_pass: WindowPass, backend: Backend
 ) -> Exchanges[tuple[torch.Tensor, PendingGradients]]:
     """Run one pass: ``dq [rows, heads, dim]`` of its queries, and the pending gradients of this rank's keys.
 

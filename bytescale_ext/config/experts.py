@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytescale_ext.plan.experts.cost import ExpertCost
-from bytescale_ext.plan.experts.replay import Placing
+from bytescale_ext.plan.experts.replay import PlacementSettings
 from bytescale_ext.plan.experts.trace import TraceHead
 
 
@@ -36,7 +36,7 @@ class PlacementConfig:
 
     num_experts: int
     num_ranks: int
-    placing: Placing
+    placing: PlacementSettings
     measures: bool = False
 
     def with_cost(self, cost: ExpertCost) -> PlacementConfig:

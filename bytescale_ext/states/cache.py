@@ -64,7 +64,7 @@ class RowCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PrefetchedRows:
     """Rows fetched before the batch that reads them.
 
     Attributes:
@@ -76,7 +76,7 @@ class Staged:
     answer: Answer
 
 
-NOTHING_STAGED: Final = Staged(np.empty(0, np.int64), Answer.empty())
+NOTHING_STAGED: Final = PrefetchedRows(np.empty(0, np.int64), Answer.empty())
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class RowCache:
         """
         rows = np.setdiff1d(rows, np.concatenate([self._batch, *(push.rows for push in self._evicted)]))
         answer = table.answer(rows, self._versions(rows), self.settings.read_bound)
-        self._staged = Staged(rows[answer.asked], answer)
+        self._staged = PrefetchedRows(rows[answer.asked], answer)
         self.traffic.num_fetched += len(answer.asked)
         self.traffic.num_staged += len(answer.asked)
 

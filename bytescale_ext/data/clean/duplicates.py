@@ -14,7 +14,7 @@ _PAIRED: Final = 64  # members of a bucket that are compared with all other memb
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kept:
+class KeptDocuments:
     """Documents that stay among n documents.
 
     Attributes:
@@ -81,7 +81,7 @@ def order_of(rows: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def choose_kept(first: np.ndarray, rank_of: np.ndarray, pairs: np.ndarray) -> Kept:
+def choose_kept(first: np.ndarray, rank_of: np.ndarray, pairs: np.ndarray) -> KeptDocuments:
     """Choose the documents that stay.
 
     Documents are visited by rank. A document stays unless a document that stays is its verified duplicate, which then
@@ -106,14 +106,14 @@ def choose_kept(first: np.ndarray, rank_of: np.ndarray, pairs: np.ndarray) -> Ke
         if better:
             kept_by[document] = min(better, key=rank)
     kept_by = kept_by[first]  # equal texts follow their representative
-    return Kept(kept_by, np.bincount(kept_by, minlength=len(first)).astype(np.int64))
+    return KeptDocuments(kept_by, np.bincount(kept_by, minlength=len(first)).astype(np.int64))
 
 
 def weights_of(copies: np.ndarray, most: float) -> np.ndarray:
     """Return the weight of each document, float64 [n]: 1 + ln(copies), rounded to quarters, at most ``most``.
 
     Repetition in independent sources is a sign of quality; the logarithm limits its effect. The rule is ours, because
-    the rule of BaichuanSEED (arXiv 2408.15079) is not public. ``copies``: as in ``Kept``, [n].
+    the rule of BaichuanSEED (arXiv 2408.15079) is not public. ``copies``: as in ``KeptDocuments``, [n].
     """
     quarters: npt.NDArray[np.float64] = np.round(4 * (1 + np.log(np.maximum(copies, 1)))) / 4
     weights: npt.NDArray[np.float64] = np.minimum(quarters, most)

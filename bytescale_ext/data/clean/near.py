@@ -16,7 +16,7 @@ from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.utils.hashing import HashConfig
 
 from bytescale_ext.data.clean.duplicates import (
-    Kept,
+    KeptDocuments,
     candidate_pairs,
     chained_groups,
     choose_kept,
@@ -127,7 +127,7 @@ class Decide(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     def _report(
         self,
         rows: np.ndarray,
-        result: Kept,
+        result: KeptDocuments,
         first: np.ndarray,
         similarities: dict[tuple[int, int], float],
         offsets: np.ndarray,

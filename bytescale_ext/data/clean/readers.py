@@ -22,7 +22,7 @@ _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadRecord:
     """A record that is not a document.
 
     Attributes:
@@ -36,7 +36,7 @@ class Bad:
     why: str
 
 
-type Read = Document | Bad
+type Read = Document | BadRecord
 
 
 class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
@@ -60,7 +60,7 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         for number, path in files_of(self.recipe.sources)[rank::world_size]:
             source = self.recipe.sources[number]
             for record in documents_of(path, source, self.recipe.text_key):
-                if isinstance(record, Bad):
+                if isinstance(record, BadRecord):
                     self._count_unreadable(record, source, tally)
                     continue
                 tally.add(source.name, "read", num_bytes=len(record.text.encode("utf-8", "surrogatepass")))
@@ -68,7 +68,7 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                 yield record
         tally.save(self.tallies / f"collect-{rank:05d}.json")
 
-    def _count_unreadable(self, record: Bad, source: Source, tally: Tally) -> None:
+    def _count_unreadable(self, record: BadRecord, source: Source, tally: Tally) -> None:
         if self.recipe.on_bad == "fail":
             raise ValueError(f"{record.where}: {record.why}: fix it, or give --on-bad skip")
         tally.add(source.name, record.kind)
@@ -106,13 +106,13 @@ def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
 
 def _document(raw: bytes, where: str, name: str) -> Read:
     if not raw.strip():
-        return Bad("empty", where, "no text")
+        return BadRecord("empty", where, "no text")
     if b"\0" in raw:
-        return Bad("binary", where, "a byte of value 0: this is not text")
+        return BadRecord("binary", where, "a byte of value 0: this is not text")
     try:
         return Document(raw.decode("utf-8"), name)
     except UnicodeDecodeError as error:
-        return Bad("binary", where, f"not UTF-8 ({error.reason} at byte {error.start})")
+        return BadRecord("binary", where, f"not UTF-8 ({error.reason} at byte {error.start})")
 
 
 def _opened(path: Path, compression: str | None) -> IO[bytes]:
@@ -128,19 +128,19 @@ def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
                 if line.strip():
                     yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
     except (OSError, EOFError) as error:
-        yield Bad("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
+        yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
 
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
     try:
         value = json_value(line)
     except (ValueError, RecursionError) as error:
-        return Bad("broken", where, f"not JSON ({error})")
+        return BadRecord("broken", where, f"not JSON ({error})")
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
         content = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
-        return Bad("broken", where, f"no text under {key!r} (found: {content})")
+        return BadRecord("broken", where, f"no text under {key!r} (found: {content})")
     if not value[key].strip():
-        return Bad("empty", where, "no text")
+        return BadRecord("empty", where, "no text")
     return Document(value[key], str(value.get("id", name)))
 
 
@@ -152,10 +152,10 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
         with ParquetFile(path) as opened:
             columns, rows = opened.schema_arrow.names, opened.metadata.num_rows
     except (ArrowInvalid, OSError) as error:
-        yield Bad("broken", str(path), f"not a Parquet file ({error})")
+        yield BadRecord("broken", str(path), f"not a Parquet file ({error})")
         return
     if key not in columns:
-        yield Bad("broken", str(path), f"no column {key!r} (found: {', '.join(columns)})")
+        yield BadRecord("broken", str(path), f"no column {key!r} (found: {', '.join(columns)})")
         return
     reader = ParquetReader(str(path.parent), text_key=key, read_metadata="id" not in columns)
     num_documents = 0
@@ -166,7 +166,7 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
         name = row.id if "id" in columns else f"{_name(path, source)}#{num_documents}"
         yield Document(row.text, str(name))
     for _ in range(rows - num_documents):
-        yield Bad("empty", str(path), "a row without text")
+        yield BadRecord("empty", str(path), "a row without text")
 
 
 def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
@@ -189,6 +189,6 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                 if is_page and isinstance(page, Document):
                     page.text = extractor.extract(page.text) or ""
                 is_empty = isinstance(page, Document) and not page.text
-                yield Bad("empty", where, "a page without text") if is_empty else page
+                yield BadRecord("empty", where, "a page without text") if is_empty else page
     except (ArchiveLoadFailed, OSError, EOFError) as error:
-        yield Bad("broken", str(path), f"not a WARC file ({error})")
+        yield BadRecord("broken", str(path), f"not a WARC file ({error})")

@@ -38,7 +38,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ExecutorSettings:
     """Executor of the stages.
 
     Attributes:
@@ -77,7 +77,7 @@ def stages_of(recipe: Recipe, work: Path, last: Step) -> list[Stage]:
     return [*stages, Stage("write", recipe.tasks, write), Stage("finish", 1, [last])]
 
 
-def run_stages(stages: list[Stage], work: Path, settings: Where) -> None:
+def run_stages(stages: list[Stage], work: Path, settings: ExecutorSettings) -> None:
     """Run the stages, or submit them to Slurm, where each stage waits for the stage before it.
 
     Raises:
@@ -113,7 +113,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _executor(stage: Stage, logs: Path, settings: Where, before: PipelineExecutor | None) -> PipelineExecutor:
+def _executor(
+    stage: Stage, logs: Path, settings: ExecutorSettings, before: PipelineExecutor | None
+) -> PipelineExecutor:
     workers = min(settings.workers, stage.tasks)
     if settings.executor == "local":
         return LocalPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs))
@@ -137,7 +139,7 @@ def _executor(stage: Stage, logs: Path, settings: Where, before: PipelineExecuto
 
 
 @contextlib.contextmanager
-def _cluster(settings: Where) -> Iterator[None]:
+def _cluster(settings: ExecutorSettings) -> Iterator[None]:
     """Join or start Ray if it is the executor, and disconnect at the end."""
     if settings.executor != "ray":
         yield

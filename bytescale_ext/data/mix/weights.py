@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MixturePart:
     """A data set of a mixture.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SourceQuality:
     """Fractions of a source's documents that were dropped as duplicates, and that passed the filters."""
 
     duplication: float = 0.0
@@ -40,7 +40,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Temper:
+class ShareFactors:
     """Influence of each property on the shares.
 
     Attributes:
@@ -55,7 +55,7 @@ class Temper:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class SourceShare:
     """Share of a source in the mixture, and the factors behind it.
 
     Attributes:
@@ -75,7 +75,9 @@ class Weighed:
     share: float
 
 
-def weigh(data_sets: Sequence[Part], qualities: Mapping[str, Known], exponents: Temper) -> list[Weighed]:
+def weigh(
+    data_sets: Sequence[MixturePart], qualities: Mapping[str, SourceQuality], exponents: ShareFactors
+) -> list[SourceShare]:
     """Return the share of each source, in order of first appearance.
 
     The share of a source is proportional to ``(tokens x (1 - duplication)^a x quality^b)^(1 / temperature)``.
@@ -90,7 +92,7 @@ def weigh(data_sets: Sequence[Part], qualities: Mapping[str, Known], exponents: 
     """
     names = list(dict.fromkeys(item.source for item in data_sets))
     tokens = np.array([sum(item.tokens * item.weight for item in data_sets if item.source == name) for name in names])
-    known = [qualities.get(name, Known()) for name in names]
+    known = [qualities.get(name, SourceQuality()) for name in names]
     duplication = np.array([(1 - source.duplication) ** exponents.duplication for source in known])
     quality = np.array([source.quality**exponents.quality for source in known])
     tempered = (tokens * duplication * quality) ** (1 / exponents.temperature)
@@ -99,17 +101,17 @@ def weigh(data_sets: Sequence[Part], qualities: Mapping[str, Known], exponents: 
     shares = tempered / tempered.sum()
     sizes = tokens / tokens.sum()
     columns = zip(names, tokens, sizes, duplication, quality, shares, strict=True)
-    return [Weighed(name, *map(float, values)) for name, *values in columns]
+    return [SourceShare(name, *map(float, values)) for name, *values in columns]
 
 
-def reweigh(shares: Sequence[Weighed], factors: Mapping[str, float]) -> list[Weighed]:
+def reweigh(shares: Sequence[SourceShare], factors: Mapping[str, float]) -> list[SourceShare]:
     """Return the shares, multiplied by the factor of each source and normalized to a sum of 1."""
     scaled = np.array([item.share * factors.get(item.source, 1.0) for item in shares])
     scaled /= scaled.sum()
     return [replace(item, share=float(share)) for item, share in zip(shares, scaled, strict=True)]
 
 
-def blend(data_sets: Sequence[Part], shares: Sequence[Weighed]) -> list[tuple[float, str]]:
+def blend(data_sets: Sequence[MixturePart], shares: Sequence[SourceShare]) -> list[tuple[float, str]]:
     """Return (weight, prefix) of each data set. The weights sum to 1.
 
     Megatron blends by samples, not by tokens. So a source with long samples gets fewer samples, and its share of the
@@ -125,7 +127,7 @@ def blend(data_sets: Sequence[Part], shares: Sequence[Weighed]) -> list[tuple[fl
     return [(float(weight), item.prefix) for weight, item in zip(weights, data_sets, strict=True)]
 
 
-def epochs(data_sets: Sequence[Part], shares: Sequence[Weighed], budget: int) -> dict[str, float]:
+def epochs(data_sets: Sequence[MixturePart], shares: Sequence[SourceShare], budget: int) -> dict[str, float]:
     """Return the number of epochs of each data set, by prefix, in a training run of ``budget`` tokens."""
     weights = [weight for weight, _ in blend(data_sets, shares)]
     parts = np.array([weight * item.tokens / item.samples for weight, item in zip(weights, data_sets, strict=True)])

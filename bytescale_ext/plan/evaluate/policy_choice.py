@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.evaluate.slicing_choice import TRIES, Timed
+from bytescale_ext.plan.evaluate.slicing_choice import TRIES, TimedSlicing
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.hdp.table import Place
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -89,26 +89,26 @@ class PolicyChoice:
             alike = option.kept_of(problem)
             if alike not in placed_options:  # otherwise its placement would be the same
                 placed_options.add(alike)
-                timed.append((Timed.of(option.of(problem), place(alike.of(problem), thorough=False)), option))
+                timed.append((TimedSlicing.of(option.of(problem), place(alike.of(problem), thorough=False)), option))
         _, option = min(timed, key=_seconds)
         placed = place(option.kept_of(problem).of(problem), thorough=True)
-        timed.append((Timed.of(option.of(problem), placed), option))
+        timed.append((TimedSlicing.of(option.of(problem), placed), option))
         best, _ = min(timed, key=_seconds)
         return best.slicing, best.placed
 
-    def _timed(self, problem: Problem, placed: PlacedRanks) -> list[tuple[Timed, PolicyOption]]:
+    def _timed(self, problem: Problem, placed: PlacedRanks) -> list[tuple[TimedSlicing, PolicyOption]]:
         """Time a placement in each option. Options that keep the keys of the same rings have equal times."""
         rings = placed.lengths[placed.widths > 1]
-        known: dict[PolicyOption, Timed] = {}
+        known: dict[PolicyOption, TimedSlicing] = {}
         timed = []
         for option in self.fitting:
             longest = int(rings[rings <= option.slicing.kept_tokens].max(initial=0))
             alike = replace(option, slicing=replace(option.slicing, kept_tokens=longest))
             if alike not in known:
-                known[alike] = Timed.of(alike.of(problem), placed)
+                known[alike] = TimedSlicing.of(alike.of(problem), placed)
             timed.append((replace(known[alike], slicing=option.slicing), option))
         return timed
 
 
-def _seconds(found: tuple[Timed, PolicyOption]) -> float:
+def _seconds(found: tuple[TimedSlicing, PolicyOption]) -> float:
     return found[0].seconds

@@ -90,13 +90,13 @@ class SlicingChoice:
         best = min(timed)
         return best.slicing, best.placed
 
-    def _placed(self, problem: Problem, slicing: Slicing, place: Place, thorough: bool) -> list[Timed]:
+    def _placed(self, problem: Problem, slicing: Slicing, place: Place, thorough: bool) -> list[TimedSlicing]:
         """Place a step in these slices, with the longest kept keys that fit. Returns None if the slices do not fit."""
         placed = place(replace(problem, slicing=slicing), thorough)
         fitted = self._fitted(problem, _table(problem, placed), slicing)
-        return [Timed.of(replace(problem, slicing=option), placed) for option in fitted]
+        return [TimedSlicing.of(replace(problem, slicing=option), placed) for option in fitted]
 
-    def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
+    def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[TimedSlicing]:
         """Time a placement in the fastest options that fit, with their longest kept keys.
 
         An option is fastest if all keys of rings are kept. Options that are too slow even then are skipped. If no
@@ -104,16 +104,18 @@ class SlicingChoice:
         """
         table, longest = _table(problem, placed), _longest_ring(placed)
         all_kept = [replace(option, kept_tokens=longest if option.num_slices > 1 else 0) for option in self.options]
-        timed: list[Timed] = []
-        for ideal in sorted(Timed.of(replace(problem, slicing=slicing), placed) for slicing in all_kept):
+        timed: list[TimedSlicing] = []
+        for ideal in sorted(TimedSlicing.of(replace(problem, slicing=slicing), placed) for slicing in all_kept):
             if len(timed) >= TRIES and sorted(timed)[TRIES - 1].seconds <= ideal.seconds:
                 break
             for fitted in self._fitted(problem, table, ideal.slicing):
-                timed.append(ideal if fitted == ideal.slicing else Timed.of(replace(problem, slicing=fitted), placed))
+                timed.append(
+                    ideal if fitted == ideal.slicing else TimedSlicing.of(replace(problem, slicing=fitted), placed)
+                )
         if timed:
             return timed
         least = min(self.options, key=lambda option: self._bytes(problem, table, option))
-        return [Timed.of(replace(problem, slicing=least), placed)]
+        return [TimedSlicing.of(replace(problem, slicing=least), placed)]
 
     def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
         """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
@@ -227,7 +229,7 @@ def _longest_ring(placed: PlacedRanks) -> int:
 
 
 @dataclass(frozen=True, order=True)
-class Timed:
+class TimedSlicing:
     """A placement in slices, ordered by the end of its last pipeline."""
 
     seconds: float
@@ -235,7 +237,7 @@ class Timed:
     placed: PlacedRanks = field(compare=False)
 
     @classmethod
-    def of(cls, problem: Problem, placed: PlacedRanks) -> Timed:
+    def of(cls, problem: Problem, placed: PlacedRanks) -> TimedSlicing:
         """Time a placement in the slices of a problem."""
         slots = slot_seconds(placed, problem.stage, problem.slicing)
         return cls(float(run_pipelines(slots, len(problem.stages)).max()), problem.slicing, placed)

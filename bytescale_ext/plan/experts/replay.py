@@ -25,7 +25,7 @@ PLACEMENTS: Final = (STATIC, FLEXMOE, EPLB)
 
 
 @dataclass(frozen=True)
-class Placing:
+class PlacementSettings:
     """Settings of expert placement.
 
     Attributes:
@@ -82,7 +82,7 @@ class LoadReplay:
         return float(np.quantile(self.ratios, 0.95))
 
 
-def replay_loads(loads: Ints, placing: Placing) -> LoadReplay:
+def replay_loads(loads: Ints, placing: PlacementSettings) -> LoadReplay:
     """Replay loads, [steps, layers, ranks, experts], with a placement. The first plan has no replicas."""
     num_steps, num_layers, num_ranks, num_experts = loads.shape
     plans = [PlacementPlan.static(num_experts, num_ranks, placing.num_slots)] * num_layers

@@ -12,7 +12,7 @@ from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
-from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
+from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
 from bytescale_ext.plan.setup.choose import check_fits, decide
 from bytescale_ext.plan.setup.forecast import Forecast, StepTime
 from bytescale_ext.plan.setup.planner import planner_of
@@ -75,15 +75,15 @@ class CostedStrategy:
             try:
                 check_fits(decision)
             except ValueError:
-                raise Unfit("device memory") from None
+                raise DoesNotFit("device memory") from None
         elif isinstance(slices, PolicySlices):
             if not slices.fits:
-                raise Unfit("device memory")
+                raise DoesNotFit("device memory")
         elif strategy.activations == PRICED:
             if forecast.whole is None:
-                raise Unfit("device memory")
+                raise DoesNotFit("device memory")
         elif forecast.full_bytes[0] > task.devices.memory_bytes:
-            raise Unfit("device memory", forecast.full_bytes[0])
+            raise DoesNotFit("device memory", forecast.full_bytes[0])
         return cls(strategy, forecast, planner_of(decision))
 
     @property

@@ -26,14 +26,14 @@ import numpy as np
 from bytescale_ext.plan.search.costed import CostedStrategy, StepFigures
 from bytescale_ext.plan.search.space import Branch
 from bytescale_ext.plan.search.strategy import Strategy
-from bytescale_ext.plan.search.task import Task, Unfit
+from bytescale_ext.plan.search.task import DoesNotFit, Task
 
 LEAST_GAIN: Final = 0.01
 """A strategy is on the frontier if it is faster by this fraction than all strategies with at most its device memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredStrategy:
     """A strategy that ran all steps.
 
     Attributes:
@@ -93,11 +93,11 @@ class Candidate:
     steps: tuple[StepFigures, ...] = field(compare=False, default=())
 
     @property
-    def scored(self) -> Scored | None:
+    def scored(self) -> ScoredStrategy | None:
         """Scored strategy if all steps have run, else None."""
         if len(self.steps) < len(self.task.steps):
             return None
-        return Scored(self.case.strategy, self.steps, self.task)
+        return ScoredStrategy(self.case.strategy, self.steps, self.task)
 
     def after(self) -> Candidate:
         """Return the candidate with computed bounds or, if it has them, with one more step."""
@@ -110,7 +110,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, order=True)
-class Closed:
+class ClosedBranch:
     """A branch that was not opened. The branch with the smallest bound opens first.
 
     Attributes:
@@ -142,14 +142,14 @@ class Exploration:
     """
 
     branches: int = 0
-    closed: list[Closed] = field(default_factory=list)
+    closed: list[ClosedBranch] = field(default_factory=list)
     unfit: Counter[str] = field(default_factory=Counter)
     needed: tuple[float, Strategy] | None = None
     fitting: int = 0
     bounded: int = 0
     replayed: int = 0
     steps_run: int = 0
-    found: list[Scored] = field(default_factory=list)
+    found: list[ScoredStrategy] = field(default_factory=list)
     waiting: list[Candidate] = field(default_factory=list)
 
 
@@ -193,7 +193,7 @@ def explore(
     sizes = [_Size.of(task, min(len(task.steps) for task in tasks)) for task in tasks]
     for branch in branches:
         bounds = (0.0 if opens_all else size.scale * branch.least_seconds(size.task, size.work) for size in sizes)
-        seen.closed.append(Closed(min(bounds), seen.branches, branch))
+        seen.closed.append(ClosedBranch(min(bounds), seen.branches, branch))
         seen.branches += 1
     heapq.heapify(seen.closed)
     while (seen.closed or seen.waiting) and len(seen.found) < count:
@@ -221,7 +221,7 @@ def _opens(seen: Exploration) -> bool:
     return (branch.seconds, branch.number) <= (candidate.seconds, candidate.number[0])
 
 
-def _open(seen: Exploration, closed: Closed, sizes: Sequence[_Size]) -> None:
+def _open(seen: Exploration, closed: ClosedBranch, sizes: Sequence[_Size]) -> None:
     """Add the fitting strategies of a branch to the strategies that wait."""
     for place, case in enumerate(fitting_cases(sizes[0].task, closed.branch.strategies, seen)):
         for number, size in enumerate(sizes):
@@ -245,7 +245,7 @@ def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration)
     for strategy in strategies:
         try:
             case = CostedStrategy.of(task, strategy)
-        except Unfit as error:
+        except DoesNotFit as error:
             seen.unfit[str(error)] += 1
             if error.needed_bytes and (seen.needed is None or error.needed_bytes < seen.needed[0]):
                 seen.needed = error.needed_bytes, strategy

@@ -30,7 +30,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class LayerChoices:
     """A choice for each of the first layers.
 
     Attributes:
@@ -42,7 +42,7 @@ class Chosen:
     bytes: float = 0.0
     seconds: float = 0.0
     choice: Choice | None = None
-    before: Chosen | None = None
+    before: LayerChoices | None = None
 
     def choices(self) -> list[Choice]:
         """Return the choice of each layer."""
@@ -58,17 +58,17 @@ def cheapest(layers: Sequence[tuple[Choice, ...]], capacity: float) -> list[Choi
 
 
 @lru_cache(maxsize=256)
-def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
+def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[LayerChoices, ...]:
     """Return the choices for all layers that no other choices beat in both memory and time, by ascending bytes."""
     if not layers:
-        return (Chosen(),)
+        return (LayerChoices(),)
     before = unbeaten(layers[:-1])
     grown = (
-        Chosen(previous.bytes + choice.bytes, previous.seconds + choice.seconds, choice, previous)
+        LayerChoices(previous.bytes + choice.bytes, previous.seconds + choice.seconds, choice, previous)
         for previous in before
         for choice in layers[-1]
     )
-    best: list[Chosen] = []
+    best: list[LayerChoices] = []
     for chosen in sorted(grown, key=lambda choices: (choices.bytes, choices.seconds)):
         if not best or chosen.seconds < best[-1].seconds:
             best.append(chosen)

@@ -14,7 +14,7 @@ from bytescale_ext.plan.search.balance import balanced_layers
 from bytescale_ext.plan.search.costed import setup_of_strategy
 from bytescale_ext.plan.search.layers import fewest_recomputed
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
-from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
+from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
 from bytescale_ext.plan.setup.forecast import tokens_in_flight
 from bytescale_ext.plan.setup.memory import Parameters, parameters, stage_memory
 from bytescale_ext.plan.setup.update import update_of
@@ -115,7 +115,7 @@ class Space:
             strategy = Strategy(tensor_parallel, (1,) * stages, task.context)
             try:
                 num_ranks = cluster_of(task, strategy).num_ranks
-            except Unfit:
+            except DoesNotFit:
                 continue
             yield strategy, num_ranks
 

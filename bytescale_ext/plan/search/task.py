@@ -10,7 +10,7 @@ from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 
 
-class Unfit(ValueError):
+class DoesNotFit(ValueError):
     """A strategy does not fit the task.
 
     Attributes:
@@ -80,13 +80,13 @@ def cluster_of(task: Task, strategy: Strategy) -> Cluster:
     devices = task.devices
     num_ranks, rest = divmod(devices.count, strategy.model_ranks)
     if rest or not num_ranks:
-        raise Unfit("ranks")
+        raise DoesNotFit("ranks")
     if task.batch % num_ranks:
-        raise Unfit("documents")
+        raise DoesNotFit("documents")
     if task.context > num_ranks * strategy.tokens_per_rank:
-        raise Unfit("context")
+        raise DoesNotFit("context")
     if num_ranks % strategy.expert_parallel:
-        raise Unfit("experts")
+        raise DoesNotFit("experts")
     of_node, rest = divmod(devices.per_node, strategy.tensor_parallel)
     fills = of_node and not rest and of_node < num_ranks and not num_ranks % of_node
     return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None)

@@ -68,7 +68,7 @@ SchedulerFigures = dict[str, Figure | None]
 """Figures of a scheduler by name; None if there is nothing to compare with."""
 
 
-class Described(TypedDict):
+class ScenarioJson(TypedDict):
     """The printed scenario, whose lengths come from a sampler or from a file."""
 
     sampler: NotRequired[str]
@@ -138,9 +138,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCost) -> Described:
+def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCost) -> ScenarioJson:
     """Return the printed scenario of a command line."""
-    described: Described = {
+    described: ScenarioJson = {
         "context": args.seq_length,
         "ranks": args.ranks,
         "tokens_per_rank": args.tokens_per_rank,
@@ -217,7 +217,7 @@ def compare(
     return result
 
 
-def text_of(scenario: Described, figures: Mapping[str, SchedulerFigures | str]) -> str:
+def text_of(scenario: ScenarioJson, figures: Mapping[str, SchedulerFigures | str]) -> str:
     """Return the comparison as a table with the mean and the worst of each figure."""
     is_whole = scenario["slicing"]["num_slices"] == 1 and scenario["chosen_within_gb"] is None
     may_swap = scenario["slicing"]["swapped_tokens"] or scenario["host_gb"]
@@ -240,7 +240,7 @@ def _cell(figure: Figure | None, spec: str, unit: float) -> str:
     return "-" if figure is None else f"{figure['mean'] * unit:{spec}} {figure['worst'] * unit:{spec}}"
 
 
-def _title(scenario: Described) -> str:
+def _title(scenario: ScenarioJson) -> str:
     source = scenario["sampler"] if "sampler" in scenario else Path(scenario["lengths"]).name
     stages = f" x {scenario['stages']} stages" if scenario["stages"] > 1 else ""
     slicing = from_entries(Slicing, scenario["slicing"])
@@ -268,7 +268,7 @@ def _figure(values: Sequence[float], worst: Callable[[Iterable[float]], float] =
     return {"mean": sum(values) / len(values), "worst": worst(values)}
 
 
-def _plot(figures: Mapping[str, SchedulerFigures | str], scenario: Described, path: Path) -> None:
+def _plot(figures: Mapping[str, SchedulerFigures | str], scenario: ScenarioJson, path: Path) -> None:
     from bytescale_ext.draw.charts import draw_bars
 
     ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if not isinstance(row, str)}

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 
 from bytescale_ext.data.clean.output import gather
 from bytescale_ext.data.clean.recipe import Recipe, Source
-from bytescale_ext.data.clean.stages import Where, run_stages, stages_of
+from bytescale_ext.data.clean.stages import ExecutorSettings, run_stages, stages_of
 from bytescale_ext.data.clean.words import jaccard, shingles
 from scripts.bench.progress import progress
 
@@ -117,7 +117,7 @@ def clean(sources: Sequence[Source], folder: Path, steps: tuple[str, ...]) -> tu
     """Clean sources in this process; return the kept documents and the processor seconds."""
     recipe = Recipe(tuple(sources), steps=steps, tasks=2)
     began = time.process_time()  # one process does all the work
-    run_stages(stages_of(recipe, folder / "work", lambda *_: None), folder / "work", Where())
+    run_stages(stages_of(recipe, folder / "work", lambda *_: None), folder / "work", ExecutorSettings())
     seconds = time.process_time() - began
     shards = [shard for source in gather(recipe, folder / "work", folder / "out") for shard in source.shards]
     return [json.loads(line) for shard in shards for line in shard.read_text().splitlines()], seconds

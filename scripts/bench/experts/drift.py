@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import Floats, Ints
-from bytescale_ext.plan.experts.replay import PLACEMENTS, Placing, replay_loads
+from bytescale_ext.plan.experts.replay import PLACEMENTS, PlacementSettings, replay_loads
 from scripts.bench.progress import progress
 
 EXPERTS, RANKS, SLOTS = 64, 8, 12
@@ -76,7 +76,7 @@ def figures(drift: float, steps: int, seeds: int) -> list[dict[str, object]]:
     loads = [drifting_loads(Drift(drift), steps, seed) for seed in range(seeds)]
     rows: list[dict[str, object]] = []
     for name in PLACEMENTS:
-        replays = [replay_loads(trace, Placing(name, SLOTS, THRESHOLD, 1, cost)) for trace in loads]
+        replays = [replay_loads(trace, PlacementSettings(name, SLOTS, THRESHOLD, 1, cost)) for trace in loads]
         planner = np.concatenate([run.planner_seconds for run in replays])
         rows.append({
             "drift": drift,

@@ -30,7 +30,7 @@ from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import explore
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import FULL, KEEP, Strategy
-from bytescale_ext.plan.search.task import Devices, Task, Unfit
+from bytescale_ext.plan.search.task import Devices, DoesNotFit, Task
 from megatron.bytescale.cli.shared.inputs import size
 from scripts.bench.progress import progress
 
@@ -73,7 +73,7 @@ def static(task: Task, strategy: Strategy) -> CostedStrategy | None:
     """Return the case of a strategy on a static mesh that holds the context, or None if it does not fit."""
     try:
         case = CostedStrategy.of(task, strategy)
-    except Unfit:
+    except DoesNotFit:
         return None
     width = task.context // strategy.tokens_per_rank
     if case.planner.cluster.num_ranks % width:

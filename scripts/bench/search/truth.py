@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.search.costed import CostedStrategy
-from bytescale_ext.plan.search.explore import Scored, explore
+from bytescale_ext.plan.search.explore import ScoredStrategy, explore
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import Task
@@ -104,10 +104,10 @@ def kind(strategy: Strategy) -> tuple[object, ...]:
             strategy.chooses_slices, strategy.activations)  # fmt: skip
 
 
-def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
+def fastest_of_kinds(task: Task, space: Space) -> list[ScoredStrategy]:
     """Return the fastest strategy of each kind, fastest first."""
     *_, frontier = explore([task], space.branches(task), sys.maxsize)
-    fastest: dict[tuple[object, ...], Scored] = {}
+    fastest: dict[tuple[object, ...], ScoredStrategy] = {}
     for scored in frontier.found:
         fastest.setdefault(kind(scored.strategy), scored)
     return list(fastest.values())
@@ -123,9 +123,9 @@ def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
     return strategy.tensor_parallel, strategy.stage_layers, strategy.tokens_per_rank, strategy.chunks, slicings, kept
 
 
-def different(task: Task, scored: Sequence[Scored]) -> list[Scored]:
+def different(task: Task, scored: Sequence[ScoredStrategy]) -> list[ScoredStrategy]:
     """Return the strategies whose ranks run different work; the first of equal ones stays."""
-    distinct: dict[tuple[object, ...], Scored] = {}
+    distinct: dict[tuple[object, ...], ScoredStrategy] = {}
     for row in scored:
         distinct.setdefault(executed(task, row.strategy), row)
     return list(distinct.values())
@@ -153,7 +153,7 @@ def in_rounds(trained: Sequence[Sequence[Verified]]) -> tuple[list[Verified], di
 
 
 def train_all(
-    search: argparse.Namespace, task: Task, scored: Sequence[Scored], rounds: int, train: Train | None = None
+    search: argparse.Namespace, task: Task, scored: Sequence[ScoredStrategy], rounds: int, train: Train | None = None
 ) -> list[list[Verified]]:
     """Train all strategies once in each round, every other round in reverse; return the rows of each round."""
     trained = []
@@ -164,7 +164,7 @@ def train_all(
     return trained
 
 
-def spread(scored: Sequence[Scored], count: int) -> list[Scored]:
+def spread(scored: Sequence[ScoredStrategy], count: int) -> list[ScoredStrategy]:
     """Return ``count`` strategies at even distances, with the first and the last."""
     return [scored[round(place)] for place in sorted(set(np.linspace(0, len(scored) - 1, count).round().tolist()))]
 

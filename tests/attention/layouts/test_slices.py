@@ -16,7 +16,7 @@ from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.layouts.slices import SliceLayout, slice_layouts
 from bytescale_ext.attention.ring import attention_backward_into, attention_forward
 from bytescale_ext.attention.slices import LayerPrefix
-from bytescale_ext.attention.travel import Computed
+from bytescale_ext.attention.travel import ForwardResult
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule
@@ -71,7 +71,7 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> E
         prefix.release()
         assert bool(link.used_bytes) == bool(cut.swapped)
     for layout, piece, q, dout, out, lse in reversed(runs):
-        sums, computed = prefix.start_backward(layout), Computed(q, *prefix.keys_of(layout), out, lse)
+        sums, computed = prefix.start_backward(layout), ForwardResult(q, *prefix.keys_of(layout), out, lse)
         dq = yield from attention_backward_into(dout, computed, sums, layout.attention, backend)
         assert not out[piece.num_tokens :].any()
         assert not dq[piece.num_tokens :].any()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.search.costed import CostedStrategy
-from bytescale_ext.plan.search.explore import Scored
+from bytescale_ext.plan.search.explore import ScoredStrategy
 from bytescale_ext.plan.search.space import Space, with_budgets
 from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED, Strategy
-from bytescale_ext.plan.search.task import Unfit
+from bytescale_ext.plan.search.task import DoesNotFit
 from megatron.bytescale.cli.search.script import ScriptedRun
 from megatron.bytescale.cli.search.verify import Verified
 from scripts.bench.search import truth
@@ -62,7 +62,7 @@ def budgets(strategy: Strategy) -> Iterator[Strategy]:
     """Device memory decreases as long as the policy fits. The host has some memory."""
     for device_gb in np.geomspace(1.0, 1e-4, 100).tolist():
         one = replace(strategy, device_gb=device_gb, host_gb=1.0)
-        with contextlib.suppress(Unfit):
+        with contextlib.suppress(DoesNotFit):
             CostedStrategy.of(small_task(), one)
             yield one
 
@@ -77,7 +77,7 @@ def test_a_policy_without_work_is_no_other_strategy() -> None:
     keys = [executed(task, one) for one in (plain, idle, busy, wide, sliced)]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
-    scored = [Scored(one, (), task) for one in (plain, idle, wide, busy, idle)]
+    scored = [ScoredStrategy(one, (), task) for one in (plain, idle, wide, busy, idle)]
     assert [one.strategy for one in different(task, scored)] == [plain, wide, busy]
     assert len(keys[4][4]) == len(STEPS)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from datatrove.data import Document
 
-from bytescale_ext.data.clean.readers import Bad, Collect, documents_of
+from bytescale_ext.data.clean.readers import BadRecord, Collect, documents_of
 from bytescale_ext.data.clean.recipe import Recipe, Source
 from tests.data.cleaning import folder_of, run_steps, told
 
@@ -20,12 +20,12 @@ PAGE = (
 )
 
 
-def read(path: Path, kind: str, key: str = "text") -> list[Document | Bad]:
+def read(path: Path, kind: str, key: str = "text") -> list[Document | BadRecord]:
     return list(documents_of(path, Source("docs", str(path.parent), kind, "*", ()), key))
 
 
-def kinds(found: list[Document | Bad]) -> list[str]:
-    return [one.kind if isinstance(one, Bad) else one.text for one in found]
+def kinds(found: list[Document | BadRecord]) -> list[str]:
+    return [one.kind if isinstance(one, BadRecord) else one.text for one in found]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_lines_of_json(packed: bool, tmp_path: Path) -> None:
         f"docs/{path.name}#3",
         f"docs/{path.name}#9",
     ]
-    broken = [one for one in found if isinstance(one, Bad)]
+    broken = [one for one in found if isinstance(one, BadRecord)]
     assert broken[0].where == f"{path}:4"
     assert "found: text" in broken[2].why
 

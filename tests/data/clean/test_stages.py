@@ -13,7 +13,7 @@ import pytest
 
 from bytescale_ext.data.clean.output import gather
 from bytescale_ext.data.clean.recipe import STEPS, Recipe
-from bytescale_ext.data.clean.stages import Stage, Where, run_stages, stages_of
+from bytescale_ext.data.clean.stages import ExecutorSettings, Stage, run_stages, stages_of
 from tests.data.cleaning import HEADER, folder_of, text
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +38,7 @@ class Finish:
         gather(*self.places)
 
 
-def run(root: Path, out: str, where: Where, steps: tuple[str, ...] = STEPS) -> set[str]:
+def run(root: Path, out: str, where: ExecutorSettings, steps: tuple[str, ...] = STEPS) -> set[str]:
     recipe, work = dataclasses.replace(recipe_of(root), steps=steps), root / f"{out}-work"
     run_stages(stages_of(recipe, work, finish(recipe, work, root / out)), work, where)
     return texts_in(root / out)
@@ -50,7 +50,7 @@ def texts_in(folder: Path) -> set[str]:
 
 @pytest.fixture
 def expected(tmp_path: Path) -> set[str]:
-    found = run(tmp_path, "expected", Where())
+    found = run(tmp_path, "expected", ExecutorSettings())
     assert len(found) == 4
     assert sum(HEADER in one for one in found) == 1
     return found
@@ -58,14 +58,14 @@ def expected(tmp_path: Path) -> set[str]:
 
 @pytest.mark.timeout(300)
 def test_several_processes(tmp_path: Path, expected: set[str]) -> None:
-    assert run(tmp_path, "out", Where(workers=2)) == expected
+    assert run(tmp_path, "out", ExecutorSettings(workers=2)) == expected
 
 
 @pytest.mark.timeout(300)
 def test_ray(tmp_path: Path) -> None:
     """Return a recipe without a stage that only adds seconds."""
-    expected = run(tmp_path, "expected", Where(), ("exact",))
-    assert run(tmp_path, "out", Where("ray", workers=2), ("exact",)) == expected
+    expected = run(tmp_path, "expected", ExecutorSettings(), ("exact",))
+    assert run(tmp_path, "out", ExecutorSettings("ray", workers=2), ("exact",)) == expected
 
 
 SBATCH = """#!/bin/bash
@@ -84,7 +84,7 @@ def test_slurm(tmp_path: Path, expected: set[str], monkeypatch: pytest.MonkeyPat
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    assert run(tmp_path, "out", Where("slurm", slurm=(("partition", "cpu"), ("account", "us")))) == set()
+    assert run(tmp_path, "out", ExecutorSettings("slurm", slurm=(("partition", "cpu"), ("account", "us")))) == set()
     calls = (tmp_path / "calls").read_text()
     order = [line.partition("=")[2] for line in calls.splitlines() if "--job-name" in line]
     assert order[::2] == order[1::2]  # each stage has a further job that sums its counts
@@ -108,7 +108,7 @@ def test_what_sbatch_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ValueError, match="collect: sbatch: error: Memory specification can not be satisfied"):
-        run(tmp_path, "out", Where("slurm", slurm=(("partition", "cpu"),)))
+        run(tmp_path, "out", ExecutorSettings("slurm", slurm=(("partition", "cpu"),)))
 
 
 class Once:
@@ -134,9 +134,9 @@ def test_a_killed_run_loses_nothing_and_repeats_nothing(broken: int, tmp_path: P
         for place, one in enumerate(stages)
     ]
     with pytest.raises(ValueError, match=f"stage {stages[broken].name}: RuntimeError: killed; see .*/logs"):
-        run_stages(counted, work, Where())
+        run_stages(counted, work, ExecutorSettings())
     assert texts_in(tmp_path / "out") == set()
-    run_stages(counted, work, Where())
+    run_stages(counted, work, ExecutorSettings())
     assert texts_in(tmp_path / "out") == expected
     runs = {one.name: len((tmp_path / one.name).read_text()) for one in stages}
     assert runs == {one.name: one.tasks + (place == broken) for place, one in enumerate(stages)}

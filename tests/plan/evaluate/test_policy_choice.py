@@ -11,7 +11,7 @@ from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.slicing_choice import Timed
+from bytescale_ext.plan.evaluate.slicing_choice import TimedSlicing
 from bytescale_ext.plan.hdp.aligned.search import PipelinedPlacer
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
@@ -91,13 +91,13 @@ def test_steps_that_are_placed_alike_are_placed_once() -> None:
 
 def test_options_that_keep_the_same_rings_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Slicing] = []
-    of = Timed.of
+    of = TimedSlicing.of
 
-    def noted(problem: Problem, placed: PlacedRanks) -> Timed:
+    def noted(problem: Problem, placed: PlacedRanks) -> TimedSlicing:
         timed.append(problem.slicing)
         return of(problem, placed)
 
-    monkeypatch.setattr(Timed, "of", noted)
+    monkeypatch.setattr(TimedSlicing, "of", noted)
     problem = Problem(np.array(LENGTHS), -(-np.array(LENGTHS) // CLUSTER.tokens_per_rank), CLUSTER, COSTS)
     options = tuple(PolicyOption(Slicing(4, kept), COSTS[-1]) for kept in (29_999, 30_000, 59_999, 60_000, 120_000))
     placed = PipelinedPlacer()(options[-1].of(problem), thorough=False)

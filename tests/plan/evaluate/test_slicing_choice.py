@@ -13,7 +13,7 @@ from bytescale_ext.errors import OutOfTime
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, TRIES, SlicingChoice, Timed, _table
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, TRIES, SlicingChoice, TimedSlicing, _table
 from bytescale_ext.plan.hdp.aligned import search as pipelines
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
@@ -179,7 +179,7 @@ def test_only_options_that_may_be_fastest_are_fitted(gigabytes: float, monkeypat
     found = sorted(choice._timed_options(problem, placed))
     some, table = len(fitted), _table(problem, placed)
     every = [one for option in OPTIONS for one in choice._fitted(problem, table, option)]
-    best = sorted(Timed.of(replace(problem, slicing=one), placed) for one in every)
+    best = sorted(TimedSlicing.of(replace(problem, slicing=one), placed) for one in every)
     assert [one.seconds for one in found[:TRIES]] == pytest.approx([one.seconds for one in best[:TRIES]])
     assert found[0].slicing == best[0].slicing
     assert TRIES <= some < len(every)

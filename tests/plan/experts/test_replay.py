@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.experts.cost import ExpertCost
-from bytescale_ext.plan.experts.replay import FLEXMOE, STATIC, Placing, replay_loads
+from bytescale_ext.plan.experts.replay import FLEXMOE, STATIC, PlacementSettings, replay_loads
 
 COST = ExpertCost(1e-6, 0.0, 0.0)
 # Two layers of 4 experts on 2 ranks: expert 0 is popular for three steps, then expert 3; the second layer is even.
@@ -12,8 +12,8 @@ POPULAR = [[300, 20, 20, 20]] * 3 + [[20, 20, 20, 300]] * 3
 LOADS = np.array([[[row] * 2, [[90] * 4] * 2] for row in POPULAR])
 
 
-def placing(name: str, interval: int = 1) -> Placing:
-    return Placing(name, num_slots=3, threshold=1.15, interval=interval, cost=COST)
+def placing(name: str, interval: int = 1) -> PlacementSettings:
+    return PlacementSettings(name, num_slots=3, threshold=1.15, interval=interval, cost=COST)
 
 
 def test_a_plan_comes_one_step_after_its_loads() -> None:

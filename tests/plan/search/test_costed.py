@@ -13,7 +13,7 @@ from bytescale_ext.plan.memory.held import peak_memory
 from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
 from bytescale_ext.plan.search.space import with_budgets
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
-from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
+from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
 from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
@@ -93,7 +93,7 @@ def test_a_policy_recomputes_only_what_does_not_fit() -> None:
     )
     case = CostedStrategy.of(TASK, WHOLE)
     tight = small_task(memory_bytes=case.full_bytes[0] - 3e6)
-    with pytest.raises(Unfit, match="device memory") as error:
+    with pytest.raises(DoesNotFit, match="device memory") as error:
         CostedStrategy.of(tight, WHOLE)
     assert error.value.needed_bytes == case.full_bytes[0]
     priced = with_budgets(tight, replace(WHOLE, activations=PRICED))
@@ -108,10 +108,10 @@ def test_reasons_besides_memory() -> None:
         (replace(WHOLE, tensor_parallel=16), "ranks"),
         (replace(WHOLE, tokens_per_rank=256), "context"),
     ):
-        with pytest.raises(Unfit, match=reason):
+        with pytest.raises(DoesNotFit, match=reason):
             cluster_of(TASK, strategy)
     odd = Task(COST, TASK.devices, 4096, tuple(step[:6] for step in STEPS))
-    with pytest.raises(Unfit, match="documents"):
+    with pytest.raises(DoesNotFit, match="documents"):
         cluster_of(odd, WHOLE)
 
 
@@ -156,7 +156,7 @@ def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
     figures = shared.run(STEPS[0])
     assert figures.time.compute > 0
     assert shared.bound(STEPS[0]) <= figures.seconds
-    with pytest.raises(Unfit, match="experts"):
+    with pytest.raises(DoesNotFit, match="experts"):
         cluster_of(task, replace(WHOLE, expert_parallel=3))
 
 

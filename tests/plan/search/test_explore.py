@@ -9,7 +9,7 @@ from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import (
     LEAST_GAIN,
     Exploration,
-    Scored,
+    ScoredStrategy,
     explore,
     fitting_cases,
     in_sizes,
@@ -38,10 +38,10 @@ def last(task: Task, space: Space, count: int, opens_all: bool = False) -> Explo
     return found
 
 
-def exhaustive(task: Task, space: Space) -> list[Scored]:
+def exhaustive(task: Task, space: Space) -> list[ScoredStrategy]:
     """Run every step of every fitting strategy, and return them by time, then in their order."""
     cases = fitting_cases(task, space.strategies(task), Exploration())
-    scored = [Scored(case.strategy, tuple(case.run(step) for step in task.steps), task) for case in cases]
+    scored = [ScoredStrategy(case.strategy, tuple(case.run(step) for step in task.steps), task) for case in cases]
     return sorted(scored, key=lambda one: one.seconds)
 
 
@@ -141,7 +141,7 @@ def test_nothing_beats_the_frontier_by_more_than_the_least_gain(seed: int) -> No
     known = [(one.most("device_bytes"), one.seconds) for one in (*seen.found, *ran)]
     for one in waiting:
         steps = tuple(one.case.run(step) for step in task.steps)
-        scored = Scored(one.case.strategy, steps, task)
+        scored = ScoredStrategy(one.case.strategy, steps, task)
         assert scored.most("device_bytes") == pytest.approx(one.case.full_bytes[0])
         least = min((seconds for most, seconds in known if most <= one.case.full_bytes[0]), default=None)
         assert least is not None

@@ -68,7 +68,7 @@ class SlottedRings:
 
 
 @dataclass(frozen=True, eq=False)
-class Shorts:
+class ShortSequences:
     """The short sequences of all arrangements, arrangement by arrangement.
 
     Attributes:
@@ -84,7 +84,7 @@ class Shorts:
     stops: Ints
 
     @classmethod
-    def of(cls, step: AlignedStep, shelvings: Sequence[Shelving]) -> Shorts:
+    def of(cls, step: AlignedStep, shelvings: Sequence[Shelving]) -> ShortSequences:
         """Return the sequences of all arrangements that are not rings."""
         num_seqs = len(step.lengths)
         counts = np.array([num_seqs - shelving.num_rings for shelving in shelvings])
@@ -128,7 +128,7 @@ class ShelvedRings:
     """
 
     rings: SlottedRings
-    shorts: Shorts
+    shorts: ShortSequences
     packs: Floats
     spans: Ints
     fronts: Ints
@@ -165,7 +165,7 @@ def shelve(step: AlignedStep, shelvings: Sequence[Shelving]) -> ShelvedRings:
     tallest = np.zeros(len(fronts))
     np.maximum.at(tallest, ranks, seconds)
     estimates = loads + peaks * np.maximum(tallest, step.cost.b * packs + step.slot_overhead)
-    shorts = Shorts.of(step, shelvings)
+    shorts = ShortSequences.of(step, shelvings)
     return ShelvedRings(rings, shorts, packs, spans, fronts, ends, missing, room, loads, estimates)
 
 

@@ -20,7 +20,7 @@ from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tok
 
 if TYPE_CHECKING:
     from bytescale_ext.data.clean.report import Report
-    from bytescale_ext.data.clean.stages import Where
+    from bytescale_ext.data.clean.stages import ExecutorSettings
 
 NAME = "clean"
 HELP = "filter, mask and deduplicate the sources of a corpus, with a report; a killed run resumes"
@@ -171,8 +171,8 @@ class Finish:
         return prefix
 
 
-def _where(args: argparse.Namespace) -> Where:
-    from bytescale_ext.data.clean.stages import Where
+def _where(args: argparse.Namespace) -> ExecutorSettings:
+    from bytescale_ext.data.clean.stages import ExecutorSettings
 
     concurrent_tasks = os.cpu_count() or 1 if args.concurrent_tasks is None else args.concurrent_tasks
     if concurrent_tasks < 1:
@@ -184,7 +184,7 @@ def _where(args: argparse.Namespace) -> Where:
         raise ValueError("--executor ray: Ray is not installed: pip install ray")
     if (args.slurm and args.executor != "slurm") or (args.ray_address and args.executor != "ray"):
         raise ValueError("--slurm and --ray-address need the --executor of the same name")
-    return Where(args.executor, concurrent_tasks, args.ray_address, options)
+    return ExecutorSettings(args.executor, concurrent_tasks, args.ray_address, options)
 
 
 def show(output: Path, as_json: bool) -> None:

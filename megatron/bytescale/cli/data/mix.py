@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.data.clean.tally import write_whole
-from bytescale_ext.data.mix.weights import Known, Part, Temper, Weighed, blend, epochs, reweigh, weigh
+from bytescale_ext.data.mix.weights import (
+    MixturePart,
+    ShareFactors,
+    SourceQuality,
+    SourceShare,
+    blend,
+    epochs,
+    reweigh,
+    weigh,
+)
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
 from megatron.bytescale.cli.shared.inputs import count, size
 from megatron.bytescale.cli.shared.options import add_json, add_option
@@ -63,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an option, the report or a data set is bad, or a small run has failed.
     """
-    temper = _temper(args)
+    factors = _factors(args)
     parts, known = _parts(args)
     if args.output.is_dir():
         raise ValueError(f"--output {args.output} is a folder: give a file name")
-    weighed = weigh(parts, known, temper)
+    weighed = weigh(parts, known, factors)
     proposals: dict[str, Proposal] = {}
     if args.proxy_steps is not None:
         from megatron.bytescale.cli.data.proxy import proposals_of
@@ -94,19 +103,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _temper(args: argparse.Namespace) -> Temper:
+def _factors(args: argparse.Namespace) -> ShareFactors:
     if not (math.isfinite(args.temperature) and args.temperature > 0):
         raise ValueError(f"--temperature {args.temperature:g}: give a number above 0")
     for flag in ("duplication_power", "quality_power"):
         if not 0 <= getattr(args, flag) < math.inf:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag):g}: give a number of 0 or more")
-    return Temper(args.temperature, args.duplication_power, args.quality_power)
+    return ShareFactors(args.temperature, args.duplication_power, args.quality_power)
 
 
-def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
+def _parts(args: argparse.Namespace) -> tuple[list[MixturePart], dict[str, SourceQuality]]:
     """Return the data sets, and the report's figures of their sources."""
     data_sets: list[tuple[str, str, float]] = []
-    known: dict[str, Known] = {}
+    known: dict[str, SourceQuality] = {}
     if args.report is not None:
         from bytescale_ext.data.clean.report import load_report
 
@@ -118,7 +127,7 @@ def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
         # With weights by copies, duplicates already count for a source, so duplication does not lower its share.
         is_weighed = report.recipe["policy"] == "weight"
         for name, about in report.sources.items():
-            known[name] = Known(0.0 if is_weighed else about.duplication, about.quality)
+            known[name] = SourceQuality(0.0 if is_weighed else about.duplication, about.quality)
     for words in args.data:
         name, _, prefix = words.partition("=")
         if not name or not prefix:
@@ -129,18 +138,21 @@ def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
     return [_part(*data_set, args) for data_set in data_sets], known
 
 
-def _part(prefix: str, source: str, weight: float, args: argparse.Namespace) -> Part:
+def _part(prefix: str, source: str, weight: float, args: argparse.Namespace) -> MixturePart:
     check_indexed_dataset(prefix)
     lengths = read_idx_lengths(prefix)
     tokens = int(lengths.sum())
     documents = len(sample_table(lengths, args.seq_length))
-    return Part(
+    return MixturePart(
         prefix, source, tokens, documents if args.samples == "documents" else -(-tokens // args.seq_length), weight
     )
 
 
 def _text(
-    weighed: Sequence[Weighed], proposals: dict[str, Proposal], parts: Sequence[Part], repetitions: dict[str, float]
+    weighed: Sequence[SourceShare],
+    proposals: dict[str, Proposal],
+    parts: Sequence[MixturePart],
+    repetitions: dict[str, float],
 ) -> list[str]:
     rows = [["source", "tokens", "share by size", "no duplicates", "quality", "small runs", "share"]]
     for source in weighed:

@@ -17,7 +17,7 @@ import numpy as np
 
 from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.mix.curves import LEAST_STEPS, Proposal, propose
-from bytescale_ext.data.mix.weights import Part
+from bytescale_ext.data.mix.weights import MixturePart
 from bytescale_ext.json_input import json_value
 
 STEP_TOKENS: Final = 4096
@@ -34,7 +34,7 @@ _MODEL: Final = (
 _LEAST_VOCABULARY: Final = 257  # bytes and the end of a document
 
 
-def proposals_of(parts: Sequence[Part], steps: int, seeds: int, folder: Path) -> dict[str, Proposal]:
+def proposals_of(parts: Sequence[MixturePart], steps: int, seeds: int, folder: Path) -> dict[str, Proposal]:
     """Train ``seeds`` runs of ``steps`` steps on each source and return a proposal for each source.
 
     Args:
@@ -63,7 +63,7 @@ def proposals_of(parts: Sequence[Part], steps: int, seeds: int, folder: Path) ->
     return propose(runs)
 
 
-def command_of(parts: Sequence[Part], steps: int, seed: int, folder: Path, vocabulary: int) -> list[str]:
+def command_of(parts: Sequence[MixturePart], steps: int, seed: int, folder: Path, vocabulary: int) -> list[str]:
     """Return the command of one run."""
     import torch
 
@@ -85,7 +85,9 @@ def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None
     return (tokens, losses) if len(losses) == steps else None
 
 
-def _run(parts: Sequence[Part], steps: int, seed: int, folder: Path, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+def _run(
+    parts: Sequence[MixturePart], steps: int, seed: int, folder: Path, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the trained tokens and the losses of a run, float64 [steps] each; train it if it is not finished."""
     curve = read_curve(folder, steps)
     if curve is None:

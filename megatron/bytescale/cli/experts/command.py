@@ -11,7 +11,7 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
-from bytescale_ext.plan.experts.replay import PLACEMENTS, LoadReplay, Placing, replay_loads
+from bytescale_ext.plan.experts.replay import PLACEMENTS, LoadReplay, PlacementSettings, replay_loads
 from bytescale_ext.plan.experts.trace import Trace, read_trace
 from megatron.bytescale.cli.shared.inputs import check_picture, count
 from megatron.bytescale.cli.shared.model_flags import shape_of_flags
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     check_slots("--slots", args.slots, trace.head.experts, trace.head.ranks)
     cost = ExpertCost.of(shape, args.tflops * 1e12, args.exchange_gb_per_second * 1e9, args.micro_batches)
     replays = {
-        name: replay_loads(trace.loads, Placing(name, args.slots, args.threshold, args.interval, cost))
+        name: replay_loads(trace.loads, PlacementSettings(name, args.slots, args.threshold, args.interval, cost))
         for name in PLACEMENTS
     }
     if args.plot is not None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.measure.progress import peak_flops
-from bytescale_ext.plan.search.explore import Candidate, Exploration, Scored, explore, run_frontier, waiting_whole
+from bytescale_ext.plan.search.explore import (
+    Candidate,
+    Exploration,
+    ScoredStrategy,
+    explore,
+    run_frontier,
+    waiting_whole,
+)
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.task import Task
@@ -257,7 +264,7 @@ def cost_path(script: Path) -> Path:
     return script.with_name(f"{script.stem}.cost.json")
 
 
-def write_script(args: argparse.Namespace, best: Scored, row: StrategyRow) -> None:
+def write_script(args: argparse.Namespace, best: ScoredStrategy, row: StrategyRow) -> None:
     """Write the launch script of a strategy and its cost file, in the same folder."""
     comments = [
         f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
@@ -289,7 +296,7 @@ def with_value(flag: str, value: str, branches: Iterable[Branch]) -> Iterator[Br
 
 def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
     """Print the fastest strategy for each value of one flag. Raises ValueError if no strategy fits with any value."""
-    fastest: dict[str, Scored] = {}
+    fastest: dict[str, ScoredStrategy] = {}
     for value, (of_value, branches) in values_of(args.explain, tasks, space).items():
         exploration = watched(of_value, branches, 1, sys.stderr.isatty())
         if exploration.found:

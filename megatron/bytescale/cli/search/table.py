@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bytescale_ext.plan.cost.model_cost import model_flops
-from bytescale_ext.plan.search.explore import Exploration, Scored
+from bytescale_ext.plan.search.explore import Exploration, ScoredStrategy
 from megatron.bytescale.cli.shared.tables import aligned
 
 PARTS: Final = {"compute": "computing", "exposed": "exchange", "idle": "waiting", "update": "update"}
@@ -52,7 +52,7 @@ class StrategyRow:
     loses: str
 
 
-def strategy_rows(scored: Sequence[Scored], peak_flops: float | None) -> list[StrategyRow]:
+def strategy_rows(scored: Sequence[ScoredStrategy], peak_flops: float | None) -> list[StrategyRow]:
     """Return the rows of strategies, fastest first. ``peak_flops`` is the peak of one device in FLOP/s."""
     rows: list[StrategyRow] = []
     for result in scored:

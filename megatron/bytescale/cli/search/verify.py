@@ -26,7 +26,7 @@ from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.json_input import json_value, lines_of_text
 from bytescale_ext.measure.fit import rank_correlation
 from bytescale_ext.plan.search.costed import CostedStrategy
-from bytescale_ext.plan.search.explore import Scored
+from bytescale_ext.plan.search.explore import ScoredStrategy
 from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.script import ScriptedRun, script_text, write_costs
 from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
@@ -109,7 +109,7 @@ def on_cpu(args: argparse.Namespace) -> bool:
 
 
 def verified(
-    args: argparse.Namespace, task: Task, scored: Sequence[Scored], train: Train | None = None
+    args: argparse.Namespace, task: Task, scored: Sequence[ScoredStrategy], train: Train | None = None
 ) -> list[Verified]:
     """Train strategies one after another and return a row for each; Ctrl-C keeps the finished rows.
 

@@ -24,7 +24,7 @@ _NEIGHBOUR = "a neighbouring stage, global"
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTensors:
     """The tensors that a stage receives in one step.
 
     Attributes:
@@ -61,7 +61,7 @@ def stage_communicator(
     group = parallel_state.get_pipeline_model_parallel_group()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     from_previous, from_next = (tuple(map(num_rows, actions)) for actions in received_actions(schedule, stage))
-    expected = Expected(from_previous, from_next, batch, schedule.num_first_forwards(stage))
+    expected = ExpectedTensors(from_previous, from_next, batch, schedule.num_first_forwards(stage))
     if isinstance(links, VirtualLinks):
         return OverlappedP2PCommunicator(group, config, expected, clock, links)
     if links is not None:
@@ -79,7 +79,11 @@ class ShapedP2PCommunicator(P2PCommunicator):
     """
 
     def __init__(
-        self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, expected: Expected, clock: StepClock | None
+        self,
+        pp_group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        expected: ExpectedTensors,
+        clock: StepClock | None,
     ) -> None:
         config = copy.copy(config)
         config.variable_seq_lengths = True
@@ -160,7 +164,7 @@ class NeighbourP2PCommunicator(ShapedP2PCommunicator):
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        expected: Expected,
+        expected: ExpectedTensors,
         clock: StepClock | None,
         links: StageLinks,
     ) -> None:
@@ -231,7 +235,7 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        expected: Expected,
+        expected: ExpectedTensors,
         clock: StepClock | None,
         links: VirtualLinks,
     ) -> None:

@@ -13,7 +13,7 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
-from bytescale_ext.plan.experts.replay import FLEXMOE, PLACEMENTS, Placing
+from bytescale_ext.plan.experts.replay import FLEXMOE, PLACEMENTS, PlacementSettings
 from megatron.bytescale.arguments.conditions import IS_LOCAL, chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
@@ -99,7 +99,7 @@ def resolve(options: PlacementOptions, run: RunConfig) -> PlacementConfig:
     if not (0 < tflops < math.inf and 0 < link < math.inf):
         raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive")
     cost = ExpertCost.of(run.shape, tflops * 1e12, link * 1e9)
-    placing = Placing(
+    placing = PlacementSettings(
         options.moe_placement,
         options.moe_expert_slots,
         options.moe_placement_threshold,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytescale_ext.data.mix.weights import Part
+from bytescale_ext.data.mix.weights import MixturePart
 from megatron.bytescale.cli.data import proxy
 from tests.bytescale.arguments.resolving import resolve_lines
 from tests.data.sources import write_data_set
@@ -17,7 +17,7 @@ STEPS = 8
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> list[Part]:
+def parts(tmp_path: Path) -> list[MixturePart]:
     """Repeated bytes, which are learned quickly, and random bytes, which are not."""
     random = np.random.RandomState(0)
     documents = {
@@ -26,12 +26,12 @@ def parts(tmp_path: Path) -> list[Part]:
     }
     for name, one in documents.items():
         write_data_set(tmp_path / name, one)
-    return [Part(str(tmp_path / name), name, 60 * 768, 60) for name in documents]
+    return [MixturePart(str(tmp_path / name), name, 60 * 768, 60) for name in documents]
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_a_real_run_and_what_it_says(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_run_and_what_it_says(parts: list[MixturePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one source is trained. For the other, random bytes, the loss of a finished run exists."""
     runs = tmp_path / "runs"
     write_losses(runs / f"random-{STEPS}-0", [5.6] * STEPS)
@@ -48,8 +48,8 @@ def test_a_real_run_and_what_it_says(parts: list[Part], tmp_path: Path, monkeypa
 
 
 @pytest.mark.ranks
-def test_the_launch_line_is_one_that_megatron_takes(parts: list[Part], tmp_path: Path) -> None:
-    blended = [parts[0], Part(parts[1].prefix, "again", 60 * 768, 60, 2.0)]
+def test_the_launch_line_is_one_that_megatron_takes(parts: list[MixturePart], tmp_path: Path) -> None:
+    blended = [parts[0], MixturePart(parts[1].prefix, "again", 60 * 768, 60, 2.0)]
     lines = [proxy.command_of(one, STEPS, 3, tmp_path / "log", 300)[3:] for one in ([parts[0]], blended)]
     for outcome in resolve_lines(*((1, line) for line in lines)):
         assert outcome.error is None
@@ -79,7 +79,7 @@ def test_only_whole_runs_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [[3.0] * 4, [3.0] * 7 + [float("nan")]])
 def test_a_run_that_fails_names_its_log(
-    bad: list[float], parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad: list[float], parts: list[MixturePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy, "_train", lambda _, log, steps: write_losses(log.parent, bad))
     with pytest.raises(ValueError, match=r"a small run has failed: see .*again-8-0/train\.log"):

@@ -4,14 +4,18 @@ import pytest
 
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.search.costed import StepFigures
-from bytescale_ext.plan.search.explore import Scored, in_sizes
+from bytescale_ext.plan.search.explore import ScoredStrategy, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.forecast import StepTime
 from megatron.bytescale.cli.search.table import binds, loses, strategy_rows
 from tests.plan.search.tasks import STEPS, small_task
 
-FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 0.1, 0.0, 1.0), 5e8, 0.0),) * 2, small_task())
-SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 3.0, 0.2, 1.0), 9.9e8, 2e9),) * 2, small_task())
+FAST = ScoredStrategy(
+    Strategy(1, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 0.1, 0.0, 1.0), 5e8, 0.0),) * 2, small_task()
+)
+SLOW = ScoredStrategy(
+    Strategy(2, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 3.0, 0.2, 1.0), 9.9e8, 2e9),) * 2, small_task()
+)
 
 
 def test_rows() -> None:
@@ -29,7 +33,7 @@ def test_rows() -> None:
 
 
 def test_steps_of_other_sizes_lose_by_the_time_of_as_many_documents() -> None:
-    short = Scored(
+    short = ScoredStrategy(
         SLOW.strategy, (StepFigures(StepTime(4.0, 0.05, 2.0, 0.1, 1.0), 5e8, 0.0),) * 4, in_sizes(small_task(), [4])[0]
     )
     fast, slow = strategy_rows([FAST, short], None)

@@ -12,7 +12,7 @@ import pytest
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.data.samples.lengths import read_idx_lengths
 from bytescale_ext.plan.search.costed import CostedStrategy, StepFigures
-from bytescale_ext.plan.search.explore import Scored
+from bytescale_ext.plan.search.explore import ScoredStrategy
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.forecast import StepTime
 from megatron.bytescale import cli
@@ -71,7 +71,7 @@ def test_a_training_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
 def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = tuple(StepFigures(StepTime(1.0 + step, 0, 0, 0, 1.0), 1e9 + step, 0) for step in range(2))
     strategies = [Strategy(1, (6,), tokens, shares_optimizer=True) for tokens in (1024, 2048, 4096)]
-    scored = [Scored(strategy, figures, small_task()) for strategy in strategies]
+    scored = [ScoredStrategy(strategy, figures, small_task()) for strategy in strategies]
     commands = []
 
     def run(command: list[str], folder: Path, row: Verified) -> Verified:

@@ -57,10 +57,10 @@ class Event(NamedTuple):
 
 
 def expected_of(schedule: SliceSchedule, stage: int) -> Any:
-    from megatron.bytescale.core.pipeline_parallel.p2p_communication import Expected
+    from megatron.bytescale.core.pipeline_parallel.p2p_communication import ExpectedTensors
 
     rows = [tuple(action.slice_index + 1 for action in actions) for actions in received_actions(schedule, stage)]
-    return Expected(rows[0], rows[1], 1, schedule.num_first_forwards(stage))
+    return ExpectedTensors(rows[0], rows[1], 1, schedule.num_first_forwards(stage))
 
 
 def trace(case: Case, stage: int, is_overlapped: bool, forward_only: bool) -> list[Event]:

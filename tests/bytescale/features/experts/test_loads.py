@@ -11,7 +11,7 @@ import torch
 from bytescale_ext.config.experts import PlacementConfig, TraceTo
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import PlacementPlan
-from bytescale_ext.plan.experts.replay import Placing
+from bytescale_ext.plan.experts.replay import PlacementSettings
 from bytescale_ext.plan.experts.trace import TraceHead, read_trace
 from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
@@ -81,7 +81,7 @@ def follow(interval: int, cost: ExpertCost, passes: int = 1) -> list[tuple[int, 
     from megatron.bytescale.core.transformer.moe.placed_layer import Placements
     from megatron.bytescale.features.experts import loads as experts
 
-    config = PlacementConfig(4, 2, Placing("flexmoe", 3, 1.1, interval, cost))
+    config = PlacementConfig(4, 2, PlacementSettings("flexmoe", 3, 1.1, interval, cost))
     placements = Placements(PlacementPlan.static(4, 2, 3))
     follower, lines, found = experts.Follower(config, placements, 2), [], []
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bytescale_ext.config.experts import PlacementConfig
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import PlacementPlan
-from bytescale_ext.plan.experts.replay import Placing
+from bytescale_ext.plan.experts.replay import PlacementSettings
 from megatron.bytescale.core.transformer.moe.placed_layer import Placements
 from megatron.bytescale.core.transformer.moe.slot_experts import SlotExperts
 from megatron.bytescale.features.experts.speeds import computing
@@ -71,7 +71,7 @@ def measured(rank: int, world: int) -> tuple[PlacementConfig, list[str]]:
     from megatron.bytescale.features.experts import loads as experts
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
-    config = PlacementConfig(4, 2, Placing("flexmoe", 3, 1.1, 1, ExpertCost(1.0, 1.0, 1.0)), measures=True)
+    config = PlacementConfig(4, 2, PlacementSettings("flexmoe", 3, 1.1, 1, ExpertCost(1.0, 1.0, 1.0)), measures=True)
     follower = experts.Follower(config, Placements(PlacementPlan.static(4, 2, 3)), 1)
     lines: list[str] = []
     experts.print_rank_last = lines.append

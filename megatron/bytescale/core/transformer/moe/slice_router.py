@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
 
 
-class Balanced(NamedTuple):
+class AuxiliaryLoss(NamedTuple):
     """One auxiliary loss of a slice.
 
     Attributes:
@@ -77,17 +77,17 @@ class SliceRouter(TopKRouter):
             self._apply_seq_aux_loss(routed[0], scores, chosen, num_rows, batch, mask is not None)
         return routed
 
-    def balanced(self, kind: str, scores: torch.Tensor, chosen: torch.Tensor, has_padding: bool) -> Balanced:
+    def balanced(self, kind: str, scores: torch.Tensor, chosen: torch.Tensor, has_padding: bool) -> AuxiliaryLoss:
         """Return one auxiliary loss of a slice. ``scores``, ``chosen``: [tokens, columns]."""
         by_expert, local, total = get_tokens_per_expert_and_token_count(
             chosen, self.tp_cp_group, self.topk, with_padding_mask=has_padding
         )
-        return Balanced(kind, scores, SliceLoad(by_expert, scores.detach().sum(0), total, local))
+        return AuxiliaryLoss(kind, scores, SliceLoad(by_expert, scores.detach().sum(0), total, local))
 
     def attach(
         self,
         probs: torch.Tensor,
-        loss: Balanced,
+        loss: AuxiliaryLoss,
         weight: Callable[[SliceLoad], torch.Tensor | float],
         record: Callable[[SliceLoad, torch.Tensor], None],
     ) -> torch.Tensor:
@@ -149,7 +149,7 @@ class SampleRouter(SliceRouter):
         return self._attach_mean(probs, loss, coefficient, "seq_load_balancing_loss", bsz)
 
     def _attach_mean(
-        self, probs: torch.Tensor, loss: Balanced, coefficient: float, name: str, batch: int = 1
+        self, probs: torch.Tensor, loss: AuxiliaryLoss, coefficient: float, name: str, batch: int = 1
     ) -> torch.Tensor:
         """Attach a loss that is a mean over ``batch`` samples; a sample has one column per expert."""
 
