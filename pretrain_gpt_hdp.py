@@ -32,13 +32,13 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
 
         from megatron.core.enums import ModelType
         from megatron.training import pretrain
-        from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         from megatron.bytescale.arguments.parse import parse
         from megatron.bytescale.arguments.resolve import resolve
         from megatron.bytescale.build import build
         from megatron.bytescale.runtime import Runtime
         from megatron.bytescale.training.initialize import stand_alone
+        from megatron.bytescale.training.pretrain_arguments import pretrain_config
 
         args = parse(sys.argv, on_cpu)
         runtime = Runtime.of(resolve(args))
@@ -46,9 +46,9 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         training = build(args, runtime)
         if adapt is not None:
             training = adapt(training, runtime)
+        config = pretrain_config(args, training.model)
     stand_alone()
     with named_faults():
-        config = pretrain_cfg_container_from_args(args, training.model)
         pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 
 

@@ -108,6 +108,7 @@ class _Tracker:
 
 
 _IS_ON_CPU = equals("distributed_backend", "gloo")
+_IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _UNREAD = "remove it: no code of Megatron 0.19.2 reads it"
@@ -170,8 +171,16 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            where(_Tracker, _Tracker.cannot_be_written)),
     refuse("--moe-routing-trace-path on CPU", ALWAYS, "remove it: it needs a GPU",
            _IS_ON_CPU & given("moe_routing_trace_path")),
+    refuse("--optimizer sgd with sharded states", ALWAYS, "use adam, or remove --use-distributed-optimizer and "
+           "--use-megatron-fsdp: Megatron 0.19.2 cannot save the momentum of a shard", equals("optimizer", "sgd")
+           & (given("use_distributed_optimizer") | given("use_megatron_fsdp"))),
+    refuse("--optimizer of another package with --fp16", ALWAYS, "use --bf16", _IS_EMERGING & given("fp16")),
+    refuse("--optimizer of another package with --overlap-param-gather-with-optimizer-step", ALWAYS,
+           "remove the overlap", _IS_EMERGING & given("overlap_param_gather_with_optimizer_step")),
+    refuse("--optimizer of another package with --num-distributed-optimizer-instances > 1", ALWAYS, "leave it at 1",
+           _IS_EMERGING & above("num_distributed_optimizer_instances", 1)),
     refuse("--optimizer of another package", ALWAYS, "install emerging-optimizers, or use adam or sgd",
-           ~equals("optimizer", "adam", "sgd") & _LACKS_OPTIMIZERS),
+           _IS_EMERGING & _LACKS_OPTIMIZERS),
     refuse("--optimizer-cpu-offload on CPU", ALWAYS, "remove it: it needs a GPU",
            _IS_ON_CPU & given("optimizer_cpu_offload")),
     refuse("--init-model-with-meta-device without FSDP", ALWAYS, "remove it: it needs --use-megatron-fsdp or "

@@ -9,6 +9,8 @@ from typing import Any
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.config.container import PretrainConfigContainer
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
@@ -62,3 +64,9 @@ def stock_training(args: Any) -> Training:
     with refusals_of_megatron():
         model = model_config(args)
     return Training(model, stock.dataset_provider, stock.forward_step)
+
+
+def pretrain_config(args: Any, model: GPTModelConfig) -> PretrainConfigContainer:
+    """Return the configuration of Megatron's ``pretrain``. Raises ValueError for arguments that Megatron refuses."""
+    with refusals_of_megatron():
+        return pretrain_cfg_container_from_args(args, model)

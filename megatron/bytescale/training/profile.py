@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.data.loading.step import StepBatch
@@ -40,7 +39,7 @@ from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features.hdp import build as hdp
 from megatron.bytescale.runtime import Parts, Runtime
-from megatron.bytescale.training.pretrain_arguments import stock_training
+from megatron.bytescale.training.pretrain_arguments import pretrain_config, stock_training
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -193,7 +192,7 @@ def build_model(subject: Subject, num_layers: int) -> MegatronModule:
     config = hdp.use_document_model(stock_training(args), subject.runtime).model
     (model,) = config.get_builder_cls()(config).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        ddp_config=pretrain_cfg_container_from_args(args, config).ddp,
+        ddp_config=pretrain_config(args, config).ddp,
     )
     model.train()
     return model

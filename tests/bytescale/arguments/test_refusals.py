@@ -141,6 +141,14 @@ EXAMPLES = {
     "--eval-micro-batch-size > 1": "--eval-micro-batch-size 2",
     "--logits-save-dir": "--logits-save-dir logits",
     "--logits-load-dir": "--logits-load-dir logits",
+    "--optimizer sgd with sharded states": "--optimizer sgd --use-distributed-optimizer",
+    "--optimizer of another package with --fp16": "--optimizer muon --fp16",
+    "--optimizer of another package with --overlap-param-gather-with-optimizer-step": (
+        "--optimizer muon --overlap-param-gather-with-optimizer-step"
+    ),
+    "--optimizer of another package with --num-distributed-optimizer-instances > 1": (
+        "--optimizer lion --num-distributed-optimizer-instances 2"
+    ),
     "--hidden-dropout > 0": "--hidden-dropout 0.1",
     "--recompute-granularity": "--recompute-granularity full",
     "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
