@@ -13,20 +13,21 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from bytescale_ext.draw.charts import Series, draw_loss
 from bytescale_ext.draw.timeline import draw_timeline
 from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_phases, write_perfetto
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 ROOT = Path(__file__).resolve().parent.parent
+BYTESCALE = (sys.executable, "-m", "megatron.bytescale.cli")
+"""Console command, run from ``ROOT``, where no script of the package needs to be installed."""
 # Share of the samples, files and tokens of each corpus: Python files are long, C headers short.
 CORPORA = {"python": (0.35, "*.py", 20_000_000), "headers": (0.65, "*.h", 8_000_000)}
 TIMELINE_STEP = 14  # rings of 4 and of 2 ranks, and packs
@@ -112,21 +113,21 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def build_corpora(demo: Demo, console: Console) -> None:
-    """Write each missing corpus from the source files of this environment's packages."""
+def build_corpora(demo: Demo, tell: Callable[[str], object]) -> None:
+    """Write each missing corpus from the source files of this environment's packages; report lines to ``tell``."""
     for name, (_, pattern, num_tokens) in CORPORA.items():
         prefix = demo.corpus(name)
         if prefix.with_suffix(".idx").exists():
-            console.print(f"corpus: {shown(prefix)} exists")
+            tell(f"corpus: {shown(prefix)} exists")
             continue
-        command = [str(Path(sys.executable).parent / "bytescale"), "corpus", "--output", str(prefix), "--json",
-                   "--from", sysconfig.get_path("purelib"), "--glob", pattern, "--tokens", str(num_tokens)]  # fmt: skip
-        with console.status(f"corpus: reading the {pattern} files of this environment"):
-            done = subprocess.run(command, capture_output=True, text=True)
+        command = [*BYTESCALE, "corpus", "--output", str(prefix), "--json", "--from", sysconfig.get_path("purelib"),
+                   "--glob", pattern, "--tokens", str(num_tokens)]  # fmt: skip
+        tell(f"corpus: reading the {pattern} files of this environment")
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             raise RuntimeError(f"the corpus could not be written:\n{done.stderr[-2000:]}")
         figures = json.loads(done.stdout)
-        console.print(
+        tell(
             f"corpus: {figures['num_documents']:,} {pattern} files, {figures['num_tokens']:,} bytes as tokens -> "
             f"{shown(prefix)}"
         )
@@ -134,6 +135,8 @@ def build_corpora(demo: Demo, console: Console) -> None:
 
 def train(demo: Demo, console: Console) -> None:
     """Run the training command with a progress bar; Megatron's log goes to the folder of the run."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     log, metrics_path = demo.run_folder / "train.log", demo.run_folder / "metrics.jsonl"
     demo.run_folder.mkdir(parents=True, exist_ok=True)
     for stale in (metrics_path, *(demo.run_folder / "timeline").glob("rank*.jsonl")):
@@ -206,6 +209,8 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict
 
 def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
     """Print the summary as a table."""
+    from rich.table import Table
+
     table = Table(show_header=False, box=None, pad_edge=False)
     shortest, longest = summary["shortest_and_longest_of_timeline"]
     rows = {
@@ -246,6 +251,8 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
     args = parser.parse_args()
+    from rich.console import Console
+
     console = Console()
     demo = Demo(args.ranks, on_cpu=num_gpus() < args.ranks, folder=args.output.resolve())
     try:
@@ -254,7 +261,7 @@ def main() -> int:
         parser.error(f"--output {args.output}: no folder can be made there ({error.strerror})")
     summary_path = demo.folder / "summary.json"
     try:
-        build_corpora(demo, console)
+        build_corpora(demo, console.print)
         summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
         if summary.get("key") == demo.key:
             console.print(f"training: done already; remove {shown(demo.folder)} to train again")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from megatron.bytescale import cpu
 from tests import harness
@@ -19,13 +20,23 @@ from tests.e2e import once
 
 def pytest_configure() -> None:
     """Make the examples of hypothesis equal in every run, without time limits."""
-    settings.register_profile("steady", deadline=None, derandomize=True)
-    settings.load_profile("steady")
+    if importlib.util.find_spec("hypothesis") is not None:  # tests on a GPU run without it
+        from hypothesis import settings
+
+        settings.register_profile("steady", deadline=None, derandomize=True)
+        settings.load_profile("steady")
     sys.addaudithook(refuse_interpreters)
     if hasattr(os, "SCHED_BATCH"):
         # With more ranks than cores, a rank that wakes up must not interrupt another rank's send. Children inherit this
         # policy.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu``, read only files named ``test_gpu*.py``, because others import packages beyond Megatron's."""
+    asks_for_gpu = str(config.option.markexpr).split(" and ")[0] == "gpu"
+    is_other = collection_path.suffix == ".py" and not collection_path.name.startswith("test_gpu")
+    return True if asks_for_gpu and is_other and collection_path.name.startswith("test_") else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-import psutil
-
 # Files of a control group, for versions 2 and 1: memory limit, memory usage, and the key in memory.stat of cached file
 # pages, which the kernel reclaims first.
 _FILES = (
@@ -24,13 +22,19 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     Args:
         root: folder that contains ``proc`` and ``sys``.
     """
-    free = int(psutil.virtual_memory().available)
-    return max(0, min([free, *_free_in_groups(root)]))
+    return max(0, min([_available(root), *_free_in_groups(root)]))
 
 
 def local_processes() -> int:
     """Return the processes of the run on this machine, by torchrun's LOCAL_WORLD_SIZE."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _available(root: Path) -> int:
+    """Return the kernel's estimate of the memory that a new process can use without swapping, in bytes."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    amounts = {name: amount.split() for name, _, amount in (line.partition(":") for line in lines)}
+    return int(amounts["MemAvailable"][0]) * 1024  # the file counts in KiB
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Final
-
-import psutil
 
 from bytescale_ext.states.page_file import PATTERN, check_replaceable, is_in_use
 
@@ -16,6 +15,8 @@ DISTANT: Final = frozenset(
     "9p afs beegfs ceph cifs glusterfs gpfs lustre nfs nfs4 orangefs panfs pvfs2 smb3 smbfs virtiofs wekafs".split()
 )
 _LOCAL_FUSE: Final = "fuse.fuse-overlayfs"
+MOUNTS: Final = Path("/proc/self/mounts")
+"""Mounted file systems: device, folder, type and options, one mount a line (fstab(5))."""
 
 
 def check_disk(folder: Path, rank: int, flag: str) -> None:
@@ -42,8 +43,14 @@ def check_disk(folder: Path, rank: int, flag: str) -> None:
 def file_system_of(folder: Path) -> str:
     """Return the type of the file system of a folder, or "" if it is unknown."""
     path = folder.resolve()
-    types = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    types = dict(_mount(line) for line in MOUNTS.read_text().splitlines())
     return next((types[parent] for parent in (path, *path.parents) if parent in types), "")
+
+
+def _mount(line: str) -> tuple[Path, str]:
+    """Return folder and type of a mount. The file writes white space and backslashes as octal numbers."""
+    _, folder, kind, *_ = line.split(" ")
+    return Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), folder)), kind
 
 
 def free_disk_bytes(folder: Path) -> int:

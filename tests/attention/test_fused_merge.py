@@ -20,6 +20,7 @@ from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.merge import JoinFunction, choose_join, join_, probe_join
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, kernel_named, run_round
+from tests.attention.joins import assert_joins, outputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -36,29 +37,6 @@ def fused() -> Iterator[JoinFunction]:
         fused_merge.program.cache_clear()
         yield fused_merge.fused_join_
         fused_merge.program.cache_clear()
-
-
-def outputs(num_rows: int, dtype: torch.dtype, dim: int, seed: int) -> Output:
-    """Return an output and its sums, some of them over no keys."""
-    generator = torch.Generator().manual_seed(seed)
-    lse = torch.randn(3, num_rows, generator=generator, dtype=torch.float64) * 20
-    lse[lse > 30] = -torch.inf
-    out = torch.randn(num_rows, 3, dim, generator=generator, dtype=torch.float64)
-    return out.to(dtype), lse.to(accumulation_dtype(dtype))
-
-
-def assert_joins(join: JoinFunction, totals: Output, part: Output, rows: Rows) -> None:
-    """Compare with torch's operators; rows that are not joined must not change."""
-    wanted = totals[0].clone(), totals[1].clone()
-    join_(wanted, part, rows)
-    join(totals, part, rows)
-    for got, expected in zip(totals, wanted, strict=True):
-        # Torch's weights have the rounding error of sums as large as 60.
-        tolerance = max(4 * torch.finfo(got.dtype).eps, 100 * torch.finfo(wanted[1].dtype).eps)
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    others = sorted(set(range(len(totals[0]))) - {row for interval in rows.intervals for row in range(*interval)})
-    assert torch.equal(totals[0][others], wanted[0][others])
-    assert torch.equal(totals[1][:, others], wanted[1][:, others])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,17 +160,3 @@ def test_it_compiles_for_gpus(
         types["index"] = of_sums if is_view else "*i64"
         source = ASTSource(fn=kernel, signature=types, constexprs=constants)
         assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype: torch.dtype) -> None:
-    """The compiled kernel is chosen, and joins 9 M values with offsets beyond 32 bits like torch."""
-    join, why_not = choose_join(CUDA, dtype, 128)
-    assert why_not is None
-    rows = Rows.of([(5, 8000), (700_000, 716_000)])
-    part = tuple(x.cuda() for x in outputs(rows.num_rows, dtype, 128, 1))
-    out = torch.randn(716_001, 24, 128, device="cuda")[:, ::8]  # 3 of 24 heads, so rows are 3,072 values apart
-    lse = torch.randn(3, 716_001, device="cuda")
-    assert_joins(join, (out, lse), part, rows)  # type: ignore[arg-type]

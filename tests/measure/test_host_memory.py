@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from bytescale_ext.measure.host_memory import free_host_bytes
 
-FREE = 1000
+FREE = 1024_000
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path) -> Path:
     """Fake machine with ``FREE`` bytes, without control groups."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": FREE}))
+    amounts = f"MemTotal:       9000 kB\nMemFree:  10 kB\nMemAvailable:   {FREE // 1024} kB\nHugePages_Total:  0"
+    write(tmp_path, {"proc/meminfo": amounts})
     return tmp_path
 
 

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from bytescale_ext.plan.states.tiers import FileLayout
+from bytescale_ext.states import disks
 from bytescale_ext.states.disks import check_disk, file_system_of, free_disk_bytes
 from bytescale_ext.states.page_file import PageFile, page_file_path
 
@@ -18,17 +18,24 @@ LAYOUT = FileLayout(2, 2, 4096)
 
 def mount(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
     """Make a folder the root of a file system of some kind."""
-    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(folder), fstype=kind)]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    mounts, name = folder.with_name(f"mounts of {folder.name}"), str(folder).replace(" ", r"\040")
+    mounts.write_text(f"/dev/sda1 / ext4 rw,relatime 0 0\nsource {name} {kind} rw 0 0\n")
+    monkeypatch.setattr(disks, "MOUNTS", mounts)
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "overlay", "fuse.fuse-overlayfs", "fuseblk", "made up"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "overlay", "fuse.fuse-overlayfs", "fuseblk", "made-up"])
 def test_local_disks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount(monkeypatch, tmp_path, kind)
     (tmp_path / "below").mkdir()
     assert file_system_of(tmp_path / "below") == kind
     assert file_system_of(tmp_path.parent) == "ext4"
     check_disk(tmp_path / "below", 0, "--flag")
+
+
+def test_a_folder_with_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "local disk").mkdir()
+    mount(monkeypatch, tmp_path / "local disk", "xfs")
+    assert file_system_of(tmp_path / "local disk") == "xfs"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from bytescale_ext.measure.cost_file import read_cost
+from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import (
     RESIDENT_LAYERS,
@@ -220,5 +220,5 @@ def lacks_host_memory(arm: Arm, length: int, settings: Settings) -> str | None:
     if arm.method != "save_on_cpu":
         return None
     needed = 2 * settings.shape.num_layers * load_of(settings, length).bytes_of() / 1e9
-    free = psutil.virtual_memory().available / 1e9
+    free = free_host_bytes() / 1e9
     return f"may need {needed:.0f} GB of host memory; {free:.0f} GB are free" if needed > free else None

@@ -14,12 +14,11 @@ import re
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
-
-from rich.console import Console
 
 from scripts.bench.gpu import gpu_parser, parse_on_gpu
 from scripts.bench.progress import progress
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo", help="of the corpora (runs/demo)")
     args = parse_on_gpu(parser)
     demo = Demo(1, on_cpu=args.device == "cpu", folder=args.folder.resolve())
-    build_corpora(demo, Console(stderr=True))
+    build_corpora(demo, partial(print, file=sys.stderr))
     with tempfile.TemporaryDirectory() as folder:
         command = training_command(demo, args.quick, args.steps, Path(folder), args.fp8)
         (printed,) = (printed_by(command) for _ in progress([f"training, {args.steps} steps"]))

@@ -21,12 +21,11 @@ import os
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
-
-from rich.console import Console
 
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.slices.flags import flags_of
@@ -104,7 +103,7 @@ def main() -> int:
     available = (os.cpu_count() or 2) if on_cpu else num_gpus()
     num_ranks = args.ranks or min(max(2, available), MOST_RANKS)
     demo = Demo(num_ranks, on_cpu, folder=ROOT / "runs" / "demo")
-    build_corpora(demo, Console(stderr=True))
+    build_corpora(demo, partial(print, file=sys.stderr))
     with tempfile.TemporaryDirectory() as folder:
         cost = Path(folder) / "cost.json"
         measure_cost(demo, cost)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.bytescale.core.models.gpt.chunked_loss import WeightGradient, chunked_loss
+from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
+from tests.bytescale.core.models.gpt.errors import relative_error
 from tests.harness import run_ranks
 
 ROWS, BATCH, HIDDEN, VOCAB = 11, 2, 4, 7
@@ -69,10 +70,6 @@ def test_losses_and_gradients_are_those_at_once(num_tokens: int, rows: list[int]
     assert sorted(layer.rows) == sorted(2 * rows)  # recomputed, not kept
     torch.testing.assert_close(own_hidden.grad, hidden.grad)
     torch.testing.assert_close(own_weight.grad, weight.grad)
-
-
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def long_case(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -234,16 +231,3 @@ def test_tensor_parallel_ranks_and_fused_gradients(sequence_parallel: bool) -> N
         assert half[0] < 1e-6
         assert half[1] < 4e-3
         assert half[2] < 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_sum_on_a_gpu_is_in_float32() -> None:
-    weight = torch.zeros(48, 32, device="cuda", dtype=torch.bfloat16)
-    total = WeightGradient.of(weight)
-    grads = torch.randn(96, 2, 48, device="cuda", dtype=torch.bfloat16)
-    hidden = torch.randn(96, 2, 32, device="cuda", dtype=torch.bfloat16)
-    for part, other in zip(grads.split(8), hidden.split(8), strict=True):
-        total.add(part, other)
-    exact = grads.double().flatten(0, 1).T @ hidden.double().flatten(0, 1)
-    assert relative_error(total.total, exact) < 1e-5
