@@ -12,7 +12,7 @@ from megatron.bytescale.arguments.operators import operators_of
 OPERATOR_ARGS = {
     "transformer_impl": "local", "position_embedding_type": "rope", "apply_rope_fusion": False, "kv_channels": 64,
     "multi_latent_attention": False, "rotary_percent": 0.5, "normalization": "RMSNorm", "bias_swiglu_fusion": True,
-    "qk_layernorm": False, "hidden_dropout": 0.0,
+    "qk_layernorm": False, "hidden_dropout": 0.0, "hybrid_data_parallel": False,
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ OPERATOR_ARGS = {
             False,
             LayerOperators(split_norms=True, angles=64, split_angles=True, mask_bytes=2),
         ),
+        ({"hidden_dropout": 0.1, "hybrid_data_parallel": True}, True, LayerOperators(angles=32, split_angles=True)),
         (
             {"multi_latent_attention": True, "qk_pos_emb_head_dim": 16, "rotary_percent": 1.0, "qk_layernorm": True},
             True,

@@ -149,7 +149,7 @@ EXAMPLES = {
     "--optimizer of another package with --num-distributed-optimizer-instances > 1": (
         "--optimizer lion --num-distributed-optimizer-instances 2"
     ),
-    "--hidden-dropout > 0": "--hidden-dropout 0.1",
+    "--hidden-dropout > 0 without --hybrid-data-parallel": "--hidden-dropout 0.1",
     "--recompute-granularity": "--recompute-granularity full",
     "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
 }

@@ -94,6 +94,7 @@ def test_bf16_learns(tmp_path: Path) -> None:
 
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+MEMO = "--activation-policy memo --host-memory-gb 0.05 --no-measured-speeds".split()
 NOISE = {
     "dropout": ["--hidden-dropout", 0.3],
     "jitter": "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.5 --moe-token-dispatcher-type alltoall "
@@ -103,6 +104,7 @@ LAYOUTS: dict[str, tuple[int, list[object]]] = {
     "rings of 4": (4, []),
     "recomputed": (4, FULL_RECOMPUTE),
     "tensor parallel": (4, [*TP_SP, "--hdp-tokens-per-rank", 128]),
+    "tensor parallel, memo": (4, [*TP_SP, "--hdp-tokens-per-rank", 128, *MEMO]),
     "pipeline in slices": (2, "--pipeline-model-parallel-size 2 --hdp-tokens-per-rank 256 --seq1f1b-slices 2".split()),
 }
 

@@ -2,8 +2,9 @@
 
 Megatron draws masks from the random state of a process. Data-parallel ranks begin with equal states, so that they, and
 the parts of a document in a ring, would draw equal masks. Here a mask is a hash of the seed, the step, the layer, the
-document in the step, the position and the column (``token_noise.py``). One process draws the same masks as many, a
-resumed run goes on with the masks that it would have had, and a recomputed layer draws its masks again.
+document in the step, the position and the column (``token_noise.py``). One process draws the same masks as many, and a
+resumed run goes on with the masks that it would have had. No mask is stored: the backward pass and recomputed layers
+hash it again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -40,9 +41,18 @@ def uses_noise(config: TransformerConfig) -> bool:
     return config.hidden_dropout > 0 or bool(config.moe_input_jitter_eps)
 
 
-def number_tokens(runtime: Runtime, packed: PackedMicroBatch) -> Callable[[torch.Tensor], None]:
-    """Number the rows [rows] of a pass; return a hook of its output that numbers them again for the backward pass."""
-    numbers = runtime.step.token_numbers = numbers_of_documents(packed)[:, 0].to(runtime.device)
+def number_tokens(
+    runtime: Runtime, packed: PackedMicroBatch, config: TransformerConfig
+) -> Callable[[torch.Tensor], None]:
+    """Number this rank's rows of a pass; return a hook of its output that numbers them again for the backward pass.
+
+    Sequence-parallel ranks share the rows.
+    """
+    numbers = numbers_of_documents(packed)[:, 0]
+    if config.sequence_parallel:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        numbers = numbers.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+    numbers = runtime.step.token_numbers = numbers.to(runtime.device)
 
     def before_backward(_: torch.Tensor) -> None:
         runtime.step.token_numbers = numbers
@@ -51,13 +61,10 @@ def number_tokens(runtime: Runtime, packed: PackedMicroBatch) -> Callable[[torch
 
 
 def numbers_of_rows(runtime: Runtime, num_rows: int) -> torch.Tensor:
-    """Return the numbers [rows] of the rows of this rank, which may share them in its tensor-parallel group."""
+    """Return the numbers [num_rows] of this rank's rows, or of its last rows if a policy recomputes only these."""
     numbers = runtime.step.token_numbers
-    assert numbers is not None, "no numbered pass runs"
-    if len(numbers) == num_rows:
-        return numbers
-    part = numbers.chunk(parallel_state.get_tensor_model_parallel_world_size())
-    return part[parallel_state.get_tensor_model_parallel_rank()]
+    assert numbers is not None and len(numbers) >= num_rows, "no numbered pass of so many rows runs"
+    return numbers[len(numbers) - num_rows :]
 
 
 def jitter(runtime: Runtime, layer: int | None, shape: torch.Size, eps: float) -> torch.Tensor:
@@ -84,10 +91,30 @@ class DocumentDropout(torch.nn.Module):
         """Drop hidden states [rows, 1, h], and scale the others by ``1 / (1 - drop)``."""
         if not self.training or not self.drop:
             return hidden
-        rows, _, width = hidden.shape
-        tokens = numbers_of_rows(self.runtime, rows)
-        kept = keep_mask(tokens, width, self.drop, (*self.salt, running_step()))
-        return hidden * (kept[:, None] / (1.0 - self.drop)).to(hidden.dtype)
+        tokens = numbers_of_rows(self.runtime, hidden.shape[0])
+        masked = partial(_masked, tokens=tokens, drop=self.drop, salt=(*self.salt, running_step()))
+        return _WithoutMask.apply(hidden, masked)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _masked(values: torch.Tensor, tokens: torch.Tensor, drop: float, salt: tuple[int, ...]) -> torch.Tensor:
+    """Return ``values`` [rows, 1, h] of ``tokens`` [rows], dropped or scaled."""
+    kept = keep_mask(tokens, values.shape[-1], drop, salt)
+    return values.masked_fill(~kept[:, None], 0.0) / (1.0 - drop)
+
+
+class _WithoutMask(torch.autograd.Function):
+    """A product with a mask, which is computed again for the gradient instead of being stored."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, masked: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return ``masked(values)``, in the shape of ``values`` [rows, 1, h]."""
+        ctx.masked = masked
+        return masked(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Return the gradient of the values, [rows, 1, h]."""
+        return ctx.masked(gradient), None
 
 
 def use_document_dropout(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -55,8 +55,8 @@ REFUSALS = (
            given("group_query_attention") & where(QueryGroups, QueryGroups.are_uneven)),
     refuse("--attention-dropout > 0", "activations", "give 0: recomputation must repeat the first results",
            above("attention_dropout", 0)),
-    refuse("--hidden-dropout > 0", "activations", "give 0: recomputation must repeat the first results",
-           above("hidden_dropout", 0)),
+    refuse("--hidden-dropout > 0 without --hybrid-data-parallel", "activations", "add it, because its masks can be "
+           "computed again, or give 0", above("hidden_dropout", 0) & ~given("hybrid_data_parallel")),
     refuse("--recompute-granularity", "activations", "choose one: the policy also recomputes; only the "
            "--recompute-modules of experts work with it",
            given("recompute_activations") | where(_Recomputation, _Recomputation.is_beyond_experts)),

@@ -255,7 +255,7 @@ def forward_step(runtime: Runtime) -> ForwardStep:
                 count_sequences(packed.counted_lengths, runtime.device)
         before_backward = None
         if model.training and uses_noise(chunk.config):
-            before_backward = number_tokens(runtime, packed)
+            before_backward = number_tokens(runtime, packed, chunk.config)
         packed = packed.to(runtime.device)
         output = model(
             packed.tokens[None] if chunk.pre_process else None,

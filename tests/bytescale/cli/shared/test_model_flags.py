@@ -57,8 +57,8 @@ def test_experts_windows_latents_and_later_tokens() -> None:
         (LLAMA, True, LayerOperators(angles=128, split_angles=True)),
         (LLAMA, False, LayerOperators(split_norms=True, split_activation=True, angles=128, split_angles=True)),
         (f"{LLAMA} --transformer-impl transformer_engine", True, LayerOperators(joined_norms=True, angles=128)),
-        ("--hidden-dropout 0.1", True, LayerOperators(mask_bytes=1)),
-        ("--hidden-dropout 0.1", False, LayerOperators(split_activation=True, mask_bytes=4)),
+        ("--hidden-dropout 0.1", True, LayerOperators()),
+        ("--hidden-dropout 0.1", False, LayerOperators(split_activation=True)),
     ],
 )
 def test_operators(flags: str, on_cuda: bool, expected: LayerOperators) -> None:

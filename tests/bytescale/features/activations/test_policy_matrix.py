@@ -18,6 +18,7 @@ from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_r
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import make_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from megatron.bytescale.runtime import Runtime
 from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
@@ -35,6 +36,7 @@ GQA, GATED = {"num_query_groups": 2}, {"gated_linear_unit": True, "activation_fu
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"normalization": "LayerNorm", "add_bias_linear": True},
     "grouped swiglu": {**GQA, **GATED},
+    "dropout": {**GQA, **GATED, "hidden_dropout": 0.3},
     "experts": {**GQA, **GATED, **EXPERTS},
     "experts, recomputed": {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "shared experts, recomputed": {
@@ -60,6 +62,16 @@ def plan_of_auto() -> ActivationPlan:
     return make_plan("auto", load, Machine(0.7 * whole, whole, 1e9))
 
 
+def use_dropout(runtime: Runtime, stages: list[Any], drop: float) -> None:
+    """Give models the masks of documents, in a process without a command line."""
+    from megatron.bytescale.arguments.running import Dropout
+    from megatron.bytescale.core.transformer import document_dropout
+
+    document_dropout.current = lambda _: Dropout(drop, seed=5)  # type: ignore[assignment]
+    document_dropout.running_step = lambda: 0
+    document_dropout.use_document_dropout(runtime, stages)
+
+
 class Case:
     """Stages of a model of one kind, and the input of a step."""
 
@@ -75,10 +87,10 @@ class Case:
         from megatron.bytescale.core.transformer.norm import LocalNorm
         from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 
-        settings = {"normalization": "RMSNorm", "add_bias_linear": False, **KINDS[kind]}
+        settings = {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, **KINDS[kind]}
         config = TransformerConfig(
             num_layers=LAYERS // stages, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=48,
-            hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, init_method_std=0.2,
+            attention_dropout=0.0, use_cpu_initialization=True, init_method_std=0.2,
             masked_softmax_fusion=False, apply_rope_fusion=False, bias_dropout_fusion=False, **settings,
         )  # fmt: skip
         spec: Any = get_gpt_layer_local_spec(
@@ -86,8 +98,9 @@ class Case:
         )
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
         kernel = choose_kernel(torch.device("cpu"), torch.float32, HIDDEN // 4)[0]
+        self.runtime = runtime_of(kernel=kernel)
         spec.submodules.self_attention.submodules.core_attention = partial(
-            DocumentAttention if documents else SampleAttention, runtime=runtime_of(kernel=kernel)
+            DocumentAttention if documents else SampleAttention, runtime=self.runtime
         )
         block: Any = TransformerBlockSubmodules(layer_specs=[spec] * (LAYERS // stages), layer_norm=LocalNorm)
         torch.manual_seed(3)
@@ -101,6 +114,8 @@ class Case:
         self.documents, self.lengths = documents, LENGTHS
         if documents:
             use_document_positions(self.stages)
+        if config.hidden_dropout:
+            use_dropout(self.runtime, self.stages, config.hidden_dropout)
 
     def forward(self, stage: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Return a stage's output for a micro-batch; the last stage returns the sum of squared losses."""
@@ -121,7 +136,10 @@ class Case:
             more["packed_seq_params"] = DocumentSeqParams(positions=positions, layout=layout)
         model = self.stages[stage]
         model.set_input_tensor(hidden)
+        number = partial(setattr, self.runtime.step, "token_numbers", torch.arange(length) + 1000 * index)
+        number()
         result = model(tokens[:, :-1], positions.expand(batch, -1), None, labels=tokens[:, 1:], **more)
+        result.register_hook(lambda _: number())
         return result.square().sum() if model.post_process else result
 
     def step(self) -> list[torch.Tensor]:
@@ -165,6 +183,8 @@ def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[
     plans = {**PLANS, "auto": plan_of_auto()}
     found = {}
     for kind, documents, stages in itertools.product(KINDS, (False, True), (1, 2)):
+        if kind == "dropout" and not documents:
+            continue
         store = ActivationStore(
             ActivationPlan("none"), make_link(allocate_arena(1 << 23, pinned=False), on_cuda=False), LAYERS // stages
         )
@@ -243,7 +263,7 @@ def found() -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int, int
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_bitwise_those_of_no_policy(kind: str, found: dict[Any, Any]) -> None:
     cases = {case: result for case, result in found.items() if case[0] == kind}
-    assert len(cases) == 2 * 2 * (len(PLANS) + 1)
+    assert len(cases) == (1 if kind == "dropout" else 2) * 2 * (len(PLANS) + 1)
     for case, (is_equal, furthest, swapped, recomputed, _) in cases.items():
         assert is_equal, (case, furthest)
         plan = PLANS.get(case[3], None) or plan_of_auto()
@@ -252,7 +272,12 @@ def test_gradients_are_bitwise_those_of_no_policy(kind: str, found: dict[Any, An
     assert not plan_of_auto().is_off
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "experts" not in kind])
+def test_masks_take_no_memory(found: dict[Any, Any]) -> None:
+    for stages, name in itertools.product((1, 2), PLANS):
+        assert found["dropout", True, stages, name][2:] == found["grouped swiglu", True, stages, name][2:]
+
+
+@pytest.mark.parametrize("kind", ["dense", "grouped swiglu"])
 def test_two_samples_take_the_memory_of_two_micro_batches(kind: str, found: dict[Any, Any]) -> None:
     """Layers keep no scores and no tensor twice, except the shared angles of positions."""
     for stages, name in itertools.product((1, 2), PLANS):
