@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron.bytescale.core.distributed.param_and_grad_buffer import HostBucketGroup, HostBuffer, taking_gradients
 from megatron.bytescale.core.models.gpt.multi_token import LaterTokenLayer
+from megatron.bytescale.core.optimizer.clip_grads import wrap_clip_grad_by_total_norm_fp32
 from megatron.bytescale.core.optimizer.distrib_optimizer import (
     wrap_get_megatron_optimizer,
     wrap_load_state_dict,
@@ -142,6 +143,14 @@ PATCHES: tuple[Patch, ...] = (
         source_hash="403774c7dde1",
     ),
     Patch(
+        target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+        wrap=wrap_clip_grad_by_total_norm_fp32,
+        features=(STATES,),
+        why="it refuses gradients in host memory (--state-stage 2 and 3); optimizers call it by name",
+        source_hash="cf07b488fb76",
+        aliases=("megatron.core.optimizer.optimizer", "megatron.core.models.mimo.optimizer"),
+    ),
+    Patch(
         target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
         subclass=paged,
         features=(STATES,),
@@ -160,21 +169,21 @@ PATCHES: tuple[Patch, ...] = (
         subclass=taking_gradients,
         features=(STATES,),
         why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
-        source_hash="91974e421b7c",
+        source_hash="5ebce57749fd",
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
         subclass=taking_gradients,
         features=(STATES,),
         why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
-        source_hash="7754b8a5f959",
+        source_hash="ab71156b7e57",
     ),
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
         subclass=taking_gradients,
         features=(STATES,),
         why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
-        source_hash="7754b8a5f959",
+        source_hash="ab71156b7e57",
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",

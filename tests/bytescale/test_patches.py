@@ -42,6 +42,7 @@ FEATURES = {
     "get_megatron_optimizer": "hdp, states",
     "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp, states",
     "ChainedOptimizer.load_state_dict": "hdp, states",
+    "clip_grad_by_total_norm_fp32": "states",
 }
 # (class, features) of each row with a subclass
 SPECIALIZED = [
@@ -62,14 +63,18 @@ SLICES_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.pipeline_parallel.get_forward_backward_func",
     "megatron.training.training.get_forward_backward_func",
 }
-STATES_REPLACED = ALWAYS_REPLACED | {
+OPTIMIZER_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.optimizer.get_megatron_optimizer",
     "megatron.training.training.get_megatron_optimizer",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
     "megatron.core.optimizer.optimizer.ChainedOptimizer.load_state_dict",
 }
+STATES_REPLACED = OPTIMIZER_REPLACED | {
+    f"megatron.core.{module}.clip_grad_by_total_norm_fp32"
+    for module in ("optimizer.clip_grads", "optimizer.optimizer", "models.mimo.optimizer")
+}
 REPLACED = (
-    STATES_REPLACED
+    OPTIMIZER_REPLACED
     | SLICES_REPLACED
     | {
         "megatron.training.initialize.set_jit_fusion_options",

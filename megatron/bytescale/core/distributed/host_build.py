@@ -1,9 +1,9 @@
 """Builds model states directly in host memory: DDP's buffers and the optimizer's float32 copies.
 
-Megatron's DDP allocates its gradient and parameter buffers with ``torch.zeros`` on the device, and its optimizers copy
-parameters to float32 with ``Tensor.float``. During the build, torch function modes redirect these two calls. Otherwise
-the build would need 8 bytes of device memory per bf16 parameter, which would limit the models that stages 2 and 3 make
-room for.
+Megatron's DDP allocates its gradient and parameter buffers with ``torch.zeros`` on the device. Its optimizers copy
+parameters to float32 with ``Tensor.float``, and raise TypeError unless ``Tensor.type`` names a CUDA type. During the
+build, torch function modes redirect these three calls. Otherwise the build would need 8 bytes of device memory per
+bf16 parameter, which would limit the models that stages 2 and 3 make room for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BuffersInHostMemory(TorchFunctionMode):
 
 
 class CopiesInHostMemory(TorchFunctionMode):
-    """Places float32 copies of tensors in host memory."""
+    """Places float32 copies of tensors in host memory, and names the types of tensors there as if on a GPU."""
 
     def __torch_function__(
         self,
@@ -63,7 +63,10 @@ class CopiesInHostMemory(TorchFunctionMode):
         """See ``TorchFunctionMode``."""
         if func is torch.Tensor.float:
             return func(args[0].to("cpu"), *args[1:], **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, str) and func is torch.Tensor.type and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
 
 def add_hooks(model: GPTModelConfig, config: StateConfig, run: RunConfig) -> None:

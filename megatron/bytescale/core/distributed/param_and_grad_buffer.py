@@ -131,9 +131,15 @@ class HostGradients:
 class HostBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
     """A buffer whose gradients are in host memory."""
 
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Scale all gradients, after copying lent gradients back to host memory."""
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Scale all gradients, after copying lent gradients back to host memory.
+
+        A factor on the device, such as one over the number of tokens, is a scalar. It is copied to host memory, because
+        torch refuses to scale host memory by it.
+        """
         self.host_gradients.take_back()
+        if isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.to(self.grad_data.device)
         super().scale_gradients(scaling_factor)
 
 
@@ -189,5 +195,17 @@ def taking_gradients(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
             """Attach the gradients once all of them are in host memory."""
             self.host_gradients.take_back()
             return bool(super().prepare_grads())
+
+        def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+            """Return the norm of each gradient as a tensor [1] on the device.
+
+            Megatron computes the norm of these norms with kernels that read only device memory. It equals the norm of
+            all gradients.
+            """
+            gradients = super().get_grads_for_grad_norm(grad_norm_group)
+            if not gradients:
+                return []
+            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+            return list(norms.to(self.host_gradients.device).split(1))
 
     return TakingGradients

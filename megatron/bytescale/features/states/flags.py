@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import signal
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from bytescale_ext.plan.states.pages import FLOAT_BYTES, page_bytes_of
 from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES
 from bytescale_ext.states.disks import check_disk, free_disk_bytes
-from megatron.bytescale.arguments.conditions import Condition, above, chosen, equals, given
+from megatron.bytescale.arguments.conditions import above, chosen, equals, given
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import COST_FLAG, Feature
@@ -248,6 +247,7 @@ class DeviceFlags:
     seq1f1b_zero_bubble: bool
     moe_expert_slots: int | None
     ddp_param_name_patterns_for_fp32_local_accumulation: Sequence[str] | None
+    gradient_accumulation_fusion: bool
 
     def are_set(self) -> bool:
         """Return whether any of them is set."""
@@ -256,7 +256,7 @@ class DeviceFlags:
 
 def allowed_stages(flags: DeviceFlags, on_cuda: bool, element_bytes: int) -> tuple[int, ...]:
     """Return the values of ``--state-stage`` that are compatible with the other flags."""
-    if has_fused_norms() or flags.are_set():
+    if flags.are_set():
         return STAGES[:1]
     is_refused = on_cuda and element_bytes == FLOAT_BYTES
     return tuple(stage for stage in STAGES if not (stage == 2 and is_refused))
@@ -357,11 +357,6 @@ def borrowed_flags(flags: StateFlags) -> tuple[str, ...]:
     return of_choice if flags.state_policy == "auto" else ()
 
 
-def has_fused_norms() -> bool:
-    """Return whether Megatron computes gradient norms with kernels of another package than torch."""
-    return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
-
-
 _HOST_GRADIENTS = above("state_stage", HOST_GRADIENTS - 1)
 _REDUCED_LATER = "remove it, or use --state-stage 1: gradients are reduced from host memory after the backward pass"
 _ON_DEVICE = {
@@ -387,9 +382,9 @@ REFUSALS = (
     *(refuse(f"{flag} with host gradients", "states", why, _HOST_GRADIENTS & given(flag[2:].replace("-", "_")))
       for flag, why in _ON_DEVICE.items()),
     refuse("--log-params-norm", "states", "remove it: it reads the float32 parameters on the device"),
-    refuse("TransformerEngine or Apex from --state-stage 2 on", "states",
-           "use --state-stage 1, or uninstall it: its kernels for norms read only device memory",
-           _HOST_GRADIENTS & Condition(lambda _: has_fused_norms())),
+    refuse("gradient accumulation fusion with host gradients", "states",
+           "add --no-gradient-accumulation-fusion: Apex's kernel adds gradients on the device",
+           _HOST_GRADIENTS & given("gradient_accumulation_fusion")),
 )  # fmt: skip
 
 STATES = Feature(

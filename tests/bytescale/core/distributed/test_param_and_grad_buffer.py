@@ -86,6 +86,51 @@ def test_reduced_gradients_are_scaled_and_lent_where_megatron_sums_them_again() 
         assert parameter.main_grad.untyped_storage().data_ptr() == buffer.grad_data.untyped_storage().data_ptr()
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that works only with others on its device, as on a GPU; it can be copied to host memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch.Tensor."""
+        if func is not torch.Tensor.to:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return args[0].as_subclass(torch.Tensor) if args[1] == torch.device("cpu") else args[0]
+
+
+def test_gradients_are_scaled_by_a_scalar_on_the_device() -> None:
+    """Megatron divides by the number of tokens, which it has summed on the device."""
+    chunk, gradients, sums = with_gradients()
+    gradients.sums.finish()
+    chunk.buffers[0].scale_gradients(torch.tensor(0.25).as_subclass(OnDevice))
+    assert torch.equal(chunk.module.embedding.main_grad, 0.25 * sums[0])
+
+
+def optimizer_of(gradients: HostGradients, *values: torch.Tensor) -> Any:
+    """Return Megatron's optimizer of float32 parameters with these gradients."""
+    part = object.__new__(FP32Optimizer)
+    specialize(part, taking_gradients)
+    part.host_gradients = gradients
+    parameters = [torch.nn.Parameter(torch.zeros_like(value)) for value in values]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value
+    part.optimizer = torch.optim.AdamW(parameters) if parameters else None
+    vars(part).update(is_stub_optimizer=not parameters, get_parameters=lambda: parameters)
+    part._filter_grads_for_norm = lambda of, param_filter: [one.grad for one in of]
+    return part
+
+
+def test_norms_of_host_gradients_are_given_to_megatrons_kernels() -> None:
+    """A kernel of TransformerEngine or Apex reads device memory only; norms of norms are the norm of all."""
+    gradients = HostGradients([chunk_of()], CONFIG, on_cuda=False)
+    values = [torch.randn(5, 3), torch.randn(7), torch.zeros(2)]
+    norms = optimizer_of(gradients, *values).get_grads_for_grad_norm()
+    assert [norm.shape for norm in norms] == [(1,)] * 3
+    assert torch.equal(torch.cat(norms), torch.stack([value.norm() for value in values]))
+    gradients.device = torch.device("meta")
+    assert {norm.device.type for norm in optimizer_of(gradients, *values).get_grads_for_grad_norm()} == {"meta"}
+    assert optimizer_of(gradients).get_grads_for_grad_norm() == []
+
+
 def test_an_optimizer_takes_lent_gradients_back() -> None:
     chunk, gradients, sums = with_gradients(shares=False)
     part = object.__new__(FP32Optimizer)

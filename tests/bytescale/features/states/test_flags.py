@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features.states import flags as states
-from megatron.bytescale.features.states.flags import REFUSALS, has_fused_norms
+from megatron.bytescale.features.states.flags import REFUSALS
 from megatron.bytescale.features.tables import flags as host_tables
 from tests.bytescale.features.activations.test_flags import SHAPE, parsed
 
@@ -28,6 +29,7 @@ HOSTED: dict[str, Any] = {
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    "gradient_accumulation_fusion": False,
 }
 OPTIMIZER: dict[str, Any] = {
     "use_distributed_optimizer": False, "exit_signal": signal.SIGTERM, "async_save": False, **HOSTED,
@@ -166,7 +168,7 @@ def test_async_saves_are_refused_with_a_disk_alone(tmp_path: Path) -> None:
 SETTINGS: dict[str, Any] = {"--optimizer": "sgd"}
 
 
-LATER = [row for row in REFUSALS if row.flag.endswith(" with host gradients")]
+LATER = [row for row in REFUSALS[:-1] if row.flag.endswith(" with host gradients")]
 ALWAYS = [row for row in REFUSALS[:-1] if row.flag != "--async-save" and row not in LATER]
 
 
@@ -203,11 +205,16 @@ def test_stages_and_their_host_memory() -> None:
     assert third_gb - second == pytest.approx(2 * parameters, abs=0.002)
 
 
-def test_norms_of_another_package_need_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_fused_norms()
-    host = parsed(*PAGED, "--state-stage", "2", **OPTIMIZER)
-    refuse_conflicts(host, {"states": "--state-policy"}, REFUSALS)
-    monkeypatch.setattr(states.importlib.util, "find_spec", lambda name: name == "apex" or None)
-    refuse_conflicts(parsed(*PAGED, **OPTIMIZER), {"states": "--state-policy"}, REFUSALS)
-    with pytest.raises(ValueError, match="TransformerEngine or Apex from --state-stage 2 on: use --state-stage 1"):
-        refuse_conflicts(host, {"states": "--state-policy"}, REFUSALS)
+def test_kernels_of_other_packages_go_with_host_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine and Apex may be installed, except for Apex's sum of weight gradients on the device."""
+    find = importlib.util.find_spec
+    installed = ("transformer_engine", "apex")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: find("torch" if name in installed else name, *of)
+    )
+    off = {"states": "--state-policy"}
+    fused = {**OPTIMIZER, "gradient_accumulation_fusion": True}
+    refuse_conflicts(parsed(*PAGED, "--state-stage", "2", **OPTIMIZER), off, REFUSALS)
+    refuse_conflicts(parsed(*PAGED, **fused), off, REFUSALS)
+    with pytest.raises(ValueError, match="fusion with host gradients: add --no-gradient-accumulation-fusion"):
+        refuse_conflicts(parsed(*PAGED, "--state-stage", "2", **fused), off, REFUSALS)
