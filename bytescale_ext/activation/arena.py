@@ -9,9 +9,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
+import mmap
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -103,7 +106,7 @@ def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch
         allocate: function that returns the memory [n], uint8, or raises RuntimeError; by default torch's allocator, and
             CUDA for pinned memory.
     """
-    allocate = allocate or (_pinned_memory if pinned else _plain_memory)
+    allocate = allocate or (pinned_block if pinned else _plain_memory)
     size = num_bytes
     while size:
         try:
@@ -125,10 +128,35 @@ def _plain_memory(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _pinned_memory(num_bytes: int) -> torch.Tensor:
-    memory = torch.empty(num_bytes, dtype=torch.uint8)
+class PinnedBlock(mmap.mmap):
+    """Pages of host memory that are registered with CUDA until no tensor uses them.
+
+    CUDA must forget the pages before the system gives their addresses to another block. Otherwise the registration of
+    that block fails (error 712, cudaErrorHostMemoryAlreadyRegistered).
+    """
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unregister is not None:
+            self.unregister()
+
+
+def pinned_block(num_bytes: int) -> torch.Tensor:
+    """Return zeros [num_bytes], uint8, in pinned host memory. Raises RuntimeError if CUDA refuses."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = PinnedBlock(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
     pin(memory)
+    pages.unregister = partial(_unregister, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr(), os.getpid())
     return memory
+
+
+def _unregister(unregister: Callable[[int], object], address: int, process: int) -> None:
+    """Make pages pageable again, in the process that has registered them."""
+    if os.getpid() == process:
+        unregister(address)
 
 
 def pin(memory: torch.Tensor) -> None:

@@ -10,16 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from bytescale_ext.activation.arena import HostArena, pin
+from bytescale_ext.activation.arena import HostArena, pinned_block
 from bytescale_ext.activation.link import Ticket, make_link
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS as NUM_SLOTS
 
 
 def host_block(num_elements: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     """Allocate zeros [num_elements] in host memory as one block; ``pinned`` registers it with the GPU."""
-    memory = torch.zeros(num_elements * dtype.itemsize, dtype=torch.uint8)
-    if pinned:
-        pin(memory)
+    num_bytes = num_elements * dtype.itemsize
+    memory = pinned_block(num_bytes) if pinned else torch.zeros(num_bytes, dtype=torch.uint8)
     return memory.view(dtype)
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import mmap
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, ArenaPart, HostArena, allocate_arena
+from bytescale_ext.states.gradients import host_block
 
 
 def arena_of(num_bytes: int) -> HostArena:
@@ -64,3 +67,45 @@ def test_memory_that_cannot_be_had_is_halved_with_one_warning() -> None:
     assert len(caught) == 1
     assert asked == [16 * SMALLEST_ARENA, 8 * SMALLEST_ARENA, 4 * SMALLEST_ARENA, 2 * SMALLEST_ARENA]
     assert arena.num_bytes == 2 * SMALLEST_ARENA
+
+
+class Runtime:
+    """CUDA's registrations of host memory: an address may be registered once."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        """Return an error if the block overlaps with another."""
+        overlaps = any(
+            address < start + size and start < address + num_bytes for start, size in self.registered.items()
+        )
+        if not overlaps:
+            self.registered[address] = num_bytes
+        return 712 if overlaps else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Forget a block, which must still exist."""
+        del self.registered[address]
+        return 0
+
+
+def test_freed_memory_is_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view keeps the registration. The system reuses freed addresses, so the next block can be registered there."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    for _ in range(3):
+        arena: Any = allocate_arena(64 << 20, pinned=True)
+        assert arena.num_bytes == 64 << 20
+        assert not arena.memory.any()
+        view = arena.memory[mmap.PAGESIZE :].view(torch.float32)
+        del arena
+        assert list(runtime.registered.values()) == [64 << 20]
+        view.fill_(1.0)
+        del view
+        assert runtime.registered == {}
+    block = host_block(1000, torch.float32, pinned=True)
+    assert list(runtime.registered.values()) == [4000]
+    del block
+    assert runtime.registered == {}
+    assert host_block(0, torch.float32, pinned=True).numel() == 0

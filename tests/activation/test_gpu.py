@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale_ext.activation.arena import pin
+from bytescale_ext.activation.arena import pin, pinned_block
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,3 +19,14 @@ def test_a_refused_registration_leaves_no_error_behind() -> None:
     with pytest.raises(RuntimeError, match="cudaHostRegister of 1048576 bytes: error"):
         pin(memory)
     assert torch.ones(8, device="cuda").sum().item() == 8
+
+
+def test_a_freed_block_can_be_registered_again() -> None:
+    device = torch.arange(1 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(20):
+        block = pinned_block(1 << 26)
+        assert block.is_pinned()
+        block[: 1 << 20].copy_(device, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(block[: 1 << 20], device.cpu())
+        del block

@@ -6,9 +6,12 @@ inputs and passes a probe: it computes a few small documents on the device, whic
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -21,6 +24,8 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import JoinFunction, choose_join, join_
 
 HALF = (torch.bfloat16, torch.float16)
+PROBE_SECONDS: Final = 300.0
+"""Time limit of a probe in a child process, which imports torch and starts CUDA."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Kernel:
         head_dim_multiple: number that must divide ``dim``.
         largest_head_dim: largest supported ``dim``.
         by_name_on: device types on which the kernel is used only if its name is given.
+        generations: supported major compute capabilities of a GPU; empty if the probe decides.
+        errors_exit: whether an error ends the process, so that the probe needs a process of its own.
         join: function that joins a block to the totals; ``choose_kernel`` sets it for the device.
     """
 
@@ -48,6 +55,8 @@ class Kernel:
     head_dim_multiple: int = 1
     largest_head_dim: int = 1 << 30
     by_name_on: tuple[str, ...] = ()
+    generations: tuple[int, ...] = ()
+    errors_exit: bool = False
     join: JoinFunction = join_
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -61,6 +70,15 @@ class Kernel:
                 f"head dim must be a multiple of {self.head_dim_multiple} up to {self.largest_head_dim}, got {head_dim}"
             )
         return self.missing()
+
+    def wrong_generation(self, device: torch.device) -> str | None:
+        """Return why the kernel does not run on a GPU of the device's generation, or None. Starts CUDA."""
+        if device.type != "cuda" or not self.generations:
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        if major in self.generations:
+            return None
+        return f"supports compute capability {' and '.join(map(str, self.generations))}, not {major}.{minor}"
 
 
 class KernelChoice(NamedTuple):
@@ -97,8 +115,10 @@ def counting(kernel: Kernel) -> tuple[Kernel, KernelCalls]:
 def kernel_table() -> tuple[Kernel, ...]:
     """Return all kernels, best first. The last is ``reference``, which supports everything; on CUDA only by name."""
     operator = torch_ops.missing_operator
+    # A failed launch in FlashAttention 3 calls exit(1) instead of raising.
+    flash_attn_3 = _cuda_kernel("flash_attn_3", FLASH_ATTN_3.missing, FLASH_ATTN_3.forward, FLASH_ATTN_3.backward)
     return (
-        _cuda_kernel("flash_attn_3", FLASH_ATTN_3.missing, FLASH_ATTN_3.forward, FLASH_ATTN_3.backward),
+        replace(flash_attn_3, generations=(8, 9), errors_exit=True),
         _cuda_kernel("flash_attn", FLASH_ATTN_2.missing, FLASH_ATTN_2.forward, FLASH_ATTN_2.backward),
         _cuda_kernel(
             "torch_flash",
@@ -218,8 +238,47 @@ def _refuse(name: str, why_not: str | None) -> None:
 def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool = False) -> str | None:
     """Run a kernel on small inputs and compare the results with the reference. Return why it is unfit, or None.
 
+    A kernel whose errors end the process runs in a child process.
+    """
+    if why_not := kernel.wrong_generation(device):
+        return why_not
+    return (_probe_in_child if kernel.errors_exit else probe_here)(kernel, device, dtype, head_dim, windows)
+
+
+def _probe_in_child(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool
+) -> str | None:
+    """Run ``probe_here`` in a child process, on the same device."""
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    words = [kernel.name, str(device), str(dtype).removeprefix("torch."), str(head_dim), *["windows"] * windows]
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "bytescale_ext.attention.kernels.probe_child", *words],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"its probe did not end in {PROBE_SECONDS:.0f} s"
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        return f"its probe ended its process with exit code {ended.returncode}: {last[:200]}"
+    return ended.stdout.strip() or None
+
+
+def probe_here(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool = False
+) -> str | None:
+    """Run a kernel on small inputs in this process and compare the results with the reference.
+
     The inputs are three documents, one causal document, and a rectangle with ``out`` and ``lse`` over more keys than
     the kernel is given. ``windows`` adds three documents, and documents with keys before their first query.
+
+    Returns:
+        The reason why the kernel is unfit, or None.
     """
     generator = torch.Generator().manual_seed(0)
 

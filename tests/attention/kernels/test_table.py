@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
-from bytescale_ext.attention.kernels import table
+from bytescale_ext.attention.kernels import probe_child, table
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import (
     KernelCalls,
@@ -227,3 +228,48 @@ def test_a_kernel_that_fails_its_probe_is_passed_over(monkeypatch: pytest.Monkey
     assert "differs from the reference" in dict(choice.considered)["cpu_flash"]
     with pytest.raises(ValueError, match="'cpu_flash' cannot be used: its probe differs"):
         choose_kernel("cpu", torch.float32, 16, name="cpu_flash")
+
+
+FLASH_3 = """
+def _flash_attn_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal):
+    import os, sys
+    sys.stderr.write("CUDA error: no kernel image")
+    sys.stderr.flush()
+    os._exit(1)  # as its check of a launch does
+"""
+
+
+@pytest.mark.ranks
+def test_a_kernel_that_ends_its_process_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text(FLASH_3)
+    monkeypatch.syspath_prepend(tmp_path)
+    why_not = probe(kernel_named("flash_attn_3"), CPU, torch.bfloat16, 64)
+    assert why_not == "its probe ended its process with exit code 1: CUDA error: no kernel image"
+
+
+@pytest.mark.ranks
+def test_a_probe_in_a_child_process_returns_its_verdict() -> None:
+    good = dataclasses.replace(kernel_named("cpu_flash"), errors_exit=True)
+    assert probe(good, CPU, torch.bfloat16, 64, windows=True) is None
+
+
+def test_the_child_process_prints_why_a_kernel_is_unfit(capsys: pytest.CaptureFixture[str]) -> None:
+    probe_child.main("flash_attn", "cpu", "bfloat16", "64")
+    assert capsys.readouterr().out.startswith("its probe failed: ModuleNotFoundError: No module named 'flash_attn'")
+    probe_child.main("cpu_flash", "cpu", "float32", "16", "windows")
+    assert capsys.readouterr().out == "\n"
+
+
+def test_flash_attention_3_runs_on_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = kernel_named("flash_attn_3")
+    for capability, why_not in {
+        (8, 0): None,
+        (9, 0): None,
+        (10, 0): "supports compute capability 8 and 9, not 10.0",
+        (12, 1): "supports compute capability 8 and 9, not 12.1",
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        assert row.wrong_generation(CUDA) == why_not
+    assert row.wrong_generation(CPU) is None
+    assert "not 12.1" in str(probe(row, CUDA, torch.bfloat16, 64))
+    assert kernel_named("torch_flash").wrong_generation(CUDA) is None

@@ -150,7 +150,7 @@ def test_an_optimizer_takes_lent_gradients_back() -> None:
 
 
 def test_float32_parameters_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytescale_ext.states.gradients.pin", lambda memory: None)
+    monkeypatch.setattr("bytescale_ext.activation.arena.pin", lambda memory: None)
     monkeypatch.setattr("bytescale_ext.states.gradients.make_link", lambda arena, on_cuda: None)
     with pytest.raises(ValueError, match="parameters are float32: add --bf16, or use --state-stage 1 or 3"):
         HostGradients([chunk_of(torch.float32)], CONFIG, on_cuda=True)
