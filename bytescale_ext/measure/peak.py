@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain, compress, repeat, tee
 
 import torch
 
@@ -56,12 +57,27 @@ class PeakMeter:
 
 def existing_tensors() -> list[torch.Tensor]:
     """Return all CPU tensors, of any shape, that Python's garbage collector tracks."""
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    return [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
+    return [
+        tensor
+        for tensor in tracked_objects(torch.Tensor)
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided
+    ]
 
 
 def loaded_tensors() -> list[torch.Tensor]:
     """Return the tensors, of any shape, of all loaded micro-batches, including the micro-batches of later steps."""
-    loaded = [value for value in gc.get_objects() if issubclass(type(value), PackedMicroBatch)]
+    loaded = tracked_objects(PackedMicroBatch)
     values = [getattr(micro_batch, entry.name) for micro_batch in loaded for entry in fields(micro_batch)]
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def tracked_objects[Kind](kind: type[Kind]) -> list[Kind]:
+    """Return all instances of a class that Python's garbage collector tracks.
+
+    Other threads may run at the same time. CPython raises SystemError in a thread that builds a tuple if anything else
+    refers to this tuple before it is complete, as the list of ``gc.get_objects`` does. So this list exists only inside
+    one call of C functions, during which no other thread runs.
+    """
+    padding = repeat(None, 64)  # tee keeps its last 57 values until it is deleted
+    values, same = tee(chain(chain.from_iterable(map(gc.get_objects, [None])), padding))
+    return list(compress(values, map(issubclass, map(type, same), repeat(kind))))

@@ -13,6 +13,7 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from scripts.cluster.topology import BETWEEN_NODES, Topology
 
 KINDS = ("computing", "sending", "other")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_ENDED = (FileNotFoundError, ProcessLookupError)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ def processor_seconds(process: Path) -> tuple[float, ...]:
     main = sending = 0.0
     try:
         for task in (process / "task").iterdir():
-            name, seconds = _name_and_seconds(task)
-            main += seconds * (task.name == process.name)
-            sending += seconds * ("gloo" in name)
+            with suppress(*_ENDED):  # the thread has ended since it was listed
+                name, seconds = _name_and_seconds(task)
+                main += seconds * (task.name == process.name)
+                sending += seconds * ("gloo" in name)
         return main, sending, max(0.0, _name_and_seconds(process)[1] - main - sending)
-    except (FileNotFoundError, ProcessLookupError):  # a thread or the process has ended meanwhile
+    except _ENDED:
         return (0.0,) * len(KINDS)
 
 

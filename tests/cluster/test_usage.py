@@ -30,6 +30,7 @@ def test_threads_are_classified_by_name(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         fields = " ".join(["S", *["0"] * 10, str(ticks), str(ticks)])
         (folder / "stat").write_text(f"7 ({name}) {fields} 0 0\n")
+    (process / "task" / "10").mkdir()  # a thread that has ended since it was listed
     second = os.sysconf("SC_CLK_TCK")
     seconds = processor_seconds(process)
     assert seconds == pytest.approx((200 / second, 60 / second, 100 / second)), "30 ticks belong to an ended thread"

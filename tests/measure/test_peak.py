@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import torch
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
-from bytescale_ext.measure.peak import PeakMeter
+from bytescale_ext.measure.peak import PeakMeter, tracked_objects
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 MEGABYTE = 1 << 20
@@ -49,3 +50,24 @@ def test_loaded_micro_batches_are_host_memory() -> None:
     ids = loaded.tokens.clone()
     assert measured(8, []) - before == 8 * MEGABYTE
     assert loaded.num_rows == len(ids)
+
+
+def test_other_threads_build_tuples_meanwhile() -> None:
+    """CPython raises SystemError in a thread if anything refers to a tuple that the thread has not completed."""
+    is_done, errors = threading.Event(), []
+
+    def build() -> None:
+        while not is_done.is_set():
+            try:
+                tuple(number for number in range(200))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    value = torch.zeros(3)
+    found = [tracked_objects(torch.Tensor) for _ in range(20)]
+    is_done.set()
+    thread.join()
+    assert all(any(one is value for one in tensors) for tensors in found)
+    assert errors == []

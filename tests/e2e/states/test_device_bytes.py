@@ -50,17 +50,17 @@ def print_live_bytes(runtime: Any, model: torch.nn.Module) -> None:
     Also prints host memory and the forecasts.
     """
     from bytescale_ext.config.memory.states import StateConfig
+    from bytescale_ext.measure.peak import tracked_objects
     from bytescale_ext.plan.states.forecast import StateCase
+    from bytescale_ext.states.pages import PageMemory
+    from megatron.bytescale.core.distributed.param_and_grad_buffer import HostGradients
 
     gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    tensors = tracked_objects(torch.Tensor)
     live = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    owners = {
-        type(one).__name__: one for one in gc.get_objects() if type(one).__name__ in ("PageMemory", "HostGradients")
-    }
-    blocks = [owners["PageMemory"].arena.memory] if owners else []
-    if "HostGradients" in owners:
-        blocks += [owners["HostGradients"].sums.slots, next(model.parameters()).main_grad]
+    blocks = [pages.arena.memory for pages in tracked_objects(PageMemory)]
+    for gradients in tracked_objects(HostGradients):
+        blocks += [gradients.sums.slots, next(model.parameters()).main_grad]
     if runtime.run.find(StateConfig) is not None and runtime.run.get(StateConfig).stage == 3:
         blocks.append(next(model.parameters()))
         if not fetched:
