@@ -44,7 +44,7 @@ def uses_noise(config: TransformerConfig) -> bool:
 def number_tokens(
     runtime: Runtime, packed: PackedMicroBatch, config: TransformerConfig
 ) -> Callable[[torch.Tensor], None]:
-    """Number this rank's rows of a pass; return a hook of its output that numbers them again for the backward pass.
+    """Number this rank's rows [rows] of a pass; return a hook of its output that does so before the backward pass.
 
     Sequence-parallel ranks share the rows.
     """
