@@ -44,7 +44,7 @@ class StepClock:
     """Times the phases of one step.
 
     On CPU the work of a rank is its thread's processor time, which excludes waiting for other ranks or for a core. On
-    CUDA it is the time between events on the stream; only a traced step synchronizes the device.
+    CUDA it is the time between events on the stream. Within a step the host never waits for the device.
     """
 
     def __init__(self, on_cuda: bool, busy_time: Callable[[], float] = time.thread_time) -> None:
@@ -55,17 +55,18 @@ class StepClock:
         self.marks: list[Mark] = []
 
     def begin(self, traced: bool) -> None:
-        """Start a step. A ``traced`` step synchronizes the device at each mark, for an exact timeline."""
+        """Start a step. Before a ``traced`` step on CUDA the host waits for the stream, to know its wall time."""
         self.traced = traced
         self.marks.clear()
         self.mark("wait")
+        if traced and (event := self.marks[0].event) is not None:
+            event.synchronize()
+            self.marks[0] = replace(self.marks[0], wall_seconds=time.time())
 
     def mark(self, kind: str, micro_batch: int | None = None) -> None:
         """End the current phase and start a phase of ``kind``, one of ``timeline.KINDS``."""
         event = None
         if self.on_cuda:
-            if self.traced:
-                torch.cuda.synchronize()
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         self.marks.append(Mark(kind, micro_batch, time.time(), self.busy_time(), event))
@@ -98,7 +99,7 @@ class StepClock:
         return [(mark, following) for mark, following in pairs if mark.kind in kinds]
 
     def phases(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[Phase]:
-        """Return the phases of the step.
+        """Return the phases of a traced step. On CUDA wait until the stream has passed all marks.
 
         Args:
             step: number of the step.
@@ -106,12 +107,17 @@ class StepClock:
             micro_batches: micro-batches of this rank.
             lengths: lengths of the step's sequences.
         """
+        first, last = self.marks[0], self.marks[-1]
+        if last.event is not None:
+            last.event.synchronize()
         phases = []
         for mark, following in zip(self.marks, self.marks[1:], strict=False):
             known = mark.micro_batch is not None and mark.micro_batch < len(micro_batches)
             shards = micro_batches[mark.micro_batch or 0].shards if known else ()
             parts = tuple(PhaseShard(s.seq, lengths[s.seq], s.num_tokens, s.ring) for s in shards)
             start, stop = mark.wall_seconds, following.wall_seconds
+            if last.event is not None:
+                start, stop = (first.wall_seconds + first.stream_seconds(end) for end in (mark, following))
             phases.append(Phase(step, rank, mark.kind, mark.micro_batch, start, stop, parts))
         return phases
 

@@ -7,6 +7,7 @@ without ``wrap`` stay unchanged: slices run copies of the two pipeline schedules
 
 from __future__ import annotations
 
+from megatron.bytescale.core.distributed.ordered_reductions import OrderedBucketGroup
 from megatron.bytescale.core.distributed.param_and_grad_buffer import HostBucketGroup, HostBuffer, taking_gradients
 from megatron.bytescale.core.models.gpt.multi_token import LaterTokenLayer
 from megatron.bytescale.core.optimizer.clip_grads import wrap_clip_grad_by_total_norm_fp32
@@ -198,6 +199,13 @@ PATCHES: tuple[Patch, ...] = (
         features=(STATES,),
         why="it reduces gradients from host memory in chunks; DDP creates the groups itself",
         source_hash="7e3601700d1a",
+    ),
+    Patch(
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+        subclass=OrderedBucketGroup,
+        features=(HDP,),
+        why="its overlapped reduction waits for exchanges of rings; DDP creates the groups itself and has no hook",
+        source_hash="fa31a42a7368",
     ),
     Patch(
         target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",

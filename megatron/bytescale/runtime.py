@@ -32,6 +32,7 @@ from bytescale_ext.plan.setup.planner import balanced_cost
 from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
+from megatron.bytescale.core.distributed.ordered_reductions import ReductionGate
 from megatron.bytescale.core.optimizer.late import LateUpdates
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
@@ -83,6 +84,7 @@ class Parts:
         expert_counts: counter of the tokens of each expert in the current step; None if no feature reads them.
         load_history: expert loads of finished steps, as input of plans; None if loads are not measured.
         late_updates: optimizer updates that run during later steps, or None.
+        reductions: gate of the gradient reductions that overlap with backward passes, or None.
     """
 
     clock: StepClock
@@ -97,6 +99,7 @@ class Parts:
     expert_counts: TokenCounts | None = None
     load_history: LoadHistory | None = None
     late_updates: LateUpdates | None = None
+    reductions: ReductionGate | None = None
 
     @property
     def link(self) -> Link | None:

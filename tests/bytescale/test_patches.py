@@ -53,6 +53,7 @@ SPECIALIZED = [
     ("DistributedOptimizer", "states"),
     ("_ParamAndGradBuffer", "states"),
     ("_ParamAndGradBucketGroup", "states"),
+    ("_ParamAndGradBucketGroup", "hdp"),
     ("DistributedDataParallel", "states"),
     ("MultiTokenPredictionLayer", "multi_token"),
     ("TopKRouter", "multi_token"),

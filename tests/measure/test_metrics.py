@@ -3,8 +3,11 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from bytescale_ext.measure.metrics import IntervalMetrics, Mark, RankStep, StepClock, append_jsonl
 from bytescale_ext.measure.timeline import PhaseShard, read_phases
@@ -167,3 +170,43 @@ def test_a_full_disk_is_a_warning_and_no_error(capsys: pytest.CaptureFixture[str
         append_jsonl(Path("/dev/full"), [{"iteration": 1}])
     warning = "warning: /dev/full is no longer written (No space left on device); training continues\n"
     assert capsys.readouterr().err == warning
+
+
+class Stream:
+    """A stream of CUDA that runs behind the host; events get the seconds at which the stream passes them."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = 50.0, 0
+
+    def event(self, enable_timing: bool) -> Any:
+        """Return an event, which ``record`` puts at the end of the stream."""
+        stream, event = self, SimpleNamespace(at=0.0)
+
+        def wait() -> None:
+            stream.waits += 1
+
+        event.record = lambda: setattr(event, "at", stream.now)
+        event.synchronize = wait
+        event.elapsed_time = lambda later: 1000 * (later.at - event.at)
+        return event
+
+
+def test_a_traced_step_on_a_gpu_waits_for_events_before_and_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for the device within a step would also wait for reductions of gradients, and so for other ranks."""
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("the host waits for the device"))
+    clock = StepClock(on_cuda=True)
+    clock.begin(traced=True)
+    assert stream.waits == 1
+    begun = clock.marks[0].wall_seconds
+    for seconds, kind in ((1.0, "forward"), (2.0, "backward"), (0.5, "end")):
+        stream.now += seconds
+        clock.mark(kind, 0)
+    assert stream.waits == 1
+    phases = clock.phases(7, 0, MICRO_BATCHES, LENGTHS)
+    assert stream.waits == 2
+    assert [(phase.kind, phase.stop - phase.start) for phase in phases] == [
+        ("wait", pytest.approx(1.0)), ("forward", pytest.approx(2.0)), ("backward", pytest.approx(0.5)),
+    ]  # fmt: skip
+    assert phases[0].start == pytest.approx(begun)

@@ -27,6 +27,7 @@ from bytescale_ext.measure.metrics import append_jsonl
 from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.step.placed import micro_batch_counts
+from megatron.bytescale.core.distributed.ordered_reductions import begin_reductions
 from megatron.bytescale.core.pipeline_parallel.agreement import agree_on_plan
 from megatron.bytescale.core.pipeline_parallel.label_shares import label_shares, weighs_by_labels
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
@@ -64,6 +65,8 @@ def run_step(
     begin_step(runtime, iterators[0], training)
     if training and weighs_by_labels(runtime, get_model_config(chunks[0])):
         runtime.step.label_shares = label_shares(runtime)
+    if training:
+        begin_reductions(runtime, chunks, count_multiple(runtime, chunks))
     with all_parameters_gathering(chunks, training):
         result = run_units(runtime, megatron, chunks, training, options)
     end_step(runtime, training)
@@ -117,8 +120,8 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
     """
     step, hdp, num_slices = runtime.step.batch, runtime.hdp, runtime.slicing.num_slices
     assert step is not None, f"{step=}"
-    group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else num_slices
-    count = micro_batch_counts(step.plan, hdp.expert_ranks, group // num_slices)[runtime.rank] * num_slices
+    multiple = count_multiple(runtime, chunks)
+    count = micro_batch_counts(step.plan, hdp.expert_ranks, multiple)[runtime.rank] * num_slices
     if count == len(step.micro_batches) and all(step.row_counts):
         return step.micro_batches
     padding = padding_units(num_slices, hdp.rows_multiple, runtime.run.shape.window)
@@ -126,6 +129,13 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
         packed if packed.num_rows else padding[index % len(padding)] for index, packed in enumerate(step.micro_batches)
     ]
     return (*mine, *padding * ((count - len(mine)) // len(padding)))
+
+
+def count_multiple(runtime: Runtime, chunks: Chunks) -> int:
+    """Return the number that divides the micro-batches of each rank: those of a group of virtual stages, or 1."""
+    if len(chunks) == 1:
+        return 1
+    return int(get_model_config(chunks[0]).microbatch_group_size_per_vp_stage) // runtime.slicing.num_slices
 
 
 def schedule_of(runtime: Runtime, chunks: Chunks, num_micro_batches: int) -> SliceSchedule:
@@ -199,6 +209,8 @@ def wrap_finalize_model_grads(original: Callable[..., object], runtime: Runtime)
 
     def finalize_model_grads(*args: object, **kwargs: object) -> object:
         runtime.parts.clock.mark("reduce")
+        if runtime.parts.reductions is not None:
+            runtime.parts.reductions.open()
         return original(*args, **kwargs)
 
     return finalize_model_grads

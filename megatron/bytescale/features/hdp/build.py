@@ -49,6 +49,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
 from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
 from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
 from megatron.bytescale.core.datasets.window_dataset import build_windows, window_config
+from megatron.bytescale.core.distributed.ordered_reductions import order_reductions
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams, PackedUnit
@@ -92,6 +93,7 @@ def use_document_model(training: Training, runtime: Runtime) -> Training:
     training.model.transformer_layer_spec = document_layer_spec(runtime)
     training.model.pre_wrap_hooks.append(partial(prepare_model, runtime))
     training.model.post_wrap_hooks.append(partial(use_document_dropout, runtime))
+    training.model.post_wrap_hooks.append(partial(order_reductions, runtime))
     return training.wrap_finalize(partial(wrap_finalize_model_grads, runtime=runtime))
 
 
