@@ -111,7 +111,10 @@ class HostGradients:
     def take(self, parameter: ModelParameter) -> None:
         """Add a parameter's gradient to its sum in host memory, and leave none to Megatron's hook, which runs next."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and not parameter.grad_added_to_main_grad:
+        is_shared = getattr(
+            parameter, "zero_out_wgrad", False
+        )  # an embedding whose gradient as output weight was added
+        if gradient is not None and (is_shared or not parameter.grad_added_to_main_grad):
             self.sums.add(parameter.main_grad, gradient)
 
     def lend(self, parameters: set[torch.nn.Parameter]) -> None:

@@ -68,6 +68,19 @@ def test_what_a_layer_has_added_by_itself_is_not_added_again() -> None:
     assert all(one.main_grad.any() for one in parameters_of(chunk)[1:])
 
 
+def test_the_gradient_of_an_embedding_joins_what_a_layer_has_added_for_its_use_as_output_weight() -> None:
+    """Megatron marks such weights; tests/reference has pipelines with them."""
+    chunk = chunk_of()
+    gradients = HostGradients([chunk], CONFIG, on_cuda=False)
+    embedding = chunk.module.embedding
+    embedding.grad_added_to_main_grad = embedding.zero_out_wgrad = True
+    embedding.main_grad.fill_(2.0)
+    chunk.module(TOKENS).backward()
+    gradients.sums.finish()
+    assert embedding.main_grad[TOKENS].ne(2.0).any()
+    assert embedding.main_grad[0].eq(2.0).all()
+
+
 def test_reduced_gradients_are_scaled_and_lent_where_megatron_sums_them_again() -> None:
     chunk, _, sums = with_gradients(factor=0.5)
     group, buffer = chunk.bucket_groups[0], chunk.buffers[0]

@@ -76,6 +76,10 @@ class LaterTokens:
         self.chunk, self.settings, self.chunk_tokens = chunk, settings, chunk_tokens
         self.labels: torch.Tensor | None = None
         self.states: torch.Tensor | None = None
+        if chunk.share_embeddings_and_output_weights:
+            # Layers may add the gradient of the output weight to Megatron's buffer themselves. With this mark DDP adds
+            # the gradient of the embedding too; Megatron sets it only in models of one stage.
+            chunk.shared_embedding_or_output_weight().zero_out_wgrad = True
         for layer in chunk.mtp.layers:
             specialize(layer, LaterTokenLayer)
             use_document_modules(layer, runtime)
