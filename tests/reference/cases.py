@@ -95,10 +95,11 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document: twelve samples around all limits of lengths."""
+        """Tokens of each document around all limits of lengths: twelve samples or conversations."""
         c, longest = self.tokens_per_rank, self.length
         around = (c - 1, c, c + 1) if c < longest else (17, 100, 30)
-        return (1, 2, *around, longest - 1, longest, longest + 1, 2 * longest + 1)
+        lengths = (1, 2, *around, longest - 1, longest, longest + 1, 2 * longest + 1)
+        return (*lengths, 60, 61, 62, 63) if KINDS[self.kind].only_answers else lengths
 
     def flags(self) -> list[str]:
         sizes = self.layout_value.sizes
@@ -117,7 +118,7 @@ def is_allowed(settings: Settings, layout: str, policy: str, optimizer: str) -> 
         return False
     if optimizer == "sgd" and layout == "4-zero1":  # Megatron shards the states of Adam only
         return False
-    if settings.depths and "--sequence-parallel" in LAYOUTS[layout].flags:
+    if settings.depths and "--sequence-parallel" in (LAYOUTS | EXPERT_LAYOUTS)[layout].flags:
         return False
     return settings.experts is None or layout != "4-tp2"  # experts need sequence parallelism
 

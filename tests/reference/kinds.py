@@ -53,6 +53,14 @@ KINDS: dict[str, Settings] = {
 }
 
 
+KINDS |= {
+    "later tokens experts": replace(KINDS["later token"], experts=Experts(shared=16), depths=2),
+    "answers": Settings(only_answers=True, positions=Positions("none")),
+    "answers experts": Settings(only_answers=True, experts=SIGMOID),
+    "answers later tokens": Settings(only_answers=True, depths=2, depth_weight=0.4),
+}
+
+
 def flags(model: Settings) -> list[str]:
     """Return the words of the command line that ask for a model."""
     words = (
@@ -70,6 +78,7 @@ def flags(model: Settings) -> list[str]:
     words += latent_flags(model.latent, model.positions) if model.latent else attention_flags(model)
     words += position_flags(model)
     words += expert_flags(model.experts, model.layers) if model.experts else []
+    words += ["--sft"] if model.only_answers else []
     if model.depths:
         words += f"--mtp-num-layers {model.depths} --mtp-loss-scaling-factor {model.depth_weight}".split()
     return words

@@ -20,6 +20,8 @@ from tests.reference.settings import HEADS, HIDDEN, ROWS, Settings
 EPSILON = 1e-5
 Weights = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
+Document = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens [n], the token after each of the first m of them [m], and whether it has a loss, bool [m]."""
 
 
 def drawn(name: str, shape: Sequence[int], scale: float) -> torch.Tensor:
@@ -121,18 +123,14 @@ class Model:
         names = [name for name in self.weights if name.endswith("router.weight")]
         self.routers = {name.removesuffix("router.weight"): Router(settings.experts) for name in names}
 
-    def document(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses of a document: of its labels, and the sum of its depths of multi-token prediction, scalars.
-
-        Args:
-            tokens: [n].
-            labels: the token after each of the first tokens, [n] or [n - 1].
-        """
+    def document(self, document: Document) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two sums of losses, scalars: of the document's labels, and of all depths of multi-token prediction."""
+        tokens, labels, has_loss = document
         states = self.embedded(tokens, 0)
         for layer in range(self.settings.layers):
             states = self.layer(f"decoder.layers.{layer}.", layer, states)
         states = self.norm("decoder.final_layernorm", states)
-        return self.cross_entropy(states, labels), self.later_losses(states, labels)
+        return self.cross_entropy(states, labels, has_loss), self.later_losses(states, labels, has_loss)
 
     def embedded(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
         """Return the inputs of tokens at positions ``first``, ``first + 1``, ..., [n, h]."""
@@ -141,21 +139,22 @@ class Model:
             return found
         return found + self.weights["embedding.position_embeddings.weight"][first : first + len(tokens)]
 
-    def cross_entropy(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the cross entropies of labels [m] by the first m of states [n, h], a scalar."""
+    def cross_entropy(self, states: torch.Tensor, labels: torch.Tensor, has_loss: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the cross entropies of labels [m] with a loss by the first m of states [n, h], a scalar."""
         name = "embedding.word_embeddings.weight" if self.settings.is_tied else "output_layer.weight"
         logits = states[: len(labels)] @ self.weights[name].T
-        return F.cross_entropy(logits, labels, reduction="sum")
+        return F.cross_entropy(logits[has_loss], labels[has_loss], reduction="sum")
 
-    def later_losses(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def later_losses(self, states: torch.Tensor, labels: torch.Tensor, has_loss: torch.Tensor) -> torch.Tensor:
         """Return the weighted losses of all depths, a scalar. Each depth's mean counts as much as the labels' mean."""
         total = states.new_zeros(())
         for depth in range(self.settings.depths):
             # The last states have no later token. Attention is causal, so no other state depends on them.
-            targets = labels[depth + 1 :]
+            targets, wanted = labels[depth + 1 :], has_loss[depth + 1 :]
             states = self.later_states(depth, states[: len(labels) - depth], labels[depth:])
-            weight = self.settings.depth_weight / self.settings.depths * len(labels) / max(len(targets), 1)
-            total = total + weight * self.cross_entropy(states, targets)
+            share = int(has_loss.sum()) / max(int(wanted.sum()), 1)
+            weight = self.settings.depth_weight / self.settings.depths * share
+            total = total + weight * self.cross_entropy(states, targets, wanted)
         return total
 
     def later_states(self, depth: int, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -108,6 +108,7 @@ class Settings:
         windows: tokens before a token that it attends to, per layer; None for all.
         sink: one more score in each softmax: none, zero, or a parameter.
         has_biases: whether linear layers have biases; ``has_qkv_bias`` adds one to queries, keys and values only.
+        only_answers: whether only tokens of answers have a loss.
         depths: depths of multi-token prediction (DeepSeek-V3, section 2.2), with ``depth_weight`` in all.
     """
 
@@ -127,5 +128,6 @@ class Settings:
     sink: Literal["none", "zero", "learned"] = "none"
     latent: Latent | None = None
     experts: Experts | None = None
+    only_answers: bool = False
     depths: int = 0
     depth_weight: float = 0.0

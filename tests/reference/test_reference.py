@@ -6,21 +6,23 @@ The loss of the third step depends on all weights that two updates have changed.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.e2e.corpora import documents
+from tests.e2e.corpora import documents, write_documents
+from tests.e2e.once import once
 from tests.reference.cases import CASES, Case
 from tests.reference.kinds import KINDS, flags
 from tests.reference.training import (
     STEPS,
-    Document,
+    Samples,
     gradient_errors,
+    place_of,
     places,
-    read_tokens,
     run,
-    sample,
     train_reference,
 )
 
@@ -48,18 +50,37 @@ def marks(case: Case) -> list[pytest.MarkDecorator]:
 ROWS = [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES]
 
 
+def corpus_of(case: Case) -> Path:
+    """Return the prefix of the data set of a case, which is written once in a test session."""
+    if not KINDS[case.kind].only_answers:
+        return documents(case.lengths, case.turn, copies=1)
+    return once(partial(write_conversations, case), "conversations", case.lengths, case.length, case.turn)
+
+
+def write_conversations(case: Case, folder: Path) -> Path:
+    """Write documents with a mask of answers: a third of the tokens, and the last token that fits."""
+    from bytescale_ext.data.corpus.mask_file import write_header
+
+    prefix = write_documents(folder / "docs", case.lengths, case.turn, copies=1)
+    masks = np.random.default_rng(case.turn).random(sum(case.lengths)) < 0.3
+    starts = np.cumsum(case.lengths) - case.lengths
+    masks[starts + np.minimum(case.lengths, case.length) - 1] = True
+    masks.astype(np.uint8).tofile(f"{prefix}.mask.bin")
+    write_header(str(prefix))
+    return prefix
+
+
 @pytest.mark.parametrize("case", ROWS)
 def test_three_steps_are_those_of_the_reference(case: Case, tmp_path: Path) -> None:
     settings = replace(KINDS[case.kind], length=case.length)
-    corpus = documents(case.lengths, case.turn, copies=1)
-    wanted = places(case.lengths, case.length)
+    corpus = corpus_of(case)
+    wanted = places(case.lengths, case.length, settings.only_answers)
     layout = case.layout_value
     losses, names = run(tmp_path, corpus, layout.ranks, len(wanted) // STEPS, [*flags(settings), *case.flags()])
-    tokens = read_tokens(corpus, case.lengths)
-    samples = [[sample(name, tokens) for name in step] for step in names]
-    assert sorted(place for step in samples for place, _ in step) == wanted
-    steps: list[list[Document]] = [[document for _, document in step] for step in samples]
-    expected = train_reference(settings, steps, case.optimizer)
+    steps = [[place_of(name) for name in step] for step in names]
+    assert sorted(place for step in steps for place in step) == wanted
+    samples = Samples(corpus, case.lengths, settings)
+    expected = train_reference(settings, [[samples.at(place) for place in step] for step in steps], case.optimizer)
     assert losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
     errors = gradient_errors(tmp_path, layout.sizes, settings, expected.gradients)
     assert errors.keys() == expected.gradients.keys()

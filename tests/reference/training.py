@@ -13,15 +13,13 @@ import torch
 from tests.e2e.oracle import draw_weights_by_name, shard_of
 from tests.e2e.pipelines import plan_once
 from tests.e2e.training import documents_in_order, print_step, step_losses, train_ranks, train_with
-from tests.reference.model import Model, Weights
+from tests.reference.model import Document, Model, Weights
 from tests.reference.settings import Settings
 
 STEPS = 3
 SCALE = 0.2
 RATE = 1e-2
 DECAY = 0.1
-Document = tuple[torch.Tensor, torch.Tensor]
-"""Tokens and labels of a sample; a document's last token has no label."""
 OPTIMIZERS = {
     "adam": f"--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay {DECAY}".split(),
     "sgd": "--optimizer sgd --sgd-momentum 0.9 --weight-decay 0".split(),
@@ -72,23 +70,39 @@ def run(
     return step_losses(folder), documents_in_order(outcomes)
 
 
-def read_tokens(corpus: Path, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Return the tokens of each document of a data set of 16-bit tokens, each [length]."""
-    tokens = torch.from_numpy(np.fromfile(f"{corpus}.bin", dtype=np.uint16).astype(np.int64))
-    return list(tokens.split(list(lengths)))
-
-
-def sample(name: str, documents: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], Document]:
-    """Return the place (document, start, stop) of a sample named ``"... document 12 tokens 0-64"``, and its tokens."""
+def place_of(name: str) -> tuple[int, int, int]:
+    """Return (document, start, stop) of a sample that a run names ``"... document 12 tokens 0-64"``."""
     found = re.search(r"document (\d+) tokens (\d+)-(\d+)", name)
     assert found, name
     number, start, stop = map(int, found.groups())
-    tokens = documents[number]
-    return (number, start, stop), (tokens[start:stop], tokens[start + 1 : stop + 1])
+    return number, start, stop
 
 
-def places(lengths: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
-    """Return (document, start, stop) of each sample: documents, cut every ``longest`` tokens."""
+class Samples:
+    """Samples of a data set of 16-bit tokens, with a mask of answers if only answers have a loss."""
+
+    def __init__(self, corpus: Path, lengths: Sequence[int], settings: Settings) -> None:
+        tokens = torch.from_numpy(np.fromfile(f"{corpus}.bin", dtype=np.uint16).astype(np.int64))
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        if settings.only_answers:
+            mask = torch.from_numpy(np.fromfile(f"{corpus}.mask.bin", dtype=np.uint8).astype(bool))
+        self.tokens, self.masks = tokens.split(list(lengths)), mask.split(list(lengths))
+        self.only_answers = settings.only_answers
+
+    def at(self, place: tuple[int, int, int]) -> Document:
+        """Return a sample. Its last token has a label if the document goes on, except in conversations."""
+        number, start, stop = place
+        after = slice(start + 1, stop if self.only_answers else stop + 1)
+        return self.tokens[number][start:stop], self.tokens[number][after], self.masks[number][after]
+
+
+def places(lengths: Sequence[int], longest: int, only_answers: bool = False) -> list[tuple[int, int, int]]:
+    """Return (document, start, stop) of each sample: documents, cut every ``longest`` tokens.
+
+    Conversations end at the first cut, and need a label.
+    """
+    if only_answers:
+        return [(number, 0, min(length, longest)) for number, length in enumerate(lengths) if length > 1]
     return [
         (number, start, min(start + longest, length))
         for number, length in enumerate(lengths)
@@ -103,8 +117,8 @@ def train_reference(settings: Settings, steps: Sequence[Sequence[Document]], opt
     losses, first = [], {}
     for documents in steps:
         update.zero_grad()
-        labels = sum(len(one[1]) for one in documents)
-        results = [model.document(*one) for one in documents]
+        labels = sum(int(has_loss.sum()) for _, _, has_loss in documents)
+        results = [model.document(one) for one in documents]
         mean = torch.stack([loss for loss, _ in results]).sum() / labels
         later = torch.stack([loss for _, loss in results]).sum() / labels
         z_loss = sum((torch.cat(router.z_losses).mean() for router in model.routers.values()), torch.zeros(()))
