@@ -20,8 +20,10 @@ STEPS = 3
 SCALE = 0.2
 RATE = 1e-2
 DECAY = 0.1
+EPSILON = 1e-4
+"""Adam's epsilon, far above the rounding of gradients: an update of a gradient that rounding makes is far below it."""
 OPTIMIZERS = {
-    "adam": f"--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay {DECAY}".split(),
+    "adam": f"--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps {EPSILON} --weight-decay {DECAY}".split(),
     "sgd": "--optimizer sgd --sgd-momentum 0.9 --weight-decay 0".split(),
 }
 TRAIN = (
@@ -141,7 +143,7 @@ def make_optimizer(model: Model, name: str) -> torch.optim.Optimizer:
         {"params": [one for one in model.weights.values() if one.dim() > 1], "weight_decay": DECAY},
         {"params": [one for one in model.weights.values() if one.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=1e-8)
+    return torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=EPSILON)
 
 
 def saved_gradients(folder: Path, sizes: Sizes, settings: Settings) -> list[tuple[str, int, torch.Tensor]]:
@@ -153,9 +155,14 @@ def saved_gradients(folder: Path, sizes: Sizes, settings: Settings) -> list[tupl
         expert_rank = numbers[-1] if sizes.expert > 1 else 0
         (chunk,) = torch.load(file, weights_only=False).values()
         for name, gradient in chunk.items():
-            if "_extra" not in name:
+            if "_extra" not in name and not is_unused(name, gradient, settings):
                 found.append((whole_name(name, stage, expert_rank, sizes, settings), numbers[0], gradient))
     return found
+
+
+def is_unused(name: str, gradient: torch.Tensor, settings: Settings) -> bool:
+    """Return whether nothing reads a parameter: the output weight [v, h] if later tokens share the embedding."""
+    return settings.is_tied and settings.depths > 0 and name == "output_layer.weight" and not gradient.any()
 
 
 def whole_name(name: str, stage: int, expert_rank: int, sizes: Sizes, settings: Settings) -> str:
