@@ -28,11 +28,14 @@ each call has new processes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -41,13 +44,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PRELOADED = (
     "torch",
@@ -78,6 +82,53 @@ def check_may_start_processes() -> None:
     """Raise RuntimeError if the running test lacks the mark ``ranks``."""
     if not may_start_processes:
         raise RuntimeError("this test starts processes without the mark: add @pytest.mark.ranks")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of the ranks. Ranks with equal devices are forked from one server.
+
+    Attributes:
+        preloaded: modules that the server imports once.
+        backend: backend of the process group.
+        environment: function that returns the variables with which the server is started, besides those of the tests.
+    """
+
+    preloaded: tuple[str, ...]
+    backend: str
+    environment: Callable[[], dict[str, str]] = dict
+
+    @functools.cached_property
+    def server(self) -> multiprocessing.forkserver.ForkServer:
+        """Server of this test process, which starts with its first rank."""
+        server = multiprocessing.forkserver.ForkServer()
+        server.set_forkserver_preload(list(self.preloaded))
+        return server
+
+    def start(self, process: BaseProcess) -> None:
+        """Fork a rank from the server, with Python's own classes, which know one server only."""
+        multiprocessing.resource_tracker.ensure_running()  # with the variables of the tests
+        forkserver = multiprocessing.forkserver
+        with (
+            mock.patch.dict(os.environ, self.environment()),
+            mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process),
+        ):
+            process.start()
+
+
+CPUS = Devices(PRELOADED, "gloo")
+_devices = CPUS
+
+
+@contextlib.contextmanager
+def ranks_on(devices: Devices) -> Iterator[None]:
+    """Run the ranks of this context on other devices than CPUs."""
+    global _devices
+    before, _devices = _devices, devices
+    try:
+        yield
+    finally:
+        _devices = before
 
 
 class RanksFailed(RuntimeError):
@@ -136,7 +187,6 @@ def run_ranks(
         RuntimeError: the running test is not marked ``ranks``.
     """
     check_may_start_processes()
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[RankProcess] = []
@@ -155,10 +205,10 @@ def _start(rank: int, world_size: int, call: bytes, folder: Path, group_timeout:
     stack_file = folder / f"stack-{rank}"
     process = context.Process(
         target=_rank_main,
-        args=(rank, world_size, call, of_rank, str(folder / "store"), str(stack_file), group_timeout),
+        args=(rank, world_size, call, of_rank, str(folder / "store"), str(stack_file), group_timeout, _devices.backend),
         name=f"rank {rank}",
     )
-    process.start()
+    _devices.start(process)
     # Only the rank may have this end open, otherwise its death would not be noticed.
     of_rank.close()
     return RankProcess(process, mine, stack_file)
@@ -253,6 +303,7 @@ def _rank_main(
     store: str,
     stack_file: str,
     group_timeout: float | None,
+    backend: str,
 ) -> None:
     """Run one rank process from start to end."""
     _tie_to_parent()
@@ -262,7 +313,7 @@ def _rank_main(
         try:
             function, args = pickle.loads(call)
             if group_timeout is not None:
-                _join_group(rank, world_size, store, group_timeout)
+                _join_group(rank, world_size, store, group_timeout, backend)
             value = function(rank, world_size, *args)
             report = pickle.dumps(Report(rank, value=value, at_seconds=time.monotonic()))
         except BaseException:
@@ -287,16 +338,18 @@ def _tie_to_parent() -> None:
         ctypes.CDLL(None).prctl(death_signal_of_parent, signal.SIGKILL)
 
 
-def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
+def _join_group(rank: int, world_size: int, store: str, timeout: float, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         # All ranks are on this host, and host names do not resolve everywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,

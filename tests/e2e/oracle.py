@@ -85,11 +85,11 @@ def train_documents_one_by_one() -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron.bytescale import install
+    from megatron.bytescale import cpu, install
     from megatron.bytescale.arguments.parse import parse
     from megatron.bytescale.training import stock
 
-    args = parse(sys.argv, on_cpu=True)
+    args = parse(sys.argv, on_cpu=cpu.installed())
     install(None)
     router.MoEAuxLossAutoScaler = MeanOverTokens  # type: ignore[misc, assignment]
     model = gpt_config_from_args(args)

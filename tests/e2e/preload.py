@@ -1,8 +1,12 @@
-"""Module that the fork server imports once: Megatron on CPU, so that ranks of end-to-end tests start quickly."""
+"""Module that fork servers import once: Megatron, so that ranks of end-to-end tests start quickly.
+
+On CPU it comes with the stand-ins for torch.cuda; on ghost GPUs (tests/ghost) torch.cuda is torch's own.
+"""
 
 import argparse
 import gc
 import importlib
+import os
 import pkgutil
 import queue
 from functools import cache, partial
@@ -11,7 +15,7 @@ gc.disable()  # until everything is imported
 
 from megatron.bytescale import cpu, registry  # noqa: E402
 
-STAND_INS = cpu.install_if_wanted(["--cpu"])
+STAND_INS = None if "GHOST_DEVICES" in os.environ else cpu.install_if_wanted(["--cpu"])
 
 import megatron.core.models.mimo.optimizer  # noqa: E402
 import megatron.core.tokenizers.text.libraries  # noqa: E402
