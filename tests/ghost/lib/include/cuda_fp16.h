@@ -1,0 +1,2 @@
+// NCCL names this header and uses nothing of it in C.
+#pragma once
