@@ -49,9 +49,10 @@ NO_MIRROR = (
     "tests.e2e",
     "tests.cluster",
     "tests.faults",
+    "tests.ghost",
     "tests.scripts",
     "tests.reference",
-)  # whole trainings, faults, launchers
+)  # whole trainings, faults, ghost GPUs, launchers
 ARRAY_TYPE = r"ndarray|NDArray|Tensor"
 SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNORECASE)
 

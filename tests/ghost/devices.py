@@ -1,0 +1,31 @@
+"""Ghost GPUs as devices of the harness's ranks: torch's CUDA wheel with the libraries of ``lib/``.
+
+    with ranks_on(GHOST_GPUS):
+        train(4, *flags)
+
+A rank is forked from a server that runs with the ghost libraries, has the kernels of ``kernels.py``, and has imported
+Megatron without the stand-ins for CPUs. Rank r has device r of a node of eight, and an NCCL process group.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ghost import build
+from tests.ghost.environment import environment
+from tests.harness import PRELOADED, Devices
+
+_modules = tuple("tests.ghost.preload" if name == "tests.e2e.preload" else name for name in PRELOADED)
+GHOST_GPUS = Devices(_modules, "nccl", environment)
+
+
+def missing() -> str:
+    """Return why this machine has no ghost GPUs, or "" if it has."""
+    try:
+        build.folder()
+    except build.Unavailable as error:
+        return f"no ghost GPUs: {error}"
+    return ""
+
+
+needs_ghosts = pytest.mark.skipif(bool(missing()), reason=missing() or "there are ghost GPUs")
