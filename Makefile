@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest docs pins clean
+.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest docs gpu-rehearsal pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -18,6 +18,7 @@ help:
 	@echo "make test   lint, types, all tests except the slowest"
 	@echo "make test-all  everything: make test, all twins, and all comparisons with the reference model"
 	@echo "make twins  train a scaled-down twin of each recipe for 5 steps and print the losses (2 minutes)"
+	@echo "make gpu-rehearsal  train each feature on ghost GPUs: torch's CUDA wheel on the CPU (needs a C compiler)"
 	@echo "make docs   build the documentation as a site in site/"
 	@echo "make setup  create .venv with pinned dependencies"
 
@@ -67,6 +68,10 @@ quick-tests: $(STAMP)
 
 twins: $(STAMP)
 	$(BIN)/python -m pytest -q -m "twins or ranks" -k small_twin -rP tests/scripts/test_models.py | grep -E "^(twin of|FAILED|ERROR|E  )"
+
+# What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
+gpu-rehearsal: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "" -rs tests/ghost
 
 lint: style types
 

@@ -1,0 +1,81 @@
+"""Trainings on ghost GPUs: losses, the order of NCCL calls, and waits of the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.once import once
+from tests.e2e.training import step_losses
+from tests.ghost.cases import CASES, STEPS, Case
+from tests.ghost.devices import needs_ghosts
+from tests.ghost.order import Event, HostWait, Step, read_traces, stuck_runs
+from tests.ghost.training import train_on_cpus, train_on_ghosts
+
+END_OF_STEP = "once a step, after the optimizer: losses and times of all ranks for the log"
+MAX_WAITS_AT_THE_END = 12  # of the host in a step, whatever the number of layers and micro-batches
+# Lines of ours that make the host wait for the device within a step, and why. Megatron's own are not listed: its check
+# for NaN in each micro-batch, the norm of the gradients, and its log.
+WAITS = {
+    "megatron/bytescale/training/training.py:_gather": END_OF_STEP,
+    "megatron/bytescale/training/training.py:training_log": END_OF_STEP,
+    "megatron/bytescale/training/training.py:<genexpr>": END_OF_STEP,
+    "bytescale_ext/measure/metrics.py:work_seconds": END_OF_STEP,
+    "megatron/bytescale/features/experts/loads.py:__call__": END_OF_STEP,
+    "megatron/bytescale/features/experts/loads.py:step_loads": END_OF_STEP,
+    "megatron/bytescale/core/transformer/moe/slots.py:in_slots": "sizes of the all-to-all of replicated experts",
+    "megatron/bytescale/core/transformer/moe/slots.py:<genexpr>": "sizes of the all-to-all of replicated experts",
+    "megatron/bytescale/core/models/common/embeddings/host_table.py:end_step": "gradients of a table in host memory",
+}
+
+pytestmark = [pytest.mark.ranks, needs_ghosts]
+
+
+@dataclass(frozen=True)
+class GhostRun:
+    """A training on ghost GPUs: its losses, and what each rank told its device."""
+
+    losses: list[float]
+    traces: dict[int, list[Event]]
+
+
+def run_on_ghosts(case: Case, corpus: Path) -> GhostRun:
+    """Train on ghost GPUs, once in a test session."""
+
+    def train(folder: Path) -> GhostRun:
+        train_on_ghosts(case.num_ranks, *case.argv(corpus, folder / "logs"), traces=folder)
+        return GhostRun(step_losses(folder / "logs"), read_traces(folder))
+
+    return once(train, "ghost", case)
+
+
+each_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.is_quick else pytest.mark.full) for case in CASES]
+)
+
+
+@each_case
+def test_losses_equal_cpu_ranks(case: Case, corpus: Path, tmp_path: Path) -> None:
+    found = run_on_ghosts(case, corpus)
+    train_on_cpus(case.num_ranks, *case.argv(corpus, tmp_path))
+    assert found.losses == pytest.approx(step_losses(tmp_path), rel=case.tolerance)
+    assert len(found.losses) == STEPS
+
+
+@each_case
+def test_no_host_can_make_a_run_hang(case: Case, corpus: Path) -> None:
+    assert stuck_runs(run_on_ghosts(case, corpus).traces, STEPS) == []
+
+
+@each_case
+def test_only_known_lines_of_ours_wait_in_a_step(case: Case, corpus: Path) -> None:
+    for events in run_on_ghosts(case, corpus).traces.values():
+        last = events[events.index(Step(STEPS)) :]
+        waits = Counter(event.place for event in last if isinstance(event, HostWait))
+        ours = {place for place in waits if place.startswith(("bytescale_ext/", "megatron/bytescale/"))}
+        assert ours <= WAITS.keys(), waits
+        per_step = sum(number for place, number in waits.items() if WAITS.get(place) == END_OF_STEP)
+        assert per_step <= MAX_WAITS_AT_THE_END, waits
