@@ -121,6 +121,14 @@ def test_the_seed_and_not_the_ranks_make_the_order(corpora: tuple[Path, Path], f
     assert documents_in_order(run(*flags, "--seed", 1)) != order
 
 
+@pytest.mark.parametrize("kind", ["documents", "tokens"])
+def test_a_blend_is_equal_on_any_number_of_ranks(kind: str, corpora: tuple[Path, Path]) -> None:
+    blend = ("--data-path", 0.3, corpora[0], 0.7, corpora[1], "--hdp-blend-by", kind, "--train-iters", 3)
+    alone, many = (documents_in_order(run(*blend, num_ranks=num_ranks)) for num_ranks in (1, 4))
+    assert many == alone
+    assert {prefix_of(document) for document in flat(alone)} == {str(corpus) for corpus in corpora}
+
+
 def test_an_index_alone_gives_the_lengths_of_each_step(five_steps: list[Outcome]) -> None:
     """The planned lengths equal the lengths of the documents that were read."""
     for documents, record in zip(documents_in_order(five_steps), five_steps[0].records(), strict=True):
