@@ -19,7 +19,7 @@ PIPELINE = "--pipeline-model-parallel-size 2".split()
 EXPERT = "--expert-model-parallel-size 2".split()
 SLICES = "--seq1f1b-slices 3".split()
 OTHER_SEEDS = {"one_expert-2-full-adam-128": 3}
-"""Seeds of the documents of combinations in which two experts of a token would have nearly equal scores."""
+"""Seeds of documents, for combinations that otherwise have a token with two experts of nearly equal scores."""
 
 
 @dataclass(frozen=True)

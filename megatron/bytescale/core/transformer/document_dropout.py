@@ -63,7 +63,7 @@ def number_tokens(
 def numbers_of_rows(runtime: Runtime, num_rows: int) -> torch.Tensor:
     """Return the numbers [num_rows] of this rank's rows, or of its last rows if a policy recomputes only these."""
     numbers = runtime.step.token_numbers
-    assert numbers is not None and len(numbers) >= num_rows, "no numbered pass of so many rows runs"
+    assert numbers is not None and len(numbers) >= num_rows, f"no pass has numbered {num_rows} rows"
     return numbers[len(numbers) - num_rows :]
 
 
