@@ -107,6 +107,8 @@ class _Tracker:
         return not (os.path.isdir(folder) and os.access(folder, os.W_OK))
 
 
+_LACKS_ENGINE = Condition(lambda _: importlib.util.find_spec("transformer_engine") is None)
+_NEEDS_ENGINE = "install TransformerEngine (pip install .[gpu]): Megatron 0.19.2 fails in the first step without it"
 _IS_ON_CPU = equals("distributed_backend", "gloo")
 _IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
@@ -133,6 +135,20 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--hybrid-override-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
     refuse("--apply-residual-connection-post-layernorm", ALWAYS, _UNREAD),
     refuse("--vocab-extra-ids", ALWAYS, _UNREAD),
+    refuse("--verify-integrity with another --ckpt-format than torch_dist", ALWAYS, "use --ckpt-format torch_dist",
+           given("verify_integrity") & ~equals("ckpt_format", "torch_dist")),
+    refuse("--save-activations-interval without TransformerEngine", ALWAYS, _NEEDS_ENGINE,
+           given("save_activations_interval") & _LACKS_ENGINE),
+    refuse("--save-dgrads-interval without TransformerEngine", ALWAYS, _NEEDS_ENGINE,
+           given("save_dgrads_interval") & _LACKS_ENGINE),
+    refuse("--config-logger-dir", ALWAYS, "remove it: Megatron 0.19.2 fails on it"),
+    refuse("--openai-gelu", ALWAYS, _UNREAD),
+    refuse("--cache-mla-latents", ALWAYS, "remove it: it belongs to inference, and Megatron fails on it in training"),
+    refuse("--use-te-activation-func of local layers", ALWAYS, "remove it: it needs TransformerEngine",
+           IS_LOCAL & given("use_te_activation_func")),
+    refuse("--fp16-lm-cross-entropy", ALWAYS, "remove it: GPT models of Megatron 0.19.2 do not read it"),
+    refuse("--fp32-residual-connection of local layers", ALWAYS, "remove it: it needs TransformerEngine",
+           IS_LOCAL & given("fp32_residual_connection")),
     refuse("--exit-signal-handler-for-dataloader", ALWAYS, _UNREAD),
     refuse("--dist-ckpt-save-pre-mcore-014", ALWAYS, _UNREAD),
     refuse("--apply-layernorm-1p of local layers", ALWAYS, "remove it: it needs TransformerEngine",

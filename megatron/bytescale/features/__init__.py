@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bytescale.arguments.options import override
 from megatron.bytescale.arguments.positions import POSITION_REFUSALS
 from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
+from megatron.bytescale.arguments.unused import UNUSED_REFUSALS
 from megatron.bytescale.features.activations.flags import ACTIVATIONS
 from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN
 from megatron.bytescale.features.drafts.flags import DRAFTS
@@ -71,7 +72,7 @@ def enabled(args: argparse.Namespace) -> list[Feature[Any]]:
 
 def refusals() -> list[Refusal]:
     """Return the refusals of all features and of every run."""
-    return [*(row for feature in FEATURES for row in feature.refusals), *REFUSALS, *POSITION_REFUSALS]
+    return [*(row for feature in FEATURES for row in feature.refusals), *REFUSALS, *POSITION_REFUSALS, *UNUSED_REFUSALS]
 
 
 def patches_of(names: Collection[str]) -> list[Patch]:

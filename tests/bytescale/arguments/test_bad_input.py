@@ -134,7 +134,7 @@ def test_data_arguments_in_a_file_that_is_missing(tmp_path: Path) -> None:
     [
         ("--hdp-tokens-per-rank 64", ["--seq-length 256", "there are 1", "fits is 256"]),
         ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "start 2 processes"]),
-        ("--expert-model-parallel-size 2", ["num_experts must be non None"]),
+        ("--expert-model-parallel-size 2", ["--expert-model-parallel-size without --num-experts"]),
         ("--hdp-attention-kernel torch_flash", ["'torch_flash'", "runs on cuda, not on cpu"]),
         ("--yaml-cfg settings.yaml", ["--yaml-cfg", "command line"]),
         ("--min-lr 1", ["Megatron refuses", "min_lr"]),

@@ -10,7 +10,7 @@ from tests.e2e.training import HDP, MODEL, TRAIN
 pytestmark = pytest.mark.ranks
 
 COMMON = [*TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--data-path", "unread", "--cpu"]
-WITHOUT_GROUPS = [word for word in MODEL if word != "--group-query-attention"]
+WITHOUT_GROUPS = " ".join(MODEL).replace("--group-query-attention --num-query-groups 2", "").split()
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type"
 ).split()

@@ -119,6 +119,13 @@ EXAMPLES = {
     "--rotary-interleaved without plain rotary positions": "--rotary-interleaved --position-embedding-type yarn",
     "--no-rope-freq without rotary positions": "--no-rope-freq 2 --position-embedding-type learned_absolute",
     "--vocab-extra-ids": "--vocab-extra-ids 7",
+    "--verify-integrity with another --ckpt-format than torch_dist": "--verify-integrity --ckpt-format torch",
+    "--save-activations-interval without TransformerEngine": "--save-activations-interval 1",
+    "--save-dgrads-interval without TransformerEngine": "--save-dgrads-interval 1",
+    "--config-logger-dir": "--config-logger-dir settings",
+    "--use-te-activation-func of local layers": "--use-te-activation-func",
+    "--fp16-lm-cross-entropy": "--fp16-lm-cross-entropy --fp16",
+    "--fp32-residual-connection of local layers": "--fp32-residual-connection --bf16",
     "--fp8-format": "--fp8-format hybrid",
     "--fp8-format without --hybrid-data-parallel": "--fp8-format hybrid",
     "--fp8-format of local layers": "--fp8-format hybrid",
@@ -165,7 +172,7 @@ SWITCHES = (
     "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining "
     "allow-ambiguous-pad-tokens freeze-all-layers log-straggler check-for-spiky-loss ddp-average-in-collective "
     "use-sharp init-method-xavier-uniform apply-residual-connection-post-layernorm "
-    "exit-signal-handler-for-dataloader dist-ckpt-save-pre-mcore-014"
+    "openai-gelu cache-mla-latents exit-signal-handler-for-dataloader dist-ckpt-save-pre-mcore-014"
 ).split()
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 

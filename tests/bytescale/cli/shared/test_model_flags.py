@@ -35,8 +35,9 @@ def test_the_vocabulary_is_padded_as_training_pads_it() -> None:
 
 
 def test_groups_of_queries_need_their_flag() -> None:
-    """Megatron reads the number of groups only with grouped-query attention."""
-    assert shape_of_flags(f"{SIZES} --num-query-groups 2").num_kv_heads == 4
+    with pytest.raises(ValueError, match="--num-query-groups without --group-query-attention"):
+        shape_of_flags(f"{SIZES} --num-query-groups 2")
+    assert shape_of_flags(SIZES).num_kv_heads == 4
     assert shape_of_flags(f"{SIZES} --group-query-attention --num-query-groups 2").num_kv_heads == 2
 
 
