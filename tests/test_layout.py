@@ -52,6 +52,7 @@ NO_MIRROR = (
     "tests.ghost",
     "tests.scripts",
     "tests.reference",
+    "tests.survey",
 )  # whole trainings, faults, ghost GPUs, launchers
 ARRAY_TYPE = r"ndarray|NDArray|Tensor"
 SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNORECASE)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.harness import run_ranks
+
+if TYPE_CHECKING:
+    from bytescale_ext.config.run import RunConfig
 
 NUM_TOKENS = 200
 VOCAB = 128
@@ -41,14 +45,27 @@ def _felt_by(words: list[str]) -> Felt:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             args = checked(1, words, VOCAB)
-        return _loss_and_gradient(args)
+        return loss_and_gradient(args)[-1]
     except ValueError as error:
         return str(error)
     except SystemExit:
         return "argparse refuses it"
 
 
-def _loss_and_gradient(args: Any) -> Felt:
+def configurations_of(args: Any) -> list[Any]:
+    """Return Megatron's configurations of the training: the model, its layers, and the rest."""
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron.bytescale.training.pretrain_arguments import stock_training
+
+    model = stock_training(args).model
+    container = pretrain_cfg_container_from_args(args, model)
+    rest = [getattr(container, field.name) for field in dataclasses.fields(container) if field.name != "model"]
+    return [model, model.transformer, *(part for part in rest if dataclasses.is_dataclass(part))]
+
+
+def loss_and_gradient(args: Any) -> tuple[list[Any], RunConfig, Any, tuple[float, float]]:
+    """Return Megatron's configurations, the run's configuration, the model, and its loss and gradient norm."""
     import torch
     from megatron.core import num_microbatches_calculator
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -62,14 +79,15 @@ def _loss_and_gradient(args: Any) -> Felt:
     from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
     from megatron.bytescale.core.transformer.dot_product_attention import sample_layout
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.pretrain_arguments import stock_training
 
     global_vars._GLOBAL_ARGS = args
-    runtime = Runtime.of(resolve(args))
-    window, head_dim = runtime.run.shape.window, runtime.run.shape.head_dim
+    run = resolve(args)
+    runtime = Runtime.of(run)
+    window, head_dim = run.shape.window, run.shape.head_dim
     kernel = choose_kernel(torch.device("cpu"), torch.float32, head_dim, None, windows=window is not None)[0]
     runtime.add_parts(kernel=kernel)
-    config = stock_training(args).model
+    configurations = configurations_of(args)
+    config: Any = configurations[0]
     config.transformer_layer_spec, config.vocab_size = document_layer_spec(runtime), VOCAB
     model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     use_document_positions([model])
@@ -85,4 +103,4 @@ def _loss_and_gradient(args: Any) -> Felt:
     loss = model.train()(*output, labels=labels, packed_seq_params=params, padding_mask=mask).double().sum()
     loss.backward()
     norms = [parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None]
-    return float(loss), float(torch.stack(norms).sum())
+    return configurations, run, model, (float(loss), float(torch.stack(norms).sum()))

@@ -69,14 +69,15 @@ def checked(num_processes: int, words: Sequence[str], vocab: int = 128, **settle
 
     os.environ["WORLD_SIZE"] = str(num_processes)
     sys.argv = ["pretrain_gpt_hdp.py", *words]
-    args = parse_args(parse.add_arguments)
+    with parse.refusals_of_megatron():
+        args = parse_args(parse.add_arguments)
     vars(args).update(settled)
     parse.set_device_defaults(args, sys.argv, on_cpu=True)
     features.check(args)
     with parse.refusals_of_megatron():
         validate_args(args)
     features.check_after(args)
-    args.padded_vocab_size = vocab  # the tokenizer sets it
+    args.padded_vocab_size = args.padded_vocab_size or vocab  # the tokenizer sets it
     return args
 
 
