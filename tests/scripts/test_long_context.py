@@ -58,6 +58,7 @@ def stages(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.full
 def test_from_text_to_training_after_a_failure(tmp_path: Path) -> None:
     write_texts(tmp_path)
     out = tmp_path / "out"

@@ -53,6 +53,7 @@ def test_texts_of_packages(tmp_path: Path) -> None:
     assert "\xa0" in page
 
 
+@pytest.mark.full
 def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["duplicates.py", "--debian", str(packages(tmp_path)), "--json"])
     assert duplicates.main() == 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts.bench.data.sculpt import debian_texts, measure, text_of, write_corpus
 from tests.data.corpus.books import texts
 
 
+@pytest.mark.full
 def test_every_way_on_made_up_texts(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "a", (text.encode() for text in texts()[0]), 10**6)
     assert corpus is not None

@@ -93,6 +93,7 @@ def test_links_between_nodes_are_measured_by_themselves_or_given(monkeypatch: py
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_a_short_real_run(tmp_path: Path) -> None:
     """The whole command runs. Its times are too short to be reliable, and may even be refused as noise."""
     path = tmp_path / "cost.json"

@@ -67,6 +67,7 @@ def measure(rank: int, world: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_live_bytes_of_split_operators_are_within_five_percent_of_the_prediction() -> None:
     found = run_ranks(measure, 1, init_group=False)[0]
     assert len(found) == len(PLANS) + len(MORE_PLANS) + 2

@@ -265,6 +265,7 @@ def test_every_stage_takes_what_is_predicted() -> None:
     check(run_ranks(measure, 1, CASES, init_group=False)[0], CASES)
 
 
+@pytest.mark.full
 def test_every_stage_takes_what_is_predicted_where_rings_keep_keys() -> None:
     kept, swapped = "keys kept, swap all", "keys and all swapped"
     for found in run_ranks(measure, 2, RINGS):

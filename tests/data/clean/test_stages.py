@@ -57,6 +57,7 @@ def expected(tmp_path: Path) -> set[str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_several_processes(tmp_path: Path, expected: set[str]) -> None:
     assert run(tmp_path, "out", ExecutorSettings(workers=2)) == expected
 

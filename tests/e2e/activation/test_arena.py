@@ -22,6 +22,7 @@ def train_with_a_quarter_of_the_arena() -> None:
     train_and_digest()
 
 
+@pytest.mark.full
 def test_an_arena_that_is_too_small_keeps_the_rest_on_the_device(tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "docs")
     num_ranks, words = CASES["hdp"]

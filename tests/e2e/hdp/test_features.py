@@ -10,6 +10,7 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.hdp.test_sft import train_with_named_weights
 from tests.e2e.oracle import train_documents_one_by_one
 from tests.e2e.training import CLASSIC_MODEL, HDP, MODEL, TRAIN, Outcome, train, train_once, train_ranks
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -77,6 +78,7 @@ def test_bf16_follows_one_process(corpus: Path) -> None:
     assert found[-1].losses == pytest.approx(expected[-1].losses, rel=5e-3)
 
 
+@pytest.mark.full
 def test_fp16_follows_fp32_from_the_first_step(corpus: Path) -> None:
     """No step is skipped, because the initial loss scale suits losses that are summed over tokens."""
     flags = ["--init-method-std", 0.02, "--weight-decay", 0]
@@ -109,7 +111,7 @@ LAYOUTS: dict[str, tuple[int, list[object]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, ["rings of 4", "tensor parallel, memo", "pipeline in slices"]))
 @pytest.mark.parametrize("noise", NOISE)
 def test_noise_belongs_to_documents_so_ranks_and_layouts_do_not_change_it(
     noise: str, layout: str, corpus: Path, plain: Outcome

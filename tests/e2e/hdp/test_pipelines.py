@@ -35,6 +35,7 @@ from tests.e2e.pipelines import (
     train_one_by_one,
 )
 from tests.e2e.training import CLASSIC_MODEL, HDP, Outcome
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +71,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ["pp2-sharded-full", "pp2-one-idle", "tp2-pp2", "pp4-virtual-layout"]))
 def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
     case = CASES[name]
     flags = [*HDP, *BALANCE, "--hdp-balance", case.balance, "--pipeline-model-parallel-size", case.num_stages]

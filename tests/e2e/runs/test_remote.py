@@ -126,6 +126,7 @@ def local(texts: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return documents_in_order(outcomes), step_losses(log_dir)
 
 
+@pytest.mark.full
 def test_blends_splits_and_evaluation_are_those_of_the_local_loader(texts: tuple[Path, Path], tmp_path: Path) -> None:
     found = []
     for loader in ("local", "ray"):
@@ -215,6 +216,7 @@ def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], c
         assert expected in line
 
 
+@pytest.mark.full
 def test_text_of_another_vocabulary_ends_the_run(cluster: str, tmp_path: Path) -> None:
     """Servers use Megatron's own tokenizer and the key of the flag. The error for an invalid id names its document."""
     path = tmp_path / "ids.jsonl"

@@ -111,6 +111,7 @@ def token_range(document: str) -> tuple[int, int]:
     return int(start), int(stop)
 
 
+@pytest.mark.full
 def test_resumed_evaluation_goes_on_in_its_own_order(corpus: Path, tmp_path: Path) -> None:
     whole = run(corpus, tmp_path / "whole", 2, *EVALUATE)
     save = tmp_path / "save"

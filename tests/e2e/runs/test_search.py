@@ -97,6 +97,7 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
     assert figures.seconds == pytest.approx(seconds, rel=1e-3)
 
 
+@pytest.mark.full
 def test_the_written_script_trains_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path / "cost.json", TASK.cost)
     words = ["search", "--model-flags", f"{' '.join(SIZED)} --cpu", "--lengths", f"{documents()}.idx",

@@ -12,6 +12,7 @@ from tests.e2e.oracle import draw_weights_by_name, train_documents_one_by_one
 from tests.e2e.pipelines import FULL, TOLERANCE, Layout, check_equals, oracle_of, run, train_and_record
 from tests.e2e.states.test_ngram import PlainTable
 from tests.e2e.training import HDP, step_losses
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ["rings-packs"]))
 def test_losses_and_gradients_are_those_of_one_plain_table(name: str, corpus: Path, tmp_path: Path) -> None:
     expected = oracle_of(corpus, entry=train_plain_embedding_one_by_one, flags=UNTIED)
     saving = ["--save-interval", 2] if CASES[name].tp_size == 1 else []

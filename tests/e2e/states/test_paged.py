@@ -20,6 +20,7 @@ from bytescale_ext.states.disks import IN_MEMORY, file_system_of
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_ranks, train_with
 from tests.harness import run_ranks
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -130,7 +131,7 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
         assert count > 20
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, ["documents, bf16, zero1", "samples in slices, pp, zero1"]))
 def test_paged_is_resident(name: str, documents: Path, tmp_path: Path) -> None:
     folders = [tmp_path / kind for kind in ("paged", "resident", "paged then resident", "resident then paged")]
     host_gb = HOST_GB_OF_STAGE_3 if name in STAGES else HOST_GB

@@ -246,6 +246,7 @@ def run_fifty_steps(rank: int, world: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.full
 def test_memory_is_flat_over_fifty_steps_of_changing_lengths() -> None:
     """Steps of equal lengths take equal memory at any time, and leave nothing, without the garbage collector."""
     found = run_ranks(run_fifty_steps, 1)[0]
