@@ -174,7 +174,10 @@ class Replay:
         self._needs: dict[tuple[int, int], set[int]] = {}  # (rank, ticket): tickets of the rank that it waits for
         self._on_stream: dict[tuple[int, int], set[int]] = defaultdict(set)  # what later work of a stream waits for
         self._posted: dict[int, set[int]] = defaultdict(set)
-        self._done: dict[int, set[int]] = defaultdict(set)
+        # Operations before the first event, such as of earlier steps, have ended.
+        self._done = {
+            rank: _tickets(events, StreamWait, HostWait) - _tickets(events, Post) for rank, events in traces.items()
+        }
         self._active: set[Message] = set()
         self._waits_for_device: int | None = None
         self.stuck = self._run()
@@ -277,6 +280,25 @@ class Replay:
         return f"rank {rank}{waits}, event {at} of {len(events)}, {place}; has not ended: {running[:4]}"
 
 
+def _tickets(events: Iterable[Event], *kinds: type) -> set[int]:
+    return {event.ticket for event in events if isinstance(event, kinds) and event.ticket is not None}
+
+
+def only_step(traces: Mapping[int, Sequence[Event]], step: int) -> dict[int, list[Event]]:
+    """Return the events of one step, if all members of each communicator began it after equally many operations."""
+    found, before = {}, defaultdict(set)
+    for rank, events in traces.items():
+        begin = events.index(Step(step))
+        end = next((i for i, one in enumerate(events) if one == Step(step + 1)), len(events))
+        found[rank] = list(events[begin:end])
+        made = {one.communicator: 0 for one in events[:begin] if isinstance(one, Init)}
+        counts = made | Counter(one.communicator for one in events[:begin] if isinstance(one, Post))
+        for communicator, count in counts.items():
+            before[communicator].add(count)
+    assert all(len(counts) == 1 for counts in before.values()), f"operations run from step {step - 1} into {step}"
+    return found
+
+
 def places_of_step(traces: Mapping[int, Sequence[Event]], step: int) -> list[Place]:
     """Return the places after each operation of a step, on every rank."""
     found = []
@@ -288,10 +310,11 @@ def places_of_step(traces: Mapping[int, Sequence[Event]], step: int) -> list[Pla
 
 
 def stuck_runs(traces: Mapping[int, Sequence[Event]], step: int) -> list[str]:
-    """Replay a run under all models of the host, with device waits in one step, and return who is stuck where."""
+    """Replay a run under all models of the host, and one step with device waits; return who is stuck where."""
     found = []
     for hosts in Hosts:
         found += [f"{hosts.name}: {line}" for line in Replay(traces, hosts).stuck]
-    for place in places_of_step(traces, step):
-        found += [f"device wait at {place}: {line}" for line in Replay(traces, device_wait=place).stuck]
+    of_step = only_step(traces, step)
+    for place in places_of_step(of_step, step):
+        found += [f"device wait at {place}: {line}" for line in Replay(of_step, device_wait=place).stuck]
     return found

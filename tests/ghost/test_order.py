@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ghost.order import Hosts, HostWait, Place, Replay, Step, parse, places_of_step, stuck_runs
+from tests.ghost.order import Hosts, HostWait, Place, Replay, Step, only_step, parse, places_of_step, stuck_runs
 
 INIT = ["INIT ring 0 2", "INIT shards 0 2"]
 
@@ -95,6 +95,18 @@ def test_waits_of_the_host_in_a_trace() -> None:
     assert Replay(traces([exchange(1, 0), *waits], [exchange(1, 1), *waits])).stuck == []
     assert len(Replay(traces([reduction(1, 0), "HOST_WAIT event 1", exchange(2, 0)],
                              [exchange(1, 1), "HOST_WAIT stream 1", reduction(2, 1)])).stuck) == 2  # fmt: skip
+
+
+def test_one_step_of_a_run() -> None:
+    """A step begins when the operations before it have ended, so waits for them end, too."""
+    run = traces(
+        [exchange(1, 0), "STEP 2", wait(1), exchange(2, 0), wait(2)],
+        [exchange(1, 1), "STEP 2", wait(1), exchange(2, 1)],
+    )
+    step = only_step(run, 2)
+    assert [len(events) for events in step.values()] == [4, 3]
+    assert Replay(step, Hosts.AT_STREAM_WAITS).stuck == []
+    assert stuck_runs(run, step=2) == []
 
 
 def test_places_of_waits() -> None:
