@@ -86,6 +86,7 @@ CASES = (
     Case("n-gram memory", 2, f"{TWO} {NGRAM}", is_quick=True),
     Case("four ranks", 4, f"{BUCKETS} --global-batch-size 8 --hdp-tokens-per-rank 64"),
     Case("four ranks, bytescale", 4, f"{BUCKETS} --hdp-balance bytescale --hdp-tokens-per-rank 64"),
+    Case("four ranks, no balance", 4, f"{BUCKETS} --hdp-balance none --hdp-tokens-per-rank 64"),
     Case("pipelines and rings", 4, f"{PP2} {BUCKETS} --hdp-tokens-per-rank 128"),
     Case("three ranks", 3, f"--num-layers 4 {BUCKETS} --global-batch-size 9 --hdp-tokens-per-rank 96"),
     Case("slices in pipelines", 2, f"{PP2} --seq1f1b-slices 3"),

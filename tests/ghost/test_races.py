@@ -1,0 +1,61 @@
+"""Features that own streams have no races, and the detector sees each wait that is removed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.training import train_ranks
+from tests.ghost.cases import CASES, Case
+from tests.ghost.devices import GHOST_GPUS, needs_ghosts
+from tests.ghost.mutants import MUTANTS, Mutant
+from tests.ghost.training import train_drawn
+from tests.harness import ranks_on
+
+pytestmark = [pytest.mark.ranks, needs_ghosts]
+
+NAMES = ("memo and pages", "swapped keys", "priced activations", "rings, windows, sinks, loss in chunks")
+OWN_STREAMS = [case for case in CASES if case.name in NAMES]
+(MEMO,) = (case for case in CASES if case.name == "memo and pages")
+# Uses of a gradient that autograd's engine tells the allocator about in C++, which no callback sees.
+IN_THE_ENGINE = "core/distributed/distributed_data_parallel.py"
+
+
+def train_watched(mutant: Mutant | None) -> None:
+    """Entry that prints the races of a training."""
+    from tests.ghost.races import watch
+
+    if mutant is not None:
+        mutant.install()
+    detector = watch()
+    try:
+        train_drawn()
+    finally:
+        for race in detector.races:
+            print(f"RACE {race}")
+
+
+def races_of(case: Case, folder: Path, corpus: Path, mutant: Mutant | None = None) -> list[str]:
+    """Train two steps, and return the races of all ranks."""
+    flags = [*case.argv(corpus, folder), "--train-iters", 2]
+    with ranks_on(GHOST_GPUS):
+        outcomes = train_ranks(case.num_ranks, *flags, entry=partial(train_watched, mutant))
+    assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-2000:]
+    lines = [line for outcome in outcomes for line in outcome.text.splitlines()]
+    return [line for line in lines if line.startswith("RACE ") and IN_THE_ENGINE not in line]
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case.name, marks=() if case is MEMO else pytest.mark.full) for case in OWN_STREAMS
+])  # fmt: skip
+def test_no_races(case: Case, corpus: Path, tmp_path: Path) -> None:
+    assert races_of(case, tmp_path, corpus) == []
+
+
+@pytest.mark.parametrize("mutant", [
+    pytest.param(mutant, id=mutant.name, marks=() if mutant is MUTANTS[0] else pytest.mark.full) for mutant in MUTANTS
+])  # fmt: skip
+def test_each_removed_wait_is_found(mutant: Mutant, corpus: Path, tmp_path: Path) -> None:
+    assert races_of(MEMO, tmp_path, corpus, mutant)
