@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale_ext.activation.arena import pin, pinned_block
+from bytescale_ext.activation.arena import HostArena, pin, pinned_block
+from bytescale_ext.activation.link import make_link
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,3 +31,20 @@ def test_a_freed_block_can_be_registered_again() -> None:
         torch.cuda.synchronize()
         assert torch.equal(block[: 1 << 20], device.cpu())
         del block
+
+
+def test_copies_run_on_streams_of_their_own() -> None:
+    """Computation overwrites a source and reads a destination only after their copies."""
+    link = make_link(HostArena(pinned_block(1 << 22)), on_cuda=True)
+    part = link.take(1 << 20)
+    assert part is not None
+    host = link.arena.view(part, (1 << 20,), torch.uint8)
+    for number in range(10):
+        source = torch.full((1 << 20,), number, dtype=torch.uint8, device="cuda")
+        written = link.write([(host, source)], [source])
+        destination = torch.empty_like(source)
+        link.wait(link.read([(destination, host)], written))
+        link.settle()
+        source.fill_(255)
+        assert bool((destination == number).all())
+    link.give_back(part, None)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.e2e.corpora import write_documents
+from tests.e2e.gpu import train_on_gpu
 from tests.e2e.training import HDP, MODEL, TRAIN
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.gpu
@@ -38,15 +33,3 @@ def test_losses_in_fp8_are_near_those_in_bf16(slices: list[str], tmp_path: Path)
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     assert losses[1] != losses[0]
     assert all(float(share) > 0 for share in re.findall(r"padding ([\d.]+)%", in_fp8))
-
-
-def train_on_gpu(words: list[str]) -> str:
-    """Return the output of a training on one GPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, str(ROOT / "pretrain_gpt_hdp.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **place}, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
