@@ -34,6 +34,8 @@ CALIBRATED = "{output}/cost.json"
 ATTENTION_RATE, BACKWARD_RATE = RATES[1:]
 MOE_SECONDS = 13.0
 """Seconds of ``gpu_moe.py``: torch's start, and about ninety passes of 15 ms."""
+TEST_SECONDS, PROFILE_SECONDS = 300.0, 100.0
+"""Seconds of ``pytest -m gpu``, mostly starts of Megatron, and of a profile of layers."""
 COMPILE_SECONDS, CORPUS_SECONDS, START_OF_MEGATRON_SECONDS = 30.0, 40.0, 60.0
 TRAINING_STEPS, TRAINING_TOKENS, TRAINING_RATE = 10, 16 * 16384, 200e12
 """Steps of ``gpu_training.py``, tokens of its largest step, and a cautious FLOP/s of whole steps."""
@@ -53,25 +55,30 @@ def gpu_commands(device_gb: float) -> list[Command]:
 
     calibrate = python("activation/gpu_activations_calibrate.py", "--output", CALIBRATED)
     training = python("plan/gpu_training.py", "--steps", str(TRAINING_STEPS))
+    profile = python("plan/gpu_profile.py", "--output", "{output}/h100.json")
     host_bound = python("activation/gpu_activations.py", "--host-bound")
     bound = replace(
         settings_of(device_gb, gpu_activations.HOST_BOUND_LENGTHS),
         shape=gpu_activations.HOST_BOUND_SHAPE,
         host_gb=gpu_activations.HOST_BOUND_GB,
     )
+    of_32k, of_128k = (arms(length) for length in gpu_activations.LENGTHS)
     return [
+        Command("tests", python("gpu_tests.py"), TEST_SECONDS / 60, tests_headline),
         Command("attention", python("attention/gpu_attention.py"), attention_seconds() / 60, attention_headline),
-        Command("merge", python("attention/gpu_merge.py"), (START_SECONDS + COMPILE_SECONDS) / 60, merge_headline),
         Command("calibration", calibrate, calibration_seconds(device_gb) / 60, calibration_headline),
-        *(arms(length) for length in gpu_activations.LENGTHS),
-        Command("training", training, training_seconds() / 60, training_headline),
-        Command("slices", python("pipeline/gpu_seq1f1b.py"), slices_seconds(device_gb) / 60, slices_headline),
+        of_32k,
+        Command("profile", profile, PROFILE_SECONDS / 60, profile_headline),
+        of_128k,
         Command(
             "memory_plan",
             python("activation/gpu_memory_plan.py"),
             memory_plan_seconds(device_gb) / 60,
             memory_plan_headline,
         ),
+        Command("training", training, training_seconds() / 60, training_headline),
+        Command("merge", python("attention/gpu_merge.py"), (START_SECONDS + COMPILE_SECONDS) / 60, merge_headline),
+        Command("slices", python("pipeline/gpu_seq1f1b.py"), slices_seconds(device_gb) / 60, slices_headline),
         Command("moe", python("experts/gpu_moe.py"), MOE_SECONDS / 60, moe_headline),
         Command("host_bound", host_bound, predicted_seconds(bound) / 60, arms_headline),
     ]
@@ -130,6 +137,18 @@ def memory_plan_seconds(device_gb: float) -> float:
 def loads_of(device_gb: float, lengths: Sequence[int]) -> list[LayerLoad]:
     """Return the load of each length in the model of the activation benchmarks."""
     return [load_of(settings_of(device_gb, (length,)), length) for length in lengths]
+
+
+def tests_headline(figures: dict[str, Any]) -> str:
+    """Return the numbers of tests by outcome, and the first failed test."""
+    first = f", first {figures['failures'][0]}" if figures["failures"] else ""
+    bad = figures["failed"] + figures["error"]
+    return f"{figures['passed']} passed, {bad} failed, {figures['skipped']} skipped{first}"
+
+
+def profile_headline(figures: dict[str, Any]) -> str:
+    """Return the largest error of a prediction for lengths that were not fitted."""
+    return f"largest error of unseen lengths {figures['largest_error']:.1%}"
 
 
 def attention_headline(figures: dict[str, Any]) -> str:
