@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 RELEASE = "release"  # Megatron's name for a checkpoint without an iteration, to start a training from
 SHARD = "5GB"
+ONLY_THIS_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for from_pretrained
 EXTRAS = ("draft_heads", "ngram_layers")  # parts that Hugging Face models cannot have
 
 
@@ -131,7 +132,7 @@ def _config_in(source: Path) -> HuggingFaceConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        config = library("transformers").AutoConfig.from_pretrained(source, local_files_only=True)
+        config = library("transformers").AutoConfig.from_pretrained(source, **ONLY_THIS_FOLDER)
     except Exception as error:  # transformers raises many error types for a bad file
         raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
     renamed = {name: getattr(config, name) for name in config.attribute_map}
@@ -210,4 +211,4 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, output: Path) -> None:
     """Copy the tokenizer to the model's folder if it is a Hugging Face folder."""
     model = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
-        library("transformers").AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(output)
+        library("transformers").AutoTokenizer.from_pretrained(model, **ONLY_THIS_FOLDER).save_pretrained(output)

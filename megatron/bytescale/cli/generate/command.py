@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chain", action="store_true", help="one guess of each head, not a tree")
     parser.add_argument("--plain", action="store_true", help="token by token, without draft heads")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code of the tokenizer that the checkpoint names"
+    )
     add_cpu(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each text instead of the text")
 
@@ -91,11 +94,13 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
     from megatron.bytescale.cli.generate.texts import InOrder, Texts
     from megatron.bytescale.inference.engine import Generation, GenerationRequest, described
 
-    texts = Texts(training)
+    texts = Texts(training, args.trust_remote_code)
     choose = Sampler(args.temperature, texts.vocab, torch.Generator().manual_seed(args.seed))
     request = GenerationRequest(args.max_tokens, choose, shape, texts.end, args.batch)
     shows = sys.stderr.isatty() and (args.json or not sys.stdout.isatty())  # otherwise the text shows the progress
     out, log = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
+    if texts.folder:
+        print(f"tokenizer: {texts.folder}, which the checkpoint names", file=log)
     ended: list[Generation] = []
     printed = InOrder(len(prompts), texts.stream, lambda text: print(text, end="", flush=True, file=out))
     begun = time.perf_counter()

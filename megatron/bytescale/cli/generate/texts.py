@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,19 +13,35 @@ BYTES = 256
 class Texts:
     """A tokenizer for generation. With the NullTokenizer of a training, a token is a byte, as in `bytescale corpus`.
 
+    A tokenizer's folder runs no code of its own, whatever the checkpoint says, unless ``trusts_code`` is set.
+
     Attributes:
+        folder: tokenizer that the arguments name; empty for the NullTokenizer.
         vocab: size of the vocabulary.
         end: token that ends a text; None if there is none.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: argparse.Namespace, trusts_code: bool = False) -> None:
+        """Make the tokenizer of training arguments. Raises ValueError if Megatron cannot."""
         self._tokenizer: Any = None
+        self.folder = ""
         if args.tokenizer_type == "NullTokenizer":
             self.vocab, self.end = args.vocab_size, BYTES if args.vocab_size > BYTES else None
             return
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-        self._tokenizer = build_tokenizer(args)
+        options = argparse.Namespace(**{**vars(args), "trust_remote_code": trusts_code})
+        try:
+            self._tokenizer = build_tokenizer(options)
+        except (OSError, RuntimeError, ValueError) as error:
+            name = repr(getattr(args, "tokenizer_model", None))
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"the tokenizer {name} of the checkpoint runs Python code: --trust-remote-code"
+                ) from None
+            reason = " ".join(str(error).split())[-200:]
+            raise ValueError(f"the tokenizer {name} of the checkpoint cannot be read: {reason}") from None
+        self.folder = str(getattr(args, "tokenizer_model", None) or args.tokenizer_type)
         self.vocab, self.end = self._tokenizer.vocab_size, getattr(self._tokenizer, "eod", None)
 
     def tokens(self, text: str) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from megatron.core.tokenizers.utils import build_tokenizer
@@ -11,13 +13,13 @@ from megatron.bytescale.cli.generate.texts import InOrder, Texts
 
 
 def test_a_token_is_a_byte() -> None:
-    texts = Texts(SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=257))
+    texts = Texts(Namespace(tokenizer_type="NullTokenizer", vocab_size=257))
     assert (texts.vocab, texts.end) == (257, 256)
     assert texts.tokens("é!") == [0xC3, 0xA9, 0x21]
 
 
 def test_characters_are_written_when_they_are_whole() -> None:
-    texts = Texts(SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=257))
+    texts = Texts(Namespace(tokenizer_type="NullTokenizer", vocab_size=257))
     written: list[str] = []
     take = texts.stream(written.append)
     for tokens in ([0x61, 0xC3], [0xA9], [0x62, 256]):
@@ -26,7 +28,7 @@ def test_characters_are_written_when_they_are_whole() -> None:
 
 
 def test_a_small_vocabulary() -> None:
-    texts = Texts(SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=61))
+    texts = Texts(Namespace(tokenizer_type="NullTokenizer", vocab_size=61))
     assert texts.end is None
     assert texts.tokens("12") == [49, 50]
     with pytest.raises(ValueError, match="the prompt has the byte 97, and the vocabulary has 61 tokens"):
@@ -54,7 +56,7 @@ class Pairs:
 def test_a_tokenizer_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Pairs()
     monkeypatch.setattr(build_tokenizer, "build_tokenizer", lambda args: made)
-    texts = Texts(SimpleNamespace(tokenizer_type="HuggingFaceTokenizer"))
+    texts = Texts(Namespace(tokenizer_type="HuggingFaceTokenizer"))
     assert (texts.vocab, texts.end) == (10_000, 9999)
     tokens = texts.tokens("aéiö")
     assert tokens == [0, 1, 2]
@@ -66,8 +68,33 @@ def test_a_tokenizer_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in written)
 
 
+def test_code_of_a_tokenizers_folder_runs_only_if_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of the checkpoint trust the folder, whose code leaves a file."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, ran = tmp_path / "tokenizer", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own:\n    pass\n")
+    mapped = {"AutoTokenizer": ["own.Own", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": mapped}))
+    args = Namespace(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), trust_remote_code=True, chat_template=None,
+        vocab_file=None, merge_file=None, special_tokens=None, tokenizer_hf_no_use_fast=False,
+        tokenizer_hf_no_include_special_tokens=False, metadata_path=None, pad_vocab_size=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="of the checkpoint runs Python code: --trust-remote-code"):
+        Texts(args)
+    assert not ran.exists()
+    with pytest.raises(ValueError, match="of the checkpoint cannot be read"):
+        Texts(args, trusts_code=True)
+    assert ran.exists()
+
+
 def test_texts_are_written_in_the_order_of_their_prompts() -> None:
-    texts = Texts(SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=257))
+    texts = Texts(Namespace(tokenizer_type="NullTokenizer", vocab_size=257))
     written: list[str] = []
     printed = InOrder(3, texts.stream, written.append)
     steps: list[tuple[int, str, str | None]] = [
