@@ -48,6 +48,7 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "seq_length": 8192, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
         "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None,
+        "gradient_accumulation_fusion": False,
         "recompute_granularity": None, "recompute_modules": None,
         "cuda_graph_impl": "none", "transformer_impl": "local", "world_size": 1, "rank": 0, "local_rank": 0,
         "use_tp_pp_dp_mapping": False, "distributed_backend": "gloo", "distributed_timeout_minutes": 10,
