@@ -54,6 +54,7 @@ class Post:
         member: rank in the communicator.
         text: the operations as the trace has them.
         messages: its sends and receives; none if it is a collective.
+        num_collectives: collectives of this rank on the communicator so far.
     """
 
     ticket: int
@@ -63,6 +64,7 @@ class Post:
     num_members: int
     text: str
     messages: tuple[Message, ...]
+    num_collectives: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def read_traces(folder: Path) -> dict[int, list[Event]]:
 
 def parse(lines: Iterable[str]) -> list[Event]:
     """Return the events of a rank from the lines of its trace. Lines about memory are left out."""
-    counts: Counter[tuple[str, int, int, bool]] = Counter()
+    counts: Counter[object] = Counter()
     found: list[Event] = []
     place = ""
     for line in lines:
@@ -146,7 +148,7 @@ def parse(lines: Iterable[str]) -> list[Event]:
     return found
 
 
-def _post(words: Sequence[str], counts: Counter[tuple[str, int, int, bool]]) -> Post:
+def _post(words: Sequence[str], counts: Counter[object]) -> Post:
     communicator, member = words[1], int(words[3])
     messages = []
     for operation in words[5:]:
@@ -156,8 +158,11 @@ def _post(words: Sequence[str], counts: Counter[tuple[str, int, int, bool]]) -> 
             side = (communicator, *ends, kind == "send")
             counts[side] += 1
             messages.append(Message(communicator, *ends, counts[side], kind == "send"))
+    if not messages:
+        counts[communicator] += 1
     text = " ".join(words[5:])
-    return Post(int(words[0]), communicator, int(words[2]), member, int(words[4]), text, tuple(messages))
+    place = (int(words[0]), communicator, int(words[2]), member, int(words[4]))
+    return Post(*place, text, tuple(messages), counts[communicator])
 
 
 class Replay:
@@ -262,9 +267,9 @@ class Replay:
         if post.messages:
             return all(message.counterpart in self._active for message in post.messages)
         members = [self._head(post.communicator, member) for member in range(post.num_members)]
-        at = self._heads[post.communicator, post.member]
         return all(
-            head is not None and self._heads[post.communicator, member] == at for member, head in enumerate(members)
+            head is not None and not head[1].messages and head[1].num_collectives == post.num_collectives
+            for head in members
         )
 
     def _describe(self, rank: int) -> str:
@@ -285,17 +290,24 @@ def _tickets(events: Iterable[Event], *kinds: type) -> set[int]:
 
 
 def only_step(traces: Mapping[int, Sequence[Event]], step: int) -> dict[int, list[Event]]:
-    """Return the events of one step, if all members of each communicator began it after equally many operations."""
-    found, before = {}, defaultdict(set)
+    """Return the events of one step, if no operation of an earlier step has to meet one of this step."""
+    found: dict[int, list[Event]] = {}
+    collectives: dict[str, set[int]] = defaultdict(set)
+    messages: set[Message] = set()
     for rank, events in traces.items():
         begin = events.index(Step(step))
         end = next((i for i, one in enumerate(events) if one == Step(step + 1)), len(events))
         found[rank] = list(events[begin:end])
-        made = {one.communicator: 0 for one in events[:begin] if isinstance(one, Init)}
-        counts = made | Counter(one.communicator for one in events[:begin] if isinstance(one, Post))
-        for communicator, count in counts.items():
-            before[communicator].add(count)
-    assert all(len(counts) == 1 for counts in before.values()), f"operations run from step {step - 1} into {step}"
+        last = {one.communicator: 0 for one in events[:begin] if isinstance(one, Init)}
+        for post in events[:begin]:
+            if isinstance(post, Post):
+                last[post.communicator] = post.num_collectives
+                messages.update(post.messages)
+        for communicator, number in last.items():
+            collectives[communicator].add(number)
+    is_complete = messages == {message.counterpart for message in messages}
+    assert is_complete, f"messages run from step {step - 1} into {step}"
+    assert all(len(one) == 1 for one in collectives.values()), f"collectives run from step {step - 1} into {step}"
     return found
 
 

@@ -97,6 +97,16 @@ def test_waits_of_the_host_in_a_trace() -> None:
                              [exchange(1, 1), "HOST_WAIT stream 1", reduction(2, 1)])).stuck) == 2  # fmt: skip
 
 
+def test_collectives_after_messages_of_some_ranks() -> None:
+    """A rank without a ring posts fewer operations; collectives still meet in their order."""
+    alone = "POST 1 ring 1 0 2 send:0:8 recv:0:8"
+    together = ["POST 2 ring 1 {} 2 all_reduce:0:8", "HOST_WAIT event 2", "STEP 2", "POST 3 ring 1 {} 2 all_reduce:0:8"]
+    lines = [[line.format(member) for line in together] for member in range(2)]
+    run = traces([alone, *lines[0]], lines[1])
+    assert Replay(run).stuck == []
+    assert stuck_runs(run, step=2) == []
+
+
 def test_one_step_of_a_run() -> None:
     """A step begins when the operations before it have ended, so waits for them end, too."""
     run = traces(

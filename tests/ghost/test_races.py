@@ -54,8 +54,14 @@ def test_no_races(case: Case, corpus: Path, tmp_path: Path) -> None:
     assert races_of(case, tmp_path, corpus) == []
 
 
-@pytest.mark.parametrize("mutant", [
-    pytest.param(mutant, id=mutant.name, marks=() if mutant is MUTANTS[0] else pytest.mark.full) for mutant in MUTANTS
-])  # fmt: skip
+NOT_SEEN = pytest.mark.xfail(strict=True, reason="no training of the tests reads a write that is under way")
+
+
+def parameter_of(mutant: Mutant) -> object:
+    marks = [pytest.mark.full] if mutant is not MUTANTS[0] else []
+    return pytest.param(mutant, id=mutant.name, marks=marks if mutant.is_seen else [*marks, NOT_SEEN])
+
+
+@pytest.mark.parametrize("mutant", map(parameter_of, MUTANTS))
 def test_each_removed_wait_is_found(mutant: Mutant, corpus: Path, tmp_path: Path) -> None:
     assert races_of(MEMO, tmp_path, corpus, mutant)
