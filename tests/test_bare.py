@@ -40,7 +40,7 @@ BUTTON = "import runpy; sys.argv[1:] = ['--dry-run']; runpy.run_path('scripts/be
 
 
 def run_bare(program: str) -> str:
-    """Return what a Python program prints on a bare machine, where it must succeed."""
+    """Return the output of a Python program on a bare machine, where it must succeed."""
     ended = subprocess.run(
         [sys.executable, "-c", BARE + program],
         cwd=ROOT,
