@@ -99,7 +99,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
     *_belong(
         "--num-experts",
         given("num_experts"),
-        {"--expert-model-parallel-size": 1, "--expert-tensor-parallel-size": None, "--moe-ffn-hidden-size": None,
+        {"--expert-model-parallel-size": 1, "--expert-tensor-parallel-size": 1, "--moe-ffn-hidden-size": None,
          "--moe-layer-freq": 1, "--moe-router-topk": 2, "--moe-router-num-groups": None,
          "--moe-router-group-topk": None, "--moe-router-pre-softmax": False, "--moe-router-topk-scaling-factor": None,
          "--moe-router-score-function": "softmax", "--moe-router-dtype": None, "--moe-router-enable-expert-bias": False,
@@ -122,11 +122,6 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
     ),
     *_belong(
         "--moe-expert-capacity-factor", chosen("moe_expert_capacity_factor"), {"--moe-token-drop-policy": "probs"}
-    ),
-    *_belong(
-        "--moe-router-score-function softmax",
-        equals("moe_router_score_function", "softmax"),
-        {"--moe-router-pre-softmax": False},
     ),
     *_belong(
         "--mtp-num-layers",
