@@ -71,7 +71,7 @@ twins: $(STAMP)
 
 # What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
 gpu-rehearsal: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "" -rs tests/ghost
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -rs tests/ghost
 
 lint: style types
 
