@@ -52,7 +52,7 @@ device=(--bf16)
 ((GPUS > 0)) || device=(--cpu)
 
 command=(
-  "$bin/python" -m megatron.bytescale.launch --standalone --nproc-per-node="$RANKS" --shutdown-timeout=120
+  "$bin/python" -P -m megatron.bytescale.launch --standalone --nproc-per-node="$RANKS" --shutdown-timeout=120
   --max-restarts="$MAX_RESTARTS"
   "$root/pretrain_gpt_hdp.py"
   --hybrid-data-parallel --hdp-tokens-per-rank "$TOKENS_PER_RANK" --hdp-log-dir "$OUT"

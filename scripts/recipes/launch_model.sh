@@ -26,7 +26,7 @@ flags=(
 )
 read -r -d '' -a model <<<"$MODEL_FLAGS $TOKENIZER --data-path $DATA --split 99,1,0" || true
 launch=(
-  "$root/.venv/bin/python" -m megatron.bytescale.launch --nnodes="$NODES" --nproc-per-node="$GPUS_PER_NODE"
+  "$root/.venv/bin/python" -P -m megatron.bytescale.launch --nnodes="$NODES" --nproc-per-node="$GPUS_PER_NODE"
   --rdzv-backend=c10d --rdzv-endpoint="${HEAD_NODE:-HEAD_NODE}:29500" "$root/pretrain_gpt_hdp.py"
   "${model[@]}" "${flags[@]}" --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 500
 )

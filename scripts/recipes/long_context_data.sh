@@ -66,7 +66,7 @@ done < "$OUT/mixture"
 if [ "$(cat "$OUT/model/latest_checkpointed_iteration.txt" 2> /dev/null || true)" != "$STEPS" ]; then
   echo "4. train: $OUT/train.log"
   device=$("$PYTHON" -c 'import torch; print("--bf16" if torch.cuda.is_available() else "--cpu")')
-  "$PYTHON" -m megatron.bytescale.launch --standalone --nproc-per-node "$RANKS" pretrain_gpt_hdp.py \
+  "$PYTHON" -P -m megatron.bytescale.launch --standalone --nproc-per-node "$RANKS" pretrain_gpt_hdp.py \
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention \
     --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope \
     --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 \

@@ -49,7 +49,7 @@ train() { # train NAME FLAGS
   shift
   [ -e "$OUT/$name/latest_checkpointed_iteration.txt" ] && return
   echo "training $name ($OUT/$name.log)"
-  "$PYTHON" -m megatron.bytescale.launch --nproc-per-node "$RANKS" pretrain_gpt_hdp.py "${COMMON[@]}" \
+  "$PYTHON" -P -m megatron.bytescale.launch --nproc-per-node "$RANKS" pretrain_gpt_hdp.py "${COMMON[@]}" \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --save "$OUT/$name" "$@" > "$OUT/$name.log" 2>&1
 }
 train dense --train-iters "$DENSE_STEPS"

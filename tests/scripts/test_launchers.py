@@ -18,7 +18,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.scripts.launchers import LOCAL, SHELL_FILES, SLURM, run
 
-EXTRA = ["--lr", "1e-3", "--wandb-exp-name", "a b"]
+EXTRA = ["--lr", "1e-3", "--wandb-project", "p", "--wandb-exp-name", "a b"]
 ENTRY = "pretrain_gpt_hdp.py"
 
 
@@ -65,7 +65,7 @@ def dry_run(checkout: Path, *arguments: str, **variables: str) -> list[str]:
 @pytest.mark.ranks
 def test_local_prints_its_command_and_runs_nothing(checkout: Path) -> None:
     words = dry_run(checkout, *EXTRA, GPUS="0", FAKE="touch ran")
-    assert words[:3] == [str(checkout / ".venv" / "bin" / "python"), "-m", "megatron.bytescale.launch"]
+    assert words[:4] == [str(checkout / ".venv" / "bin" / "python"), "-P", "-m", "megatron.bytescale.launch"]
     assert "--nproc-per-node=4" in words
     assert words[-len(EXTRA) :] == EXTRA
     assert "--cpu" in words
@@ -177,7 +177,7 @@ def test_slurm_starts_one_torchrun_per_node(slurm_job: tuple[Path, dict[str, str
     assert resources.split() == ["8", "64"]
     words = shlex.split(launch_line)
     launch = words[: -len(after_entry(words))]
-    assert words[1:4] == [str(checkout / ".venv" / "bin" / "python"), "-m", "megatron.bytescale.launch"]
+    assert words[1:5] == [str(checkout / ".venv" / "bin" / "python"), "-P", "-m", "megatron.bytescale.launch"]
     assert {"--nnodes=3", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=1234567"} <= set(launch)
     assert "--rdzv-endpoint=node7:24567" in launch
     assert launch[-1] == str(checkout / ENTRY)

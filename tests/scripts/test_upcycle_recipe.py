@@ -39,10 +39,10 @@ def test_the_recipe_of_upcycling(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     corpus, *trainings = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
     assert corpus[0] == "corpus"
-    start = ["-m", "megatron.bytescale.launch", "--nproc-per-node", "2", "pretrain_gpt_hdp.py"]
-    assert [words[:5] for words in trainings] == [start] * 4
+    start = ["-P", "-m", "megatron.bytescale.launch", "--nproc-per-node", "2", "pretrain_gpt_hdp.py"]
+    assert [words[:6] for words in trainings] == [start] * 4
     fresh = [
-        [word.replace("/out/gate", "/new").replace("/out/topk", "/new") for word in words[5:]] for words in trainings
+        [word.replace("/out/gate", "/new").replace("/out/topk", "/new") for word in words[6:]] for words in trainings
     ]
     dense, gate, topk, last = resolve_lines(*((2, words) for words in fresh))
     assert [line.error for line in (dense, gate, topk, last)] == [None] * 4

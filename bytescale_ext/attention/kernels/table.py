@@ -255,7 +255,7 @@ def _probe_in_child(
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "bytescale_ext.attention.kernels.probe_child", *words],
+            [sys.executable, "-P", "-m", "bytescale_ext.attention.kernels.probe_child", *words],
             env={**os.environ, "PYTHONPATH": paths},
             capture_output=True,
             text=True,

@@ -155,7 +155,7 @@ class PlannerInProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
         self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "bytescale_ext.data.loading.plan_worker"],
+            [sys.executable, "-P", "-m", "bytescale_ext.data.loading.plan_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

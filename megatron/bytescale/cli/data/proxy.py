@@ -72,7 +72,7 @@ def command_of(parts: Sequence[MixturePart], steps: int, seed: int, folder: Path
     flags += ["--hdp-global-tokens", str(STEP_TOKENS), "--train-iters", str(steps), "--seed", str(1 + seed)]
     flags += ["--vocab-size", str(vocabulary), "--hdp-log-dir", str(folder)]
     flags += [] if torch.cuda.is_available() else ["--cpu"]
-    return [sys.executable, "-m", "megatron.bytescale.train", *flags]
+    return [sys.executable, "-P", "-m", "megatron.bytescale.train", *flags]
 
 
 def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None:

@@ -18,7 +18,7 @@ from megatron.bytescale.cli.shared.model_flags import given_flags
 LAUNCHERS: Final = ("torchrun", "slurm")
 
 _TRAIN: Final = "-m megatron.bytescale.train"
-_LAUNCH: Final = '"${PYTHON:-python3}" -m megatron.bytescale.launch'
+_LAUNCH: Final = '"${PYTHON:-python3}" -P -m megatron.bytescale.launch'
 _SLURM: Final = """#SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={per_node}
