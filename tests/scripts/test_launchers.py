@@ -18,7 +18,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.scripts.launchers import LOCAL, SHELL_FILES, SLURM, run
 
-EXTRA = ["--lr", "1e-3", "--wandb-project", "p", "--wandb-exp-name", "a b"]
+EXTRA = ["--lr", "1e-3", "--data-cache-path", "a b"]
 ENTRY = "pretrain_gpt_hdp.py"
 
 
@@ -31,7 +31,7 @@ def parse_as_training_does(rank: int, world: int, words: list[str], num_ranks: i
 
     args = parse(sys.argv, on_cpu=True)
     cluster = resolve(args).cluster
-    return cluster.num_ranks, cluster.tokens_per_rank, args.lr, args.wandb_exp_name, args.load == args.save
+    return cluster.num_ranks, cluster.tokens_per_rank, args.lr, args.data_cache_path, args.load == args.save
 
 
 def parsed(words: list[str], num_ranks: int) -> tuple[Any, ...]:
