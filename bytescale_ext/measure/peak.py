@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain, compress, repeat, tee
 
 import torch
 
@@ -72,12 +71,15 @@ def loaded_tensors() -> list[torch.Tensor]:
 
 
 def tracked_objects[Kind](kind: type[Kind]) -> list[Kind]:
-    """Return all instances of a class that Python's garbage collector tracks.
+    """Return all instances of a class and of its subclasses that Python's garbage collector tracks.
 
-    Other threads may run at the same time. CPython raises SystemError in a thread that builds a tuple if anything else
-    refers to this tuple before it is complete, as the list of ``gc.get_objects`` does. So this list exists only inside
-    one call of C functions, during which no other thread runs.
+    Looks only at objects that refer to these classes, as instances do. ``gc.get_objects`` would refer to every object:
+    CPython raises SystemError in another thread if anything refers to a tuple that this thread has not completed.
     """
-    padding = repeat(None, 64)  # tee keeps its last 57 values until it is deleted
-    values, same = tee(chain(chain.from_iterable(map(gc.get_objects, [None])), padding))
-    return list(compress(values, map(issubclass, map(type, same), repeat(kind))))
+    kinds = set(_with_subclasses(kind))
+    return [value for value in gc.get_referrers(*kinds) if type(value) in kinds]
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    """Return a class and its subclasses."""
+    return [kind, *(later for subclass in type.__subclasses__(kind) for later in _with_subclasses(subclass))]
