@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from bytescale_ext.json_input import lines_of_text
+
 # Files of a control group, for versions 2 and 1: memory limit, memory usage, and the key in memory.stat of cached file
 # pages, which the kernel reclaims first.
 _FILES = (
@@ -32,7 +34,7 @@ def local_processes() -> int:
 
 def _available(root: Path) -> int:
     """Return the kernel's estimate of the memory that a new process can use without swapping, in bytes."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
+    lines = lines_of_text((root / "proc/meminfo").read_text())
     amounts = {name: amount.split() for name, _, amount in (line.partition(":") for line in lines)}
     return int(amounts["MemAvailable"][0]) * 1024  # the file counts in KiB
 

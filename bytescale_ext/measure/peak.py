@@ -76,10 +76,11 @@ def tracked_objects[Kind](kind: type[Kind]) -> list[Kind]:
     Looks only at objects that refer to these classes, as instances do. ``gc.get_objects`` would refer to every object:
     CPython raises SystemError in another thread if anything refers to a tuple that this thread has not completed.
     """
-    kinds = set(_with_subclasses(kind))
+    kinds = _with_subclasses(kind)
     return [value for value in gc.get_referrers(*kinds) if type(value) in kinds]
 
 
-def _with_subclasses(kind: type) -> list[type]:
+def _with_subclasses(kind: type) -> set[type]:
     """Return a class and its subclasses."""
-    return [kind, *(later for subclass in type.__subclasses__(kind) for later in _with_subclasses(subclass))]
+    subclasses: list[type] = type.__subclasses__(kind)
+    return {kind}.union(*map(_with_subclasses, subclasses))

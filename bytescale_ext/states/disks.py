@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from bytescale_ext.json_input import lines_of_text
 from bytescale_ext.states.page_file import PATTERN, check_replaceable, is_in_use
 
 IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -43,7 +44,7 @@ def check_disk(folder: Path, rank: int, flag: str) -> None:
 def file_system_of(folder: Path) -> str:
     """Return the type of the file system of a folder, or "" if it is unknown."""
     path = folder.resolve()
-    types = dict(_mount(line) for line in MOUNTS.read_text().splitlines())
+    types = dict(_mount(line) for line in lines_of_text(MOUNTS.read_text()))
     return next((types[parent] for parent in (path, *path.parents) if parent in types), "")
 
 

@@ -38,6 +38,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(features, "FEATURES", rows)
         monkeypatch.setattr(features, "REFUSALS", ())  # these need arguments of Megatron
         monkeypatch.setattr(features, "POSITION_REFUSALS", ())
+        monkeypatch.setattr(features, "UNUSED_REFUSALS", ())
 
     return use
 

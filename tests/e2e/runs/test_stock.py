@@ -105,7 +105,7 @@ def test_with_the_flag_every_row_is_replaced(full_documents: Path) -> None:
     flags = [*COMMON, "--data-path", full_documents, *HDP, "--hdp-tokens-per-rank", 128, "--train-iters", 1]
     lines = patch_lines(train(2, *flags, entry=train_and_print_status).text, "hdp", "always")
     assert lines
-    assert all(" replaced " in line for line in lines), lines
+    assert [line for line in lines if " replaced " not in line and " specialized " not in line] == []
 
 
 def test_stock_loss_is_the_mean_over_tokens_of_its_own_samples(full_documents: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_real_run_and_what_it_says(parts: list[MixturePart], tmp_path: Path, m
 @pytest.mark.ranks
 def test_the_launch_line_is_one_that_megatron_takes(parts: list[MixturePart], tmp_path: Path) -> None:
     blended = [parts[0], MixturePart(parts[1].prefix, "again", 60 * 768, 60, 2.0)]
-    lines = [proxy.command_of(one, STEPS, 3, tmp_path / "log", 300)[3:] for one in ([parts[0]], blended)]
+    lines = [proxy.command_of(one, STEPS, 3, tmp_path / "log", 300)[4:] for one in ([parts[0]], blended)]
     for outcome in resolve_lines(*((1, line) for line in lines)):
         assert outcome.error is None
     assert lines[0][lines[0].index("--data-path") + 1] == parts[0].prefix

@@ -53,7 +53,7 @@ def test_flexmoe_is_more_even_where_links_are_fast(words: list[str], capsys: pyt
 
 BAD: list[tuple[list[str], str]] = [
     (["--trace", "/dev/null"], "/dev/null:1: not a line of an expert trace"),
-    (["--model-flags", MODEL.replace("--num-experts 4", "")], "--model-flags needs --num-experts"),
+    (["--model-flags", MODEL.replace("--num-experts 4", "")], "--moe-ffn-hidden-size without --num-experts"),
     (["--model-flags", f"{MODEL} --num-experts 8"], "another model: 4 experts and 1 for each.*has 8 and 1"),
     (["--slots", "1"], "--slots 1: a rank is the home of 2 of 4 experts: give at least 2"),
     (["--slots", "5"], "--slots 5: a rank is the home of 2 of 4 experts.*at most 4"),
