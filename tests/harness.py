@@ -91,7 +91,7 @@ class Devices:
     Attributes:
         preloaded: modules that the server imports once.
         backend: backend of the process group.
-        environment: function that returns the variables with which the server is started, besides those of the tests.
+        environment: function that returns further variables for the environment of the server.
     """
 
     preloaded: tuple[str, ...]

@@ -106,7 +106,7 @@ def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch
         allocate: function that returns the memory [n], uint8, or raises RuntimeError; by default torch's allocator, and
             CUDA for pinned memory.
     """
-    allocate = allocate or (pinned_block if pinned else _plain_memory)
+    allocate = allocate or partial(host_bytes, pinned=pinned)
     size = num_bytes
     while size:
         try:
@@ -124,8 +124,9 @@ def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch
     return HostArena(memory if size else torch.empty(0, dtype=torch.uint8))
 
 
-def _plain_memory(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+def host_bytes(num_bytes: int, pinned: bool) -> torch.Tensor:
+    """Return host memory [num_bytes], uint8, whose values are undefined. Raises RuntimeError if there is too little."""
+    return pinned_block(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class PinnedBlock(mmap.mmap):

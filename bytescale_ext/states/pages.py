@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from bytescale_ext.activation.arena import ALIGNMENT, HostArena, pinned_block
+from bytescale_ext.activation.arena import ALIGNMENT, HostArena, host_bytes
 from bytescale_ext.plan.states.pages import NUM_BUFFERS, PageTable
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -32,9 +32,7 @@ class PageMemory:
         included = [number for number in range(len(table.pages)) if number not in excluded]
         counts = [*[len(included)] * len(MOMENTS), sum(number < table.num_copies for number in included)]
         num_pages = sum(counts) + 2 * NUM_BUFFERS
-        num_bytes = num_pages * table.page_bytes + _PARTS * ALIGNMENT
-        memory = pinned_block(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8)
-        self.arena = HostArena(memory)
+        self.arena = HostArena(host_bytes(num_pages * table.page_bytes + _PARTS * ALIGNMENT, pinned))
         self.planes = [self._take(count).zero_() for count in counts]
         self.gradients = [self._take(1) for _ in range(NUM_BUFFERS)]
         self.values = [self._take(1) for _ in range(NUM_BUFFERS)]

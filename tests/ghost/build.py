@@ -34,7 +34,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """A library of NVIDIA that a file of C stands in for.
+    """A library of NVIDIA, and the C file that replaces it.
 
     Attributes:
         soname: name under which torch asks for the library.
@@ -53,7 +53,7 @@ class Library:
     is_versioned: bool = True
 
 
-LIBRARIES = (  # in the order in which they are linked and loaded
+LIBRARIES = (  # in the order of linking and loading
     Library("libcudart.so.13", "ghost_cudart.c", "cu13/lib/libcudart.so.13", "(__)?cuda", 801),  # cudaErrorNotSupported
     Library("libcublasLt.so.13", "ghost_cublaslt.c", "cu13/lib/libcublasLt.so.13", "cublasLt", 15),  # NOT_SUPPORTED
     Library("libcublas.so.13", "ghost_cublas.c", "cu13/lib/libcublas.so.13", "cublas", 15),
@@ -63,7 +63,7 @@ LIBRARIES = (  # in the order in which they are linked and loaded
 
 
 def libraries() -> list[Path]:
-    """Return the paths of the built libraries, in the order in which they are loaded.
+    """Return the paths of the built libraries in the order of loading.
 
     Raises:
         Unavailable: no compiler, or torch's wheel is not built for CUDA 13.

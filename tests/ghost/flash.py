@@ -141,7 +141,7 @@ def documents(rows: torch.Tensor, keys: torch.Tensor, max_rows: int, max_keys: i
 
 
 def hidden_keys(num_rows: int, num_keys: int, is_causal: bool, left: int | None, right: int | None) -> torch.Tensor:
-    """Return which keys a row does not see [rows, keys]. The last row is aligned with the last key."""
+    """Return the mask of the keys that a row does not see [rows, keys]. The last row is aligned with the last key."""
     right = 0 if is_causal else right
     row = torch.arange(num_rows)[:, None] + num_keys - num_rows
     key = torch.arange(num_keys)[None]

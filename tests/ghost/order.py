@@ -1,8 +1,8 @@
 """Replay of the NCCL calls of all ranks: does a run end, if hosts and devices are faster or slower than they were?
 
 A trace (``lib/ghost.h``) holds what a rank told its device, in the order of its calls. The replay keeps this order and
-NCCL's rules: the operations of a communicator and of a stream run in the order in which a rank has posted them, a
-collective runs when all ranks have reached it, and a message when both ranks have. A host goes on after a call, except:
+NCCL's rules: a rank runs the operations of a communicator and of a stream in the order of their calls, a collective
+runs when all ranks have reached it, and a message when both ranks have. A host goes on after a call, except:
 
 - ``Hosts.AS_TRACED``: it waits where the trace has a wait for a stream, an event or the device.
 - ``Hosts.AT_STREAM_WAITS``: it also waits wherever a stream is told to wait, as a host does that runs into a full queue
@@ -295,8 +295,7 @@ def only_step(traces: Mapping[int, Sequence[Event]], step: int) -> dict[int, lis
     collectives: dict[str, set[int]] = defaultdict(set)
     messages: set[Message] = set()
     for rank, events in traces.items():
-        begin = events.index(Step(step))
-        end = next((i for i, one in enumerate(events) if one == Step(step + 1)), len(events))
+        begin, end = _bounds(events, step)
         found[rank] = list(events[begin:end])
         last = {one.communicator: 0 for one in events[:begin] if isinstance(one, Init)}
         for post in events[:begin]:
@@ -311,12 +310,17 @@ def only_step(traces: Mapping[int, Sequence[Event]], step: int) -> dict[int, lis
     return found
 
 
+def _bounds(events: Sequence[Event], step: int) -> tuple[int, int]:
+    """Return the index of the first event of a step, and of the first event after it."""
+    end = next((index for index, event in enumerate(events) if event == Step(step + 1)), len(events))
+    return events.index(Step(step)), end
+
+
 def places_of_step(traces: Mapping[int, Sequence[Event]], step: int) -> list[Place]:
     """Return the places after each operation of a step, on every rank."""
     found = []
     for rank, events in traces.items():
-        begin = events.index(Step(step))
-        end = next((i for i, one in enumerate(events) if one == Step(step + 1)), len(events))
+        begin, end = _bounds(events, step)
         found += [Place(rank, index) for index in range(begin, end) if isinstance(events[index], Post)]
     return found
 

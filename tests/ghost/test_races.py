@@ -13,6 +13,7 @@ from tests.ghost.devices import GHOST_GPUS, needs_ghosts
 from tests.ghost.mutants import MUTANTS, Mutant
 from tests.ghost.training import train_drawn
 from tests.harness import ranks_on
+from tests.sample import sampled
 
 pytestmark = [pytest.mark.ranks, needs_ghosts]
 
@@ -47,9 +48,7 @@ def races_of(case: Case, folder: Path, corpus: Path, mutant: Mutant | None = Non
     return [line for line in lines if line.startswith("RACE ") and IN_THE_ENGINE not in line]
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name, marks=() if case is MEMO else pytest.mark.full) for case in OWN_STREAMS
-])  # fmt: skip
+@pytest.mark.parametrize("case", sampled(OWN_STREAMS, [MEMO]), ids=str)
 def test_no_races(case: Case, corpus: Path, tmp_path: Path) -> None:
     assert races_of(case, tmp_path, corpus) == []
 

@@ -14,6 +14,7 @@ from tests.ghost.cases import CASES, STEPS, Case
 from tests.ghost.devices import needs_ghosts
 from tests.ghost.order import Event, HostWait, Step, read_traces, stuck_runs
 from tests.ghost.training import train_on_cpus, train_on_ghosts
+from tests.sample import sampled
 
 END_OF_STEP = "once a step, after the optimizer: losses and times of all ranks for the log"
 MAX_WAITS_AT_THE_END = 12  # of the host in a step, whatever the number of layers and micro-batches
@@ -52,9 +53,7 @@ def run_on_ghosts(case: Case, corpus: Path) -> GhostRun:
     return once(train, "ghost", case)
 
 
-each_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.is_quick else pytest.mark.full) for case in CASES]
-)
+each_case = pytest.mark.parametrize("case", sampled(CASES, [case for case in CASES if case.is_quick]), ids=str)
 
 
 @each_case
@@ -76,6 +75,6 @@ def test_only_known_lines_of_ours_wait_in_a_step(case: Case, corpus: Path) -> No
         last = events[events.index(Step(STEPS)) :]
         waits = Counter(event.place for event in last if isinstance(event, HostWait))
         ours = {place for place in waits if place.startswith(("bytescale_ext/", "megatron/bytescale/"))}
-        assert ours <= WAITS.keys(), waits
+        assert ours <= WAITS.keys(), ours - WAITS.keys()
         per_step = sum(number for place, number in waits.items() if WAITS.get(place) == END_OF_STEP)
         assert per_step <= MAX_WAITS_AT_THE_END, waits

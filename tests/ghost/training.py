@@ -38,7 +38,7 @@ def train_drawn() -> None:
 
 
 def train_traced(folder: str) -> None:
-    """Entry with weights drawn by name that writes what this rank tells the device, with the beginning of each step."""
+    """Entry with weights drawn by name. It writes the trace of this rank, and marks the beginning of each step."""
     from megatron.training import training
 
     from tests.ghost.trace import mark, trace_to

@@ -25,6 +25,7 @@ from tests.reference.training import (
     run,
     train_reference,
 )
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -36,12 +37,8 @@ SHORT = ("later_token-pp2-slices-chunks-adam-256",)
 """Further combinations in `make test`: they found a fault."""
 
 
-def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Return the marks of a row: `make test` has one combination of each kind, `make test-all` has all."""
-    return [pytest.mark.full] if case.turn and case.name not in SHORT else []
-
-
-ROWS = [pytest.param(case, id=case.name, marks=marks(case)) for case in CASES]
+ROWS = sampled(CASES, [case for case in CASES if not case.turn or case.name in SHORT])
+"""`make test` has one combination of each kind, `make test-all` has all."""
 
 
 def corpus_of(case: Case) -> Path:
@@ -64,7 +61,7 @@ def write_conversations(case: Case, folder: Path) -> Path:
     return prefix
 
 
-@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
 def test_three_steps_are_those_of_the_reference(case: Case, tmp_path: Path) -> None:
     settings = replace(KINDS[case.kind], length=case.length)
     corpus = corpus_of(case)

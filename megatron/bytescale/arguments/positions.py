@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from megatron.bytescale.arguments.conditions import Condition, chosen, equals, given
-from megatron.bytescale.arguments.refusals import ALWAYS, Refusal, refuse
+from megatron.bytescale.arguments.conditions import Condition, equals, given
+from megatron.bytescale.arguments.refusals import Refusal, ignored
 
 _IS_LATENT: Final = given("multi_latent_attention")
 _IS_PLAIN_YARN: Final = equals("position_embedding_type", "yarn") & ~_IS_LATENT
@@ -31,44 +31,38 @@ def _is_set(name: str) -> Condition:
     return ~equals(name, None)
 
 
-def _ignored(setting: str, is_read: Condition, instead: str, is_given: Condition | None = None) -> Refusal:
-    """Return the row of a flag that only some kinds of positions read. The flag is the first word of ``setting``."""
-    name = setting.split()[0].lstrip("-").replace("-", "_")
-    return refuse(setting, ALWAYS, instead, (is_given or chosen(name)) & ~is_read)
-
-
 POSITION_REFUSALS: Final[tuple[Refusal, ...]] = (
-    _ignored("--yarn-original-max-position-embeddings without YaRN", _IS_YARN, _USE_YARN),
-    _ignored("--yarn-beta-fast without YaRN", _IS_YARN, _USE_YARN),
-    _ignored("--yarn-beta-slow without YaRN", _IS_YARN, _USE_YARN),
-    _ignored(
+    ignored("--yarn-original-max-position-embeddings without YaRN", _IS_YARN, _USE_YARN),
+    ignored("--yarn-beta-fast without YaRN", _IS_YARN, _USE_YARN),
+    ignored("--yarn-beta-slow without YaRN", _IS_YARN, _USE_YARN),
+    ignored(
         "--yarn-correction-range-round-to-int without --position-embedding-type yarn",
         _IS_PLAIN_YARN,
         "remove it: latent attention rounds the range",
         _is_set("yarn_correction_range_round_to_int"),
     ),
-    _ignored("--rotary-scaling-factor without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, _IS_SCALED),
-    _ignored("--mscale without YaRN", _IS_YARN, _USE_YARN, ~equals("mscale", 1.0, None)),
-    _ignored(
+    ignored("--rotary-scaling-factor without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, _IS_SCALED),
+    ignored("--mscale without YaRN", _IS_YARN, _USE_YARN, ~equals("mscale", 1.0, None)),
+    ignored(
         "--mscale-all-dim without YaRN", _IS_YARN | _SCALES_LATENTS, _USE_YARN, ~equals("mscale_all_dim", 0.0, None)
     ),
-    _ignored("--rope-type without --multi-latent-attention", _IS_LATENT, "give --position-embedding-type in its place"),
-    _ignored("--use-rope-scaling without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
-    _ignored(
+    ignored("--rope-type without --multi-latent-attention", _IS_LATENT, "give --position-embedding-type in its place"),
+    ignored("--use-rope-scaling without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
+    ignored(
         "--rope-scaling-factor without --use-rope-scaling",
         given("use_rope_scaling"),
         "add --use-rope-scaling, or remove it",
         ~equals("rope_scaling_factor", 8.0, None),
     ),
-    _ignored("--rotary-seq-len-interpolation-factor without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
-    _ignored(
+    ignored("--rotary-seq-len-interpolation-factor without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
+    ignored(
         "--rotary-percent without plain rotary positions",
         _IS_PLAIN_ROPE | _IS_LATENT_ROPE,
         _USE_ROPE,
         ~equals("rotary_percent", 1.0, None),
     ),
-    _ignored("--rotary-base without rotary positions", _IS_ROTARY, _USE_ROPE, ~equals("rotary_base", 10000, None)),
-    _ignored("--rotary-interleaved without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
-    _ignored("--no-rope-freq without rotary positions", _IS_PLAIN_ROPE | _IS_PLAIN_YARN, _USE_ROPE),
+    ignored("--rotary-base without rotary positions", _IS_ROTARY, _USE_ROPE, ~equals("rotary_base", 10000, None)),
+    ignored("--rotary-interleaved without plain rotary positions", _IS_PLAIN_ROPE, _USE_ROPE),
+    ignored("--no-rope-freq without rotary positions", _IS_PLAIN_ROPE | _IS_PLAIN_YARN, _USE_ROPE),
 )
 """Rows of every run."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, equals, given, where
+from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, chosen, equals, given, where
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,19 @@ def refuse(
     )
 
 
+def ignored(setting: str, is_read: Condition, instead: str, is_given: Condition | None = None) -> Refusal:
+    """Return the row of a flag that Megatron accepts and ignores, on every command line.
+
+    Args:
+        setting: the flag, and in which case it is ignored; its first word is the flag.
+        is_read: condition under which something reads the flag.
+        instead: advice.
+        is_given: condition that the flag is given; by default, that its argument has a value.
+    """
+    name = setting.split()[0].lstrip("-").replace("-", "_")
+    return refuse(setting, ALWAYS, instead, (is_given or chosen(name)) & ~is_read)
+
+
 def refuse_conflicts(args: argparse.Namespace, features: Mapping[str, str], rows: Collection[Refusal]) -> None:
     """Raise ValueError, naming the flag, for the first row that applies to an enabled feature.
 
@@ -107,6 +120,7 @@ class _Tracker:
         return not (os.path.isdir(folder) and os.access(folder, os.W_OK))
 
 
+NO_MAMBA: Final = "remove it: models are GPTs, without Mamba layers"
 _LACKS_ENGINE = Condition(lambda _: importlib.util.find_spec("transformer_engine") is None)
 _NEEDS_ENGINE = "install TransformerEngine (pip install .[gpu]): Megatron 0.19.2 fails in the first step without it"
 _IS_ON_CPU = equals("distributed_backend", "gloo")
@@ -132,7 +146,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--mtp-num-layers in pipelines", ALWAYS, "add --hybrid-data-parallel: otherwise stages get no tokens",
            given("mtp_num_layers") & above("pipeline_model_parallel_size", 1) & ~given("hybrid_data_parallel")),
     refuse("--hybrid-layer-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
-    refuse("--hybrid-override-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
+    refuse("--hybrid-override-pattern", ALWAYS, NO_MAMBA),
     refuse("--apply-residual-connection-post-layernorm", ALWAYS, _UNREAD),
     refuse("--vocab-extra-ids", ALWAYS, _UNREAD),
     refuse("--verify-integrity with another --ckpt-format than torch_dist", ALWAYS, "use --ckpt-format torch_dist",

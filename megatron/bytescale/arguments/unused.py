@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from megatron.bytescale.arguments.conditions import Condition, above, chosen, equals, given
-from megatron.bytescale.arguments.refusals import ALWAYS, Refusal, refuse
+from megatron.bytescale.arguments.refusals import NO_MAMBA, Refusal, ignored
 
 
 def _belong(setting: str, is_on: Condition, flags: Mapping[str, object], instead: str | None = None) -> list[Refusal]:
@@ -22,11 +22,11 @@ def _belong(setting: str, is_on: Condition, flags: Mapping[str, object], instead
         instead: advice; default: add the setting, or remove the flag.
     """
     return [
-        refuse(
+        ignored(
             f"{flag} without {setting}",
-            ALWAYS,
+            is_on,
             instead or f"add {setting}, or remove {flag}",
-            ~equals(_name_of(flag), default, None) & ~is_on,
+            ~equals(_name_of(flag), default, None),
         )
         for flag, default in flags.items()
     ]
@@ -51,7 +51,6 @@ _IS_8_OR_4_BIT: Final = given("fp8") | given("fp4")
 _WARMS_UP: Final = given("lr_warmup_iters") | given("lr_warmup_samples") | given("lr_warmup_fraction")
 _IS_GATED: Final = given("swiglu") | given("quick_geglu")
 _BIASES_EXPERTS: Final = given("moe_router_enable_expert_bias")
-_NO_MAMBA: Final = "remove it: models are GPTs, without Mamba layers"
 
 
 def _is_tokenizer(*kinds: str) -> Condition:
@@ -87,7 +86,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
         {"--is-hybrid-model": False, "--mamba-state-dim": 128, "--mamba-head-dim": 64, "--mamba-num-groups": 8,
          "--mamba-num-heads": None, "--disable-mamba-mem-eff-path": True, "--mamba-training-ssm-states-dtype": None,
          "--mtp-hybrid-override-pattern": None},
-        _NO_MAMBA,
+        NO_MAMBA,
     ),
     *_belong("--position-embedding-type mrope", equals("position_embedding_type", "mrope"), {"--mrope-section": None}),
     *_belong(

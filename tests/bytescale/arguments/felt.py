@@ -54,12 +54,10 @@ def _felt_by(words: list[str]) -> Felt:
 
 def configurations_of(args: Any) -> list[Any]:
     """Return Megatron's configurations of the training: the model, its layers, and the rest."""
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    from megatron.bytescale.training.pretrain_arguments import stock_training
+    from megatron.bytescale.training.pretrain_arguments import pretrain_config, stock_training
 
     model = stock_training(args).model
-    container = pretrain_cfg_container_from_args(args, model)
+    container = pretrain_config(args, model)
     rest = [getattr(container, field.name) for field in dataclasses.fields(container) if field.name != "model"]
     return [model, model.transformer, *(part for part in rest if dataclasses.is_dataclass(part))]
 

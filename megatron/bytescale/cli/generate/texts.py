@@ -34,13 +34,11 @@ class Texts:
         try:
             self._tokenizer = build_tokenizer(options)
         except (OSError, RuntimeError, ValueError) as error:
-            name = repr(getattr(args, "tokenizer_model", None))
+            reason = f"cannot be read: {' '.join(str(error).split())[-200:]}"
             if "trust_remote_code" in str(error):
-                raise ValueError(
-                    f"the tokenizer {name} of the checkpoint runs Python code: --trust-remote-code"
-                ) from None
-            reason = " ".join(str(error).split())[-200:]
-            raise ValueError(f"the tokenizer {name} of the checkpoint cannot be read: {reason}") from None
+                reason = "runs Python code: --trust-remote-code"
+            name = getattr(args, "tokenizer_model", None)
+            raise ValueError(f"the tokenizer {name!r} of the checkpoint {reason}") from None
         self.folder = str(getattr(args, "tokenizer_model", None) or args.tokenizer_type)
         self.vocab, self.end = self._tokenizer.vocab_size, getattr(self._tokenizer, "eod", None)
 

@@ -111,9 +111,8 @@ class HostGradients:
     def take(self, parameter: ModelParameter) -> None:
         """Add a parameter's gradient to its sum in host memory, and leave none to Megatron's hook, which runs next."""
         gradient, parameter.grad = parameter.grad, None
-        is_shared = getattr(
-            parameter, "zero_out_wgrad", False
-        )  # an embedding whose gradient as output weight was added
+        # Set on an embedding whose gradient as the output weight was added before.
+        is_shared = getattr(parameter, "zero_out_wgrad", False)
         if gradient is not None and (is_shared or not parameter.grad_added_to_main_grad):
             self.sums.add(parameter.main_grad, gradient)
 

@@ -132,7 +132,7 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
 
 
 def count_multiple(runtime: Runtime, chunks: Chunks) -> int:
-    """Return the number that divides the micro-batches of each rank: those of a group of virtual stages, or 1."""
+    """Return the divisor of every rank's number of micro-batches: the group size of virtual stages, or 1."""
     if len(chunks) == 1:
         return 1
     return int(get_model_config(chunks[0]).microbatch_group_size_per_vp_stage) // runtime.slicing.num_slices
