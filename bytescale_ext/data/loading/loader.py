@@ -51,6 +51,8 @@ class _Shared:
 class StepsAhead(Iterator[StepBatch]):
     """Iterator over the steps of a ``StepMaker``, prepared in a background thread up to ``plan_ahead`` steps early.
 
+    Any number of threads may call ``peek()`` while one calls ``next()``: a step is handed out once, in order.
+
     After an error ``next()`` first returns the steps prepared before it, and then raises the maker's error at every
     call. It raises ``StopIteration`` if the maker has no samples for another step.
     """
@@ -60,6 +62,7 @@ class StepsAhead(Iterator[StepBatch]):
         self._plan_ahead = settings.plan_ahead
         self._failure: _Failure | None = None
         self._peeked: StepBatch | _Failure | None = None
+        self._take = threading.Lock()  # held while a step is taken from the queue
         self._start(settings.consumed_samples, settings.first_step)
 
     def __iter__(self) -> StepsAhead:
@@ -68,7 +71,8 @@ class StepsAhead(Iterator[StepBatch]):
     def __next__(self) -> StepBatch:
         if self._failure is None:
             began = time.perf_counter()
-            item, self._peeked = self._peeked or self._shared.ready.get(), None
+            with self._take:
+                item, self._peeked = self._peeked or self._shared.ready.get(), None
             wait_seconds = time.perf_counter() - began
             if isinstance(item, StepBatch):
                 self._shared.free.release()
@@ -81,11 +85,12 @@ class StepsAhead(Iterator[StepBatch]):
     def peek(self) -> StepBatch | None:
         """Wait for the step that ``next()`` will return, and return it; None if there is no further step.
 
-        May be called in another thread if no other call runs at the same time.
+        May be called in several threads.
         """
-        if self._failure is None and self._peeked is None:
-            self._peeked = self._shared.ready.get()
-        return self._peeked if isinstance(self._peeked, StepBatch) else None
+        with self._take:
+            if self._failure is None and self._peeked is None:
+                self._peeked = self._shared.ready.get()
+            return self._peeked if isinstance(self._peeked, StepBatch) else None
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
         """Return the step of ``batch`` with the simple plan, in case another rank's planner ran out of time."""

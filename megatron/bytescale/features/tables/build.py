@@ -23,14 +23,18 @@ from megatron.bytescale.training.stock import ForwardStep, LossFunction
 def add_tables(training: Training, runtime: Runtime) -> Training:
     """Add n-gram memories to the model, and replace its embedding."""
     tables = runtime.run.get(TablesConfig)
+    rows_of: dict[type[torch.nn.Module], Callable[[StepBatch], np.ndarray]] = {}
     if tables.ngram is not None:
-        training = _add_ngram_memories(tables.ngram, training, runtime)
+        _add_ngram_memories(tables.ngram, training, runtime)
+        if tables.ngram.host is not None:
+            rows_of[HostNgramMemory] = gram_rows_of
     if tables.embedding is not None:
-        training = _replace_embedding(tables.embedding, training, runtime)
-    return training
+        _replace_embedding(tables.embedding, training, runtime)
+        rows_of[HostEmbedding] = token_rows_of
+    return _keep_tables(training, runtime, TablesOfStep(rows_of)) if rows_of else training
 
 
-def _add_ngram_memories(config: NgramConfig, training: Training, runtime: Runtime) -> Training:
+def _add_ngram_memories(config: NgramConfig, training: Training, runtime: Runtime) -> None:
     """Add the memories; the loader computes their rows."""
     hooks = training.model.pre_wrap_hooks
     number = config.num_parameters(runtime.run.shape.hidden)
@@ -38,28 +42,23 @@ def _add_ngram_memories(config: NgramConfig, training: Training, runtime: Runtim
     print_rank_0(f"> bytescale: n-gram memory of {number:,} parameters in each of the layers {layers}")
     if config.host is None:
         hooks.append(partial(add_memories, config, NgramMemory))
-        return training
+        return
     num_bytes = config.host.num_bytes(config.rule.num_rows, config.dim, runtime.run.cluster.num_ranks)
     print_rank_0(f"> bytescale: their tables and caches take {num_bytes:,} bytes of host memory each on a rank")
     hooks.append(partial(add_memories, config, HostNgramMemory))
-    return _keep_tables(training, runtime, HostNgramMemory, gram_rows_of)
 
 
-def _replace_embedding(config: EmbeddingConfig, training: Training, runtime: Runtime) -> Training:
+def _replace_embedding(config: EmbeddingConfig, training: Training, runtime: Runtime) -> None:
     """Move the vocabulary embedding to host memory."""
     num_bytes = config.host.num_bytes(config.num_rows, config.dim, runtime.run.cluster.num_ranks)
     print_rank_0(
         f"> bytescale: the embedding of {config.num_rows:,} token ids is in host memory, {num_bytes:,} bytes on a rank"
     )
     training.model.pre_wrap_hooks.append(partial(put_on_host, config.host))
-    return _keep_tables(training, runtime, HostEmbedding, token_rows_of)
 
 
-def _keep_tables(
-    training: Training, runtime: Runtime, kind: type[torch.nn.Module], rows_of: Callable[[StepBatch], np.ndarray]
-) -> Training:
-    """Read and update the tables of all modules of ``kind``; ``rows_of`` returns the rows int64 [n] of a step."""
-    tables = TablesOfStep(lambda module: isinstance(module, kind), rows_of)
+def _keep_tables(training: Training, runtime: Runtime, tables: TablesOfStep) -> Training:
+    """Read the tables when a step begins, and update them when it ends."""
     training.model.pre_wrap_hooks.append(tables.collect)
 
     def read_rows_first(forward: ForwardStep) -> ForwardStep:

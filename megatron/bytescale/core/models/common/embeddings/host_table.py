@@ -9,8 +9,9 @@ since.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
@@ -128,16 +129,16 @@ class HasHostTable(Protocol):
 
 
 class TablesOfStep:
-    """The tables of one process that use the same rows in each step.
+    """All tables of one process. One thread prefetches for all of them, in the same order on every rank.
 
     Args:
-        is_one: whether a module has such a table.
-        rows_of: returns the rows int64 [n] that this process reads in a step, ascending, at least one row.
+        rows_of: kind of module with a table -> function that returns the rows int64 [n] that these modules read in a
+            step, ascending, at least one row.
     """
 
-    def __init__(self, is_one: Callable[[torch.nn.Module], bool], rows_of: Callable[[StepBatch], np.ndarray]) -> None:
-        self._is_one, self._rows_of = is_one, rows_of
-        self._modules: list[HasHostTable] = []
+    def __init__(self, rows_of: Mapping[type[torch.nn.Module], Callable[[StepBatch], np.ndarray]]) -> None:
+        self._rows_of = rows_of
+        self._modules: dict[type[torch.nn.Module], list[HasHostTable]] = {kind: [] for kind in rows_of}
         self._step: StepBatch | None = None
         self._ahead: Future[None] | None = None
         self._group_ahead: torch.distributed.ProcessGroup | None = None
@@ -145,9 +146,10 @@ class TablesOfStep:
     def collect(self, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook in ``ModelConfig.pre_wrap_hooks``: collect the tables of all chunks. Collective on a stage's ranks."""
         for chunk in model_chunks:
-            self._modules += [cast("HasHostTable", part) for part in chunk.modules() if self._is_one(part)]
+            for kind, modules in self._modules.items():
+                modules += [cast("HasHostTable", part) for part in chunk.modules() if isinstance(part, kind)]
         group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
-        if self._modules and group.size() > 1:
+        if any(self._modules.values()) and group.size() > 1:
             ranks: Sequence[int] = torch.distributed.get_process_group_ranks(group)
             self._group_ahead = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return model_chunks
@@ -155,31 +157,37 @@ class TablesOfStep:
     def begin(self, step: StepBatch, training: bool, next_step: Callable[[], StepBatch | None] | None = None) -> None:
         """Read the rows of a step before its first forward pass; repeated calls do nothing. Collective.
 
-        ``next_step``: waits for the next step and returns it, or None at the end of the data. A thread calls it and
-        prefetches that step's rows.
+        ``next_step``: waits for the next step and returns it, or None at the end of the data. A thread calls it once
+        and prefetches that step's rows.
         """
-        if step is self._step or not self._modules:
+        if step is self._step:
             return
         self._step = step
-        rows = self._rows_of(step)
-        for module in self._modules:
-            module.host.begin_step(rows, training, step.step_index)
+        for modules, rows in self._with_rows(step):
+            for module in modules:
+                module.host.begin_step(rows, training, step.step_index)
         if training and next_step is not None and self._group_ahead is not None:
             self._ahead = in_thread(lambda: self._stage(next_step()))
 
+    def _with_rows(self, step: StepBatch | None) -> Iterator[tuple[list[HasHostTable], np.ndarray]]:
+        """Yield the modules of each kind with their rows int64 [n] of a step; no rows without a step."""
+        for kind, modules in self._modules.items():
+            if modules:
+                yield modules, np.empty(0, np.int64) if step is None else self._rows_of[kind](step)
+
     def _stage(self, step: StepBatch | None) -> None:
-        """Prefetch the rows of a step, or join the exchange with no rows if there is no step. Collective."""
+        """Prefetch the rows of a step, or join the exchanges with no rows if there is no step. Collective."""
         assert self._group_ahead is not None
-        rows = np.empty(0, np.int64) if step is None else self._rows_of(step)
-        for module in self._modules:
-            module.host.stage(rows, self._group_ahead)
+        for modules, rows in self._with_rows(step):
+            for module in modules:
+                module.host.stage(rows, self._group_ahead)
 
     def end(self, num_labels: torch.Tensor) -> None:
         """Send the step's gradients, divided by its number of labels (a scalar). Collective."""
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
-        for module in self._modules:
+        for module in itertools.chain.from_iterable(self._modules.values()):
             module.host.end_step(num_labels, module.config.sequence_parallel)
 
 

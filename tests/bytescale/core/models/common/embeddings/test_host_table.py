@@ -41,7 +41,7 @@ def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[
         get_data_parallel_group_gloo=lambda with_context_parallel: group, get_tensor_model_parallel_rank=lambda: 0
     )
     model, read = torch.nn.Sequential(Owner(), torch.nn.Linear(1, 1)), []
-    tables = TablesOfStep(lambda module: isinstance(module, Owner), lambda step: step.rows)
+    tables = TablesOfStep({Owner: lambda step: step.rows})
     tables.collect([model])
     steps = [step_of(0, rank + 1, 5), step_of(0, rank + 6), step_of(0, 7)]
     for number, step in enumerate(steps):
@@ -59,6 +59,40 @@ def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[
     return read, {name: entry.data.numpy() for name, entry in entries.items()}, model[0].host._cache.traffic.num_staged
 
 
+class Other(Owner):
+    """A table of another feature."""
+
+
+def steps_asked_for(rank: int, world: int) -> tuple[list[str], list[int]]:
+    """Return the threads that ask for a next step while tables of two kinds are prefetched, and rows read ahead."""
+    group = torch.distributed.group.WORLD
+    host_table.parallel_state = SimpleNamespace(  # type: ignore[attr-defined]
+        get_data_parallel_group_gloo=lambda with_context_parallel: group
+    )
+    model, asked = torch.nn.Sequential(Owner(), Other()), []
+    tables = TablesOfStep({Owner: lambda step: step.rows, Other: lambda step: step.rows + 1})
+    tables.collect([model])
+
+    def following() -> Any:
+        asked.append(threading.current_thread().name)
+        return step_of(5, 7)
+
+    for number in range(3):
+        tables.begin(step_of(0, 1 + rank, number=number), True, following)
+        for module in model:
+            rows = module.host._step_rows
+            module.host.values_of(torch.from_numpy(rows)).sum().backward()
+        tables.end(torch.tensor(1.0))
+    return asked, [module.host._cache.traffic.num_staged for module in model]
+
+
+@pytest.mark.ranks
+def test_one_thread_looks_ahead_for_all_tables() -> None:
+    for asked, staged in run_ranks(steps_asked_for, 2):
+        assert asked == ["bytescale-rows"] * 3
+        assert min(staged) > 0
+
+
 def late_bounds(rank: int, world: int) -> list[tuple[int, int]]:
     """Return the bounds of reads and writes in three steps; the second step is an evaluation."""
     group = torch.distributed.group.WORLD
@@ -66,7 +100,7 @@ def late_bounds(rank: int, world: int) -> list[tuple[int, int]]:
         get_data_parallel_group_gloo=lambda with_context_parallel: group
     )
     owner, found = Owner(HostTables(CacheSettings(4, "lru", 3, 5), RATE, fresh_steps=8)), []
-    tables = TablesOfStep(lambda module: module is owner, lambda step: step.rows)
+    tables = TablesOfStep({Owner: lambda step: step.rows})
     tables.collect([owner])
     for number, training in ((7, True), (9, False), (8, True)):
         tables.begin(step_of(0, 1, number=number), training)
