@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +90,33 @@ class NestedRings:
     loads: Floats
 
 
+class _Runs:
+    """Runs of ranks, which are taken with falling needs. A run is (load, first rank, ranks)."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._need = num_ranks
+        self._wide = [(0.0, 0, num_ranks)]  # a heap of the runs that are wide enough for the need of the last call
+        self._narrow: list[tuple[int, tuple[float, int, int]]] = []  # a heap of the others, with the widest first
+
+    def take(self, need: int) -> tuple[float, int, int]:
+        """Remove and return the run that is ready first among those of at least ``need`` ranks (tie: lowest rank)."""
+        self._need = need
+        while self._narrow and -self._narrow[0][0] >= need:
+            heapq.heappush(self._wide, heapq.heappop(self._narrow)[1])
+        return heapq.heappop(self._wide)
+
+    def add(self, run: tuple[float, int, int]) -> None:
+        """Add a run."""
+        if run[2] >= self._need:
+            heapq.heappush(self._wide, run)
+        else:
+            heapq.heappush(self._narrow, (-run[2], run))
+
+    def all(self) -> Iterator[tuple[float, int, int]]:
+        """Iterate over the runs, in any order."""
+        return itertools.chain(self._wide, (run for _, run in self._narrow))
+
+
 def nest_rings(
     lengths: Ints, needs: Ints, cluster: Cluster, cost: CostModel, should_stop: ShouldStop = None
 ) -> NestedRings:
@@ -104,27 +132,22 @@ def nest_rings(
         should_stop: see ``HdpPlanner``.
     """
     num_ranks, node = cluster.num_ranks, cluster.node_ranks
-    runs = [(0.0, 0, num_ranks)]  # (load, first rank, ranks), a heap
+    runs = _Runs(num_ranks)
     firsts, widths = [], []
     for number, (length, need) in enumerate(zip(lengths.tolist(), needs.tolist(), strict=True)):
         if number % 1024 == 0:
             stop_if(should_stop)
-        too_narrow = []
-        while runs[0][2] < need:
-            too_narrow.append(heapq.heappop(runs))
-        load, first, width = heapq.heappop(runs)
-        for run in too_narrow:
-            heapq.heappush(runs, run)
+        load, first, width = runs.take(need)
         bounds = _divide_run(first, width, need, node)
         bounds = _without_waste(bounds, length, need, node, cost)
         for start, stop in itertools.pairwise(bounds[1:]):
-            heapq.heappush(runs, (load, start, stop - start))
+            runs.add((load, start, stop - start))
         width = bounds[1] - first
-        heapq.heappush(runs, (load + cost.sequence_cost(length, width) + cost.g, first, width))
+        runs.add((load + cost.sequence_cost(length, width) + cost.g, first, width))
         firsts.append(first)
         widths.append(width)
     loads = np.empty(num_ranks, dtype=np.float64)
-    for load, first, width in runs:
+    for load, first, width in runs.all():
         loads[first : first + width] = load
     return NestedRings(np.array(firsts, dtype=np.int64), np.array(widths, dtype=np.int64), loads)
 

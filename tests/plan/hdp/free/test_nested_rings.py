@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -91,3 +93,27 @@ def test_wide_rings_are_whole_nodes(node: int) -> None:
     assert (
         (rings.first_ranks + rings.widths)[wide] % node * ((rings.first_ranks + rings.widths)[wide] < 64) == 0
     ).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=60), st.integers(24, 40))
+def test_each_ring_takes_the_run_that_is_ready_first(needs: list[int], num_ranks: int) -> None:
+    """The search over all runs, which takes quadratic time, finds the same ranks."""
+    needs = sorted(needs, reverse=True)
+    lengths = [50 * need for need in needs]
+    rings = nest_rings(ints(lengths), ints(needs), Cluster(num_ranks, 1), COST)
+    runs = [(0.0, 0, num_ranks)]
+    for length, need, first, width in zip(
+        lengths, needs, rings.first_ranks.tolist(), rings.widths.tolist(), strict=True
+    ):
+        load, start, size = min(run for run in runs if run[2] >= need)
+        assert first == start
+        runs.remove((load, start, size))
+        ends = sorted({*_part_ends(start, size, need), start + width})
+        runs += [(load, low, high - low) for low, high in itertools.pairwise(ends) if low != start]
+        runs.append((load + COST.sequence_cost(length, width) + COST.g, start, width))
+
+
+def _part_ends(first: int, width: int, need: int) -> list[int]:
+    count = width // need
+    return [first + part * width // count for part in range(count + 1)]
