@@ -17,6 +17,7 @@ from tests.e2e.once import once
 from tests.faults.jobs import write_data
 from tests.faults.points import FAULTS, NUM_RANKS, Point, point_of
 from tests.faults.trials import Undisturbed, try_point, undisturbed
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -33,7 +34,7 @@ def prepared(fault: str) -> tuple[Point, Path, Undisturbed]:
     return point, *once(lambda folder: (folder / "docs", make(folder)), "faults")
 
 
-@pytest.mark.parametrize("fault", ["killed-saving", "planner"])
+@pytest.mark.parametrize("fault", sampled(["killed-saving", "planner"], ["planner"]))
 def test_nothing_is_lost(fault: str, tmp_path: Path) -> None:
     point, corpus, expected = prepared(fault)
     tried = try_point(point, [corpus], expected, tmp_path)

@@ -84,6 +84,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**results, "cost": read_cost(folder / "cost.json")}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_arms_differ_in_everything_but_the_loss(figures: dict[str, Any]) -> None:
     rows = figures["activations"]["rows"]
@@ -110,6 +111,7 @@ def test_arms_differ_in_everything_but_the_loss(figures: dict[str, Any]) -> None
     assert {target["text"].split(":")[0] for target in figures["activations"]["targets"]} >= {"64", "130"}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_host_bound_model_runs_the_chosen_arms(figures: dict[str, Any]) -> None:
     rows = figures["host bound"]["rows"]
@@ -118,6 +120,7 @@ def test_a_host_bound_model_runs_the_chosen_arms(figures: dict[str, Any]) -> Non
     assert all(row["loss"] == losses[row["num_tokens"]] for row in rows)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_longest_sequences_are_searched(figures: dict[str, Any]) -> None:
     """On CPU the limit is counted and norms are not fused, so only the order of the arms is meaningful."""
@@ -127,6 +130,7 @@ def test_the_longest_sequences_are_searched(figures: dict[str, Any]) -> None:
     assert figures["host bound"]["longest_tokens"] == {}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_arm_of_fine_grained_offload_computes_the_same(figures: dict[str, Any]) -> None:
     engine = run_ranks(run_engine_arm, 1, init_group=False)[0]
@@ -176,6 +180,7 @@ def test_defaults_fit_nine_minutes(words: tuple[str, ...], monkeypatch: pytest.M
     assert minutes[("--all",)] > 60
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_calibration_makes_a_cost_file(figures: dict[str, Any]) -> None:
     calibration = figures["calibrate"]
@@ -189,6 +194,7 @@ def test_calibration_makes_a_cost_file(figures: dict[str, Any]) -> None:
     assert figures["cost"].backward.b > 0
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_arms_of_memory_plans_learn_the_same(figures: dict[str, Any]) -> None:
     results = figures["memory plan"]

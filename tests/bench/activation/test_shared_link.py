@@ -47,6 +47,7 @@ def test_processes_copy_at_once() -> None:
     assert all(speed > 0 for pair in speeds for speed in pair)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_process_that_dies_is_reported() -> None:
     """A negative size fails in each process."""

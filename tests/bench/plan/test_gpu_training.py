@@ -60,6 +60,7 @@ def test_the_model_replaces_the_model_of_the_demo(tmp_path: Path) -> None:
     assert in_fp8[in_fp8.index("--fp8-recipe") + 1] == "tensorwise"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_tiny_run(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()

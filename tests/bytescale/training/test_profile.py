@@ -148,6 +148,7 @@ def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
     assert cost.latency > 0
 
 
+@pytest.mark.full
 def test_tensor_parallel_hdp_ranks() -> None:
     flags = [*MODEL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     found = run_ranks(profile_with_made_up_clock, 4, flags, True)

@@ -22,6 +22,7 @@ from tests.e2e.corpora import VOCAB, write_documents
 from tests.e2e.docs.pages import PAGES, ROOT, code_lines, small_training, with_values
 from tests.e2e.training import MODEL, train
 from tests.harness import run_ranks
+from tests.sample import sampled
 
 ELSEWHERE = {  # start of a command: the reason why it does not run here, or the test that runs it
     "make ": "they run the demo and this test",
@@ -91,6 +92,10 @@ def examples() -> list[str]:
 COMMANDS = {**{str(page.relative_to(ROOT)): code_lines(page.read_text()) for page in PAGES}, "--help": examples()}
 
 
+LONG_PAGES = ("--help", "docs/guide/activations.md", "docs/guide/states.md")
+"""Pages whose commands run in `make test-all` only: each command has a test of its own."""
+
+
 def is_elsewhere(line: str) -> bool:
     return any(" ".join(line.split()).startswith(start) for start in ELSEWHERE)
 
@@ -156,7 +161,7 @@ def words_of(command: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("page", COMMANDS)
+@pytest.mark.parametrize("page", sampled(COMMANDS, [page for page in COMMANDS if page not in LONG_PAGES]))
 def test_commands_run(page: str, tmp_path: Path) -> None:
     lines = [line for line in COMMANDS[page] if not is_elsewhere(line)]
     if lines:

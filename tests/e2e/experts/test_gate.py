@@ -12,6 +12,7 @@ import torch
 
 from tests.e2e.hdp.test_moe import with_equal_weights
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, SavedRun, train_once, train_ranks
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -64,7 +65,7 @@ def test_tokens_have_fewer_and_fewer_experts(gated: SavedRun) -> None:
     assert found[-1] < 2.0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", sampled([1, 2], [2]))
 def test_one_process_or_two_with_all_experts(num_ranks: int, gated: SavedRun, corpus: Path) -> None:
     """The noise of the gates belongs to tokens."""
     outcome = train_ranks(num_ranks, *words(corpus, *GATE), entry=ENTRY)[-1]

@@ -14,6 +14,7 @@ from tests.e2e.corpora import documents
 from tests.e2e.drafts import CLOVER, COMMON, HEADS, LAYOUTS, ONE, RINGS, SLICES, TOGETHER, heads_of, trunk
 from tests.e2e.oracle import gradients, relative_error, shard_of
 from tests.e2e.training import MODEL, Outcome, SavedRun, train
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -55,7 +56,7 @@ def compare(found: SavedRun, expected: SavedRun, *names: str) -> None:
             assert relative_error(grad, part_of_whole) < TOLERANCE, parameter
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, ["pipeline"]))
 def test_gradients_equal_one_process(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     expected = heads_of(1, *ONE)
@@ -65,6 +66,7 @@ def test_gradients_equal_one_process(name: str) -> None:
     assert all(parameter.startswith("draft_heads.") for parameter in whole)
 
 
+@pytest.mark.full
 def test_slices_of_a_pipeline_under_an_activation_policy() -> None:
     """These heads are not compared with the model's states, because those are in the next slice."""
     expected, found = heads_of(1, *ONE, heads=HEADS), heads_of(2, *SLICES, heads=HEADS)

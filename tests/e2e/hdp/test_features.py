@@ -45,7 +45,7 @@ def with_hdp(corpus: Path, num_ranks: int, *flags: object) -> Outcome:
     return train(num_ranks, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *flags)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, [name for name in CASES if "tied" in name]))
 def test_equals_one_process(name: str, corpus: Path) -> None:
     num_ranks, model, flags = CASES[name]
     # Flags of the model come last, because later flags override earlier flags.
@@ -111,7 +111,7 @@ LAYOUTS: dict[str, tuple[int, list[object]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, ["rings of 4", "tensor parallel, memo", "pipeline in slices"]))
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, ["rings of 4", "pipeline in slices"]))
 @pytest.mark.parametrize("noise", NOISE)
 def test_noise_belongs_to_documents_so_ranks_and_layouts_do_not_change_it(
     noise: str, layout: str, corpus: Path, plain: Outcome

@@ -71,7 +71,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(CASES, ["pp2-sharded-full", "pp2-one-idle", "tp2-pp2", "pp4-virtual-layout"]))
+@pytest.mark.parametrize("name", sampled(CASES, ["pp2-one-idle", "pp4-virtual-layout"]))
 def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
     case = CASES[name]
     flags = [*HDP, *BALANCE, "--hdp-balance", case.balance, "--pipeline-model-parallel-size", case.num_stages]

@@ -175,6 +175,7 @@ def poison(runtime: Any, model: Any) -> None:
         next(model.parameters()).data.fill_(float("nan"))
 
 
+@pytest.mark.full
 def test_a_fault_is_saved_with_a_step_that_ray_made(texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
     flags = ["--data-path", texts[0], "--hdp-ray-address", cluster, "--save", tmp_path / "save"]
     words = [*flags, "--hdp-tokens-per-rank", 256, "--ckpt-format", "torch_dist"]
@@ -183,6 +184,7 @@ def test_a_fault_is_saved_with_a_step_that_ray_made(texts: tuple[Path, Path], cl
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
+@pytest.mark.full
 def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
     texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from tests.e2e.training import (
     train_ranks,
     train_with,
 )
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -52,7 +53,7 @@ def consumed_samples(outcome: Outcome) -> list[int]:
     return [int(line.split("consumed samples:")[1].split("|")[0]) for line in lines]
 
 
-@pytest.mark.parametrize(("first", "then"), [(4, (4, 2)), (2, (4,))])
+@pytest.mark.parametrize(("first", "then"), sampled([(4, (4, 2)), (2, (4,))], [(4, (4, 2))]))
 def test_resumed_on_as_many_or_other_ranks(
     first: int, then: tuple[int, ...], corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def let_time_run_out(step: int, runtime: Any, model: Any) -> None:
         training._TRAIN_START_TIME -= 3600
 
 
+@pytest.mark.full
 def test_exit_duration_saves_and_ends_all(corpus: Path, tmp_path: Path) -> None:
     save = tmp_path / "save"
     entry = partial(train_with, partial(let_time_run_out, 2))

@@ -7,6 +7,7 @@ import pytest
 from tests.e2e.corpora import write_documents
 from tests.e2e.oracle import relative_error
 from tests.e2e.slices.test_seq1f1b import TOLERANCE, Runs, read_gradients, stages
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, ["whole micro-batches"]))
 def test_training_is_the_same(name: str, runs: Runs) -> None:
     num_ranks, flags, slices = CASES[name]
     runs.compare(num_ranks, f"{stages(2, 3)} {flags}", f"--seq1f1b-zero-bubble {slices}")

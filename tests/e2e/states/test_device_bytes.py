@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.e2e.once import once
 from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_ranks, train_with
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -83,19 +85,22 @@ def figures(corpus: Path, folder: Path, *flags: object) -> list[list[float]]:
     ]
 
 
-def test_the_device_holds_what_was_forecast(corpus: Path, tmp_path: Path) -> None:
-    resident = figures(corpus, tmp_path / "resident")
-    assert len(resident) == 3
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], [3]))
+def test_the_device_holds_what_was_forecast(stage: int, corpus: Path, tmp_path: Path) -> None:
+    resident, losses = once(partial(resident_figures, corpus), "device bytes")
     # (6 + 12 / 2) bytes per parameter, over the resident bytes: parameters and gradients, only parameters, or one
     # layer of four and the ends
-    for stage, ratio in ((1, 2.0), (2, 6.0), (3, None)):
-        paged = figures(corpus, tmp_path / f"{stage}", *TINY_PAGES, "--state-stage", stage, *WINDOW[stage])
-        assert len(paged) == 3
-        assert step_losses(tmp_path / f"{stage}") == step_losses(tmp_path / "resident")
-        for (device, _, forecast, *_), (rest, pages, _, forecast_rest, host) in zip(
-            resident[1:], paged[1:], strict=True
-        ):
-            assert device == pytest.approx(forecast, rel=0.05)
-            assert rest == pytest.approx(forecast_rest, rel=0.05), stage
-            assert pages == pytest.approx(host, rel=0.05), stage
-            assert ratio is None or device / rest == pytest.approx(ratio, rel=0.05)
+    ratio = {1: 2.0, 2: 6.0}.get(stage)
+    paged = figures(corpus, tmp_path, *TINY_PAGES, "--state-stage", stage, *WINDOW[stage])
+    assert len(resident) == len(paged) == 3
+    assert step_losses(tmp_path) == losses
+    for (device, _, forecast, *_), (rest, pages, _, forecast_rest, host) in zip(resident[1:], paged[1:], strict=True):
+        assert device == pytest.approx(forecast, rel=0.05)
+        assert rest == pytest.approx(forecast_rest, rel=0.05)
+        assert pages == pytest.approx(host, rel=0.05)
+        assert ratio is None or device / rest == pytest.approx(ratio, rel=0.05)
+
+
+def resident_figures(corpus: Path, folder: Path) -> tuple[list[list[float]], list[float]]:
+    """Return the figures and the losses of a run whose states stay on the device."""
+    return figures(corpus, folder), step_losses(folder)

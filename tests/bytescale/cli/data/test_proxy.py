@@ -29,6 +29,7 @@ def parts(tmp_path: Path) -> list[MixturePart]:
     return [MixturePart(str(tmp_path / name), name, 60 * 768, 60) for name in documents]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_a_real_run_and_what_it_says(parts: list[MixturePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
