@@ -10,7 +10,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import Folders, make_folders
-from megatron.bytescale.checkpoints import use_last_whole
+from megatron.bytescale.checkpoints import LoadedCheckpoints, check_loaded, use_last_whole
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.buffer_types import BufferTypes
@@ -25,9 +25,7 @@ def build(args: Any, runtime: Runtime) -> Training:
     """
     training = stock_training(args)
     enabled = features.enabled(args)
-    if enabled and args.load and not args.enable_msc and runtime.run.process.rank == 0:
-        if warning := use_last_whole(Path(args.load), args.ckpt_step):
-            print(warning)
+    _check_checkpoints(args, runtime.run.process.rank, bool(enabled))
     if runtime.run.process.rank == 0 and (line := remaining_text(runtime.run.decision)):
         print(line)
     for feature in enabled:
@@ -44,3 +42,13 @@ def build(args: Any, runtime: Runtime) -> Training:
     if not process.on_cuda and process.rank == 0:
         print("> bytescale: training on CPU with gloo; CUDA calls are replaced (megatron/bytescale/cpu.py)")
     return training
+
+
+def _check_checkpoints(args: Any, rank: int, has_features: bool) -> None:
+    """Check what Megatron will load. With features, the first rank repairs the tracker file."""
+    checkpoints, share = options_of(args, LoadedCheckpoints), (rank, args.world_size)
+    is_repaired = has_features and bool(args.load) and not args.enable_msc
+    if is_repaired and rank == 0 and (warning := use_last_whole(Path(args.load), args.ckpt_step)):
+        print(warning)
+        share = (0, 1)
+    check_loaded(checkpoints, share, is_repaired=is_repaired and rank > 0)

@@ -3,22 +3,57 @@
 Megatron names a checkpoint in its tracker file after all ranks have written their parts. So a run that is killed during
 a save resumes from the previous checkpoint. But the system may still lose data that it has not yet written to disk, and
 with an empty tracker file Megatron exits with code 0 without training.
+
+Loading a checkpoint unpickles parts of it. ``check_classes`` runs before anything else reads a checkpoint, and refuses
+classes that no checkpoint needs. It reads metadata and pickled objects, and no tensors.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bytescale_ext.json_input import json_value
+from bytescale_ext.pickles import FileSlice, UntrustedClass, check_archive, check_pickle
 from megatron.bytescale.launch import TRACKER
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata
+
+RELEASE = "release"  # Megatron's name for a checkpoint without an iteration, to start a training from
 
 _FOLDER = "iter_{:07d}"
 _SHARDED = ".metadata"  # in all formats of torch.distributed.checkpoint
 _WRITTEN_LAST = "metadata.json"
+_UNSAFE_LOAD, _SAFE_LOAD = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # for torch.load
+_ITERATION = re.compile("[0-9]{1,15}")
+
+
+@dataclass
+class _Trust:
+    """Whether the user of this process trusts the pickles in checkpoints (``--trust-checkpoint``)."""
+
+    is_given: bool = False
+
+
+_TRUST = _Trust()
+
+
+def trust_checkpoints(trusts: bool) -> None:
+    """Let this process load any class from checkpoints, or only allowed classes, whatever the environment says."""
+    _TRUST.is_given = trusts
+    for name in (_UNSAFE_LOAD, _SAFE_LOAD):
+        os.environ.pop(name, None)
+    if trusts:
+        os.environ[_UNSAFE_LOAD] = "1"
 
 
 def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
@@ -31,20 +66,21 @@ def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
         wanted: iteration of ``--ckpt-step``; no other checkpoint is accepted.
 
     Raises:
-        ValueError: no checkpoint or not the wanted checkpoint is complete, or the tracker file cannot be written.
+        ValueError: no checkpoint or not the wanted checkpoint is complete, the tracker file cannot be written, or a
+        checkpoint needs a class that is not allowed.
     """
     tracker = load / TRACKER
     if wanted is not None:
         if flaw := flaw_of(load, wanted):
             raise ValueError(f"--ckpt-step {wanted}: {flaw}; {_whole_text(load)}")
         return None
-    named = tracker.read_text().strip() if tracker.is_file() else "release"
-    if named == "release":
+    named = _named(load) if tracker.is_file() else RELEASE
+    if named == RELEASE:
         return None
-    flaw = flaw_of(load, int(named)) if named.isdigit() else f"{tracker} names no iteration"
+    flaw = flaw_of(load, int(named)) if named else f"{tracker} names no iteration"
     if not flaw:
         return None
-    latest = int(named) if named.isdigit() else None
+    latest = int(named) if named else None
     earlier = [iteration for iteration in iterations(load) if latest is None or iteration < latest]
     last = next((iteration for iteration in earlier if not flaw_of(load, iteration)), None)
     if last is None:
@@ -59,11 +95,14 @@ def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
 def iterations(load: Path) -> list[int]:
     """Return the iterations of the checkpoints in a folder, complete or not, latest first."""
     numbers = (path.name.removeprefix("iter_") for path in load.glob("iter_*"))
-    return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+    return sorted((int(number) for number in numbers if _ITERATION.fullmatch(number)), reverse=True)
 
 
 def flaw_of(load: Path, iteration: int) -> str:
-    """Return evidence that a checkpoint is incomplete, or "" without evidence. Reads no tensors."""
+    """Return evidence that a checkpoint is incomplete, or "" without evidence. Reads no tensors.
+
+    Raises ValueError if its metadata need a class that is not allowed.
+    """
     folder = load / _FOLDER.format(iteration)
     return next(_flaws(folder), "")
 
@@ -81,16 +120,16 @@ def _flaws(folder: Path) -> Iterator[str]:
 
 def _flaws_of_shards(folder: Path) -> Iterator[str]:
     """Yield the flaws of a sharded checkpoint; its metadata contain the minimum size of each file."""
-    from torch.distributed.checkpoint import FileSystemReader
-
     try:
-        json.loads((folder / _WRITTEN_LAST).read_text())
+        json_value((folder / _WRITTEN_LAST).read_bytes())
     except (OSError, ValueError):
         yield f"{folder / _WRITTEN_LAST} is missing or cut short"
     try:
-        parts = FileSystemReader(folder).read_metadata().storage_data.values()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        yield f"{folder / _SHARDED} cannot be read ({type(error).__name__})"
+        parts = read_metadata(folder / _SHARDED).storage_data.values()
+    except UntrustedClass:
+        raise
+    except ValueError as error:
+        yield str(error)
         return
     ends: dict[str, int] = {}
     for part in parts:
@@ -107,20 +146,179 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
 
     ``wanted``: iteration of ``--ckpt-step``.
     """
-    tracker = load / TRACKER
-    named = str(wanted) if wanted is not None else tracker.read_text().strip() if tracker.is_file() else ""
-    folder = load / (_FOLDER.format(int(named)) if named.isdigit() else named)
+    named = str(wanted) if wanted is not None else _named(load)
+    folder = load / (named if named == RELEASE else _FOLDER.format(int(named or -1)))
     return folder if named and folder.is_dir() else None
+
+
+def _named(load: Path) -> str:
+    """Return what the tracker file of a folder names: digits, "release", or "" for anything else."""
+    try:
+        with (load / TRACKER).open("rb") as file:
+            named = file.read(100).decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+    return named if named == RELEASE or _ITERATION.fullmatch(named) else ""
 
 
 def names_in(folder: Path) -> list[str]:
     """Return the tensor names in a sharded checkpoint. Raises ValueError if its metadata cannot be read."""
-    from torch.distributed.checkpoint import FileSystemReader
+    return list(read_metadata(folder / _SHARDED).state_dict_metadata)
 
+
+def elements_in(folder: Path) -> int:
+    """Return the number of elements in all tensors of a sharded checkpoint. Raises ValueError as ``names_in``."""
+    entries = read_metadata(folder / _SHARDED).state_dict_metadata.values()
+    return sum(math.prod(getattr(entry, "size", (0,))) for entry in entries)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read the metadata file of a sharded checkpoint.
+
+    Raises:
+        UntrustedClass: the file needs a class that is not allowed, and the process does not trust checkpoints.
+        ValueError: the file cannot be read, or describes more than its checkpoint can hold.
+    """
     try:
-        return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{folder}: {_SHARDED} cannot be read ({type(error).__name__})") from None
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        if not _TRUST.is_given:
+            check_pickle(data)
+        metadata: Metadata = pickle.loads(data)
+        _check_metadata(metadata)
+    except UntrustedClass as error:
+        raise UntrustedClass(_untrusted(path, error)) from None
+    except Exception as error:  # damaged fields fail in many ways
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())[:100]})") from None
+    return metadata
+
+
+def _untrusted(path: Path, error: UntrustedClass) -> str:
+    return f"{path} needs {error}, and loading it could run code; with --trust-checkpoint it is loaded"
+
+
+def _check_metadata(metadata: Metadata) -> None:
+    """Raise ValueError for metadata with fields of other types, or with tensors larger than their stored parts."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    stored: dict[str, int] = {}
+    for index, part in metadata.storage_data.items():
+        if part.offset < 0 or part.length < 0 or Path(part.relative_path).name != part.relative_path:
+            raise ValueError(f"part {str(index.fqn)[:40]!r} is outside the checkpoint")
+        if getattr(part, "transform_descriptors", None):
+            raise ValueError(f"part {str(index.fqn)[:40]!r} is compressed")
+        stored[index.fqn] = stored.get(index.fqn, 0) + part.length
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise ValueError("a tensor has no name")
+        if isinstance(entry, TensorStorageMetadata):
+            needed = math.prod(entry.size) * entry.properties.dtype.itemsize
+            if needed > stored.get(name, 0):
+                raise ValueError(f"tensor {name[:40]!r} needs {needed:,} bytes of {stored.get(name, 0):,}")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoints:
+    """Megatron's flags of the checkpoints that a training loads, under the names of its arguments."""
+
+    load: str | None
+    pretrained_checkpoint: str | None
+    non_persistent_global_ckpt_dir: str | None
+    ckpt_step: int | None
+    enable_msc: bool
+
+    def parents(self) -> Iterator[tuple[str, Path]]:
+        """Yield (flag, folder of checkpoints) for each folder that Megatron may load from."""
+        if self.load is not None:
+            yield "--load", Path(self.load)
+            yield "--load", Path(self.load) / "non_persistent"
+        if self.pretrained_checkpoint is not None:
+            yield "--pretrained-checkpoint", Path(self.pretrained_checkpoint)
+        if self.non_persistent_global_ckpt_dir is not None:
+            yield "--non-persistent-global-ckpt-dir", Path(self.non_persistent_global_ckpt_dir)
+
+    def folders(self) -> Iterator[tuple[str, Path]]:
+        """Yield (flag, folder of one checkpoint) for each checkpoint that Megatron may load."""
+        for flag, parent in self.parents():
+            for step in dict.fromkeys((None, self.ckpt_step)):  # Megatron prefers "release" to --ckpt-step
+                folder = to_load(parent, step)
+                if folder is not None:
+                    yield flag, folder
+
+
+def check_loaded(checkpoints: LoadedCheckpoints, share: tuple[int, int], is_repaired: bool) -> None:
+    """Check the classes in all checkpoints that a training may load, before Megatron reads them.
+
+    All ranks must call it before they join a process group: no rank loads what another rank has not yet checked.
+
+    Args:
+        checkpoints: folders of the checkpoints.
+        share: (rank, number of ranks) that divide the objects among them.
+        is_repaired: whether another rank calls ``use_last_whole``, so that damage is no reason to stop.
+
+    Raises:
+        ValueError: a class is not allowed, a checkpoint is damaged or cannot be checked, or a tracker file names none.
+    """
+    if _TRUST.is_given:
+        return
+    if checkpoints.enable_msc and "://" in f"{checkpoints.load} {checkpoints.pretrained_checkpoint}":
+        raise ValueError("--enable-msc: remote checkpoints cannot be checked; trust them with --trust-checkpoint")
+    for flag, parent in checkpoints.parents():
+        if (parent / TRACKER).is_file() and not _named(parent) and not is_repaired:
+            raise ValueError(f"{flag} {parent / TRACKER} names no iteration")
+    for flag, folder in checkpoints.folders():
+        try:
+            check_classes(folder, share)
+        except UntrustedClass as error:
+            raise ValueError(f"{flag} {error}") from None
+        except ValueError as error:
+            if not is_repaired:
+                raise ValueError(f"{flag} {error}") from None
+
+
+def check_classes(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Check the classes of everything pickled in a checkpoint before it is loaded, unless the user trusts it.
+
+    Reads no tensors.
+
+    Args:
+        folder: folder of one checkpoint.
+        share: (rank, number of ranks) that divide the objects among them; all ranks check the metadata.
+
+    Raises:
+        UntrustedClass: something needs a class that is not allowed.
+        ValueError: something is damaged.
+    """
+    if _TRUST.is_given:
+        return
+    paths = sorted(folder.rglob("*"))
+    archives = [(path, 0, path.stat().st_size) for path in paths if path.suffix == ".pt" and path.is_file()]
+    for path in paths:
+        if path.name.endswith(_SHARDED):  # without global metadata, torch reads the metadata of a rank
+            archives += [(folder / part.relative_path, part.offset, part.length) for part in _objects(path)]
+    rank, ranks = share
+    for path, offset, length in archives[rank::ranks]:
+        try:
+            with path.open("rb") as file:
+                check_archive(FileSlice(file, offset, length))
+        except UntrustedClass as error:
+            raise UntrustedClass(_untrusted(path, error)) from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read ({error})") from None
+
+
+def _objects(path: Path) -> list[_StorageInfo]:
+    """Return the places of the pickled objects of a sharded checkpoint; tensors are not unpickled freely."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = read_metadata(path)
+    kinds = metadata.state_dict_metadata
+    is_object = {name: not isinstance(entry, TensorStorageMetadata) for name, entry in kinds.items()}
+    return [part for index, part in metadata.storage_data.items() if is_object.get(index.fqn, True)]
 
 
 def _whole_text(load: Path) -> str:

@@ -16,6 +16,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.values import check_values
+from megatron.bytescale.checkpoints import trust_checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -29,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="Plan with the costs that `bytescale profile` measured for this model on this hardware. Default: plans "
         "balance FLOPs, and activation policies measure one layer when training starts.",
+    )
+    group.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="Load checkpoints with pickled classes that Megatron's checkpoints do not need. They can run code.",
     )
     for feature in features.FEATURES:
         feature.add_arguments(parser)
@@ -137,6 +143,7 @@ def check(
     """
     from megatron.training.arguments import validate_args
 
+    trust_checkpoints(args.trust_checkpoint)
     check_values(args)
     set_device_defaults(args, argv, on_cpu, has)
     features.check(args)

@@ -10,7 +10,7 @@ import logging
 import shlex
 from pathlib import Path
 
-from megatron.bytescale.cli.shared.options import add_json
+from megatron.bytescale.cli.shared.options import add_json, add_trust_checkpoint
 from megatron.bytescale.convert.families import FAMILIES
 
 NAME = "convert"
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="with --from: type of the parameters (default: as stored)"
     )
+    add_trust_checkpoint(parser)
     add_json(parser)
 
 
@@ -44,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--dtype needs --from: a Hugging Face model has the type of the checkpoint")
     logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
     from megatron.bytescale import cpu
+    from megatron.bytescale.checkpoints import trust_checkpoints
 
+    trust_checkpoints(args.trust_checkpoint)
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
     from megatron.bytescale.convert.folders import from_hugging_face, to_folder
 

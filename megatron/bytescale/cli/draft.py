@@ -8,7 +8,7 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.bytescale.cli.shared.options import add_json
+from megatron.bytescale.cli.shared.options import add_json, add_trust_checkpoint
 
 NAME = "draft"
 HELP = "export the draft heads of a checkpoint to a separate folder (bytescale draft export)"
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (%(default)s)")
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="write this new folder")
+    add_trust_checkpoint(export)
     add_json(export)
     export.set_defaults(prog=export.prog)
 
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder and print its content."""
     logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
     from megatron.bytescale import cpu
+    from megatron.bytescale.checkpoints import trust_checkpoints
 
+    trust_checkpoints(args.trust_checkpoint)
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
     from megatron.bytescale.inference.export import export_heads
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.checkpoints import read_metadata
 from megatron.bytescale.inference.heads_folder import norms_apart, safetensors_torch, write_folder
 from megatron.bytescale.inference.load import TrunkArguments, checkpoint_arguments, checkpoint_at, heads_of
 
@@ -65,11 +66,14 @@ def layer_settings(layers: LayerArguments) -> dict[str, object]:
 
 def heads_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the whole tensors of a checkpoint's heads, of any shape, under Megatron's names within the heads."""
-    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    metadata = read_metadata(checkpoint / ".metadata").state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    try:
+        load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    except Exception as error:  # torch raises many types for damaged files
+        raise ValueError(f"{checkpoint} cannot be read ({' '.join(str(error).split())[:200]})") from None
     return {norms_apart(name.removeprefix(PREFIX)): tensor for name, tensor in state.items()}

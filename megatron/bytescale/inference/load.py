@@ -21,7 +21,8 @@ from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale import cpu
 from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
-from megatron.bytescale.checkpoints import names_in, to_load
+from megatron.bytescale.arguments.values import MOST
+from megatron.bytescale.checkpoints import check_classes, elements_in, names_in, to_load
 from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
@@ -50,24 +51,71 @@ CANNOT = {
 }  # fmt: skip
 
 
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "max_position_embeddings",
+         "ffn_hidden_size", "kv_channels", "num_query_groups", "seq_length")  # fmt: skip
+KINDS: dict[object, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool, int, str)}
+"""Type of a flag -> types of its values in checkpoints."""
+
+
 def checkpoint_at(flag: str, folder: Path) -> Path:
-    """Return the last checkpoint in a folder. Raises ValueError if there is none or it is not readable."""
+    """Return the last checkpoint in a folder. Its pickled classes are allowed, unless the user trusts checkpoints.
+
+    Raises ValueError if there is none, it is not readable, or a class is not allowed.
+    """
     checkpoint = to_load(folder)
     if checkpoint is None:
         raise ValueError(f"{flag} {folder}: there is no checkpoint")
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(f"{flag} {checkpoint}: only checkpoints of --ckpt-format torch_dist can be read")
+    try:
+        check_classes(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
     return checkpoint
 
 
 def checkpoint_arguments(checkpoint: Path) -> argparse.Namespace:
-    """Return the training arguments in a checkpoint. Raises ValueError if they are missing."""
+    """Return the training arguments in a checkpoint. Raises ValueError if they are missing or have bad values."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-    args: argparse.Namespace | None = load_common_state_dict(checkpoint).get("args")
-    if args is None:
+    try:
+        state = load_common_state_dict(checkpoint)
+    except Exception as error:  # Megatron and torch raise many types for damaged files
+        raise ValueError(f"{checkpoint} cannot be read ({' '.join(str(error).split())[:200]})") from None
+    args = state.get("args") if isinstance(state, dict) else None
+    if not isinstance(args, argparse.Namespace):
         raise ValueError(f"{checkpoint}: it holds no training arguments")
+    try:
+        check_arguments(args, elements_in(checkpoint))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from None
     return args
+
+
+def check_arguments(args: argparse.Namespace, elements: int) -> None:
+    """Check the training arguments in a checkpoint against Megatron's parser and the checkpoint's tensors.
+
+    Raises ValueError for a value of another type than its flag has, and for a model larger than ``elements`` numbers.
+    """
+    from megatron.bytescale.arguments.parse import whole_parser
+
+    for action in whole_parser()._actions:
+        value = getattr(args, action.dest, None)
+        kind = action.type if action.type in (int, float) else bool if action.nargs == 0 else None
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is None or kind is None or isinstance(item, KINDS[kind]):
+                continue
+            raise ValueError(f"its argument {action.dest} is {str(item)[:40]!r}, not of type {kind.__name__}")
+    sizes = {name: getattr(args, name, None) or 1 for name in SIZES}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or not 1 <= size <= MOST:
+            raise ValueError(f"its argument {name} is {str(size)[:40]!r}")
+    products = [("num_layers", "hidden_size"), ("hidden_size", "padded_vocab_size")]
+    if not getattr(args, "num_experts", None):
+        products.append(("hidden_size", "ffn_hidden_size"))
+    for first, second in products:
+        if sizes[first] * sizes[second] > elements:
+            raise ValueError(f"its {first} {sizes[first]} and {second} {sizes[second]} need more than its tensors hold")
 
 
 def heads_of(args: argparse.Namespace, checkpoint: Path) -> DraftConfig | None:
@@ -273,7 +321,10 @@ def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
         tensors = (tensor for tensor in part.values() if isinstance(tensor, ShardedTensor | ShardedTensorFactory))
         if missing := sorted({tensor.key for tensor in tensors} - stored):
             raise ValueError(f"{folder}: tensors are missing, such as {missing[0]}")
-        loaded = dist_checkpointing.load(part, str(folder)) if part else {}
+        try:
+            loaded = dist_checkpointing.load(part, str(folder)) if part else {}
+        except Exception as error:  # Megatron and torch raise many types for tensors of other shapes
+            raise ValueError(f"{folder} cannot be read ({' '.join(str(error).split())[:200]})") from None
         state.update({name: loaded[name] for name in part})
     result = model.load_state_dict(state, strict=not heads.on_their_own)
     assert all(name.startswith(f"{HEADS}.") for name in result.missing_keys), f"{result=}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from bytescale_ext.json_input import lines_of_text
 from megatron.bytescale.cli.shared.inputs import count, size
-from megatron.bytescale.cli.shared.options import add_cpu, add_option
+from megatron.bytescale.cli.shared.options import add_cpu, add_option, add_trust_checkpoint
 
 if TYPE_CHECKING:
     from bytescale_ext.decode.tree import TreeShape
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code of the tokenizer that the checkpoint names"
     )
+    add_trust_checkpoint(parser)
     add_cpu(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each text instead of the text")
 
@@ -84,8 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape | None, is_first: bool) -> int:
     """Continue prompts with draft trees of a shape, and print the texts on the first rank."""
+    from megatron.bytescale.checkpoints import trust_checkpoints
     from megatron.bytescale.inference.load import open_decoder
 
+    trust_checkpoints(args.trust_checkpoint)
     with contextlib.redirect_stdout(io.StringIO()):
         decoder, training = open_decoder(args.load, args.draft, args.cpu)
     import torch

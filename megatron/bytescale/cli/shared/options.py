@@ -133,6 +133,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
+def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-checkpoint``."""
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="load checkpoints with pickled classes that Megatron's checkpoints do not need; they can run code",
+    )
+
+
 def add_cpu(parser: argparse.ArgumentParser) -> None:
     """Add ``--cpu``."""
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")

@@ -1,0 +1,1 @@
+"""Files of strangers: they run nothing, and each ends in one line."""
