@@ -14,7 +14,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Buffer, Callable
-from typing import IO, Any, Final, cast
+from typing import IO, Any, ClassVar, Final, cast
 
 _DTYPES: Final = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 "
@@ -76,12 +76,13 @@ class _Made:
 _Step = Callable[[Any], None]
 
 
-class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
+class _Scanner(pickle._Unpickler):
     """The unpickler of Python's library, with placeholders. ``stack``, ``proto`` and ``memo`` belong to the library."""
 
     stack: list[Any]
     memo: dict[int, Any]
     proto: int
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes, encoding: str = "ASCII") -> None:
         """Scan the first pickle in ``data``, whose strings of Python 2 have this encoding."""
@@ -178,8 +179,8 @@ class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("it has an opcode that checkpoints do not need")
 
-    dispatch: dict[int, _Step] = {  # noqa: RUF012  the library's name
-        **pickle._Unpickler.dispatch,  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, _Step]] = {
+        **pickle._Unpickler.dispatch,
         **{
             opcode[0]: step
             for opcode, step in {
@@ -286,7 +287,7 @@ def check_archive(file: FileSlice) -> None:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise ValueError("compressed")
         file.seek(0)
-        reader = torch._C.PyTorchFileReader(file)  # torch.load reads with it too
+        reader = torch._C.PyTorchFileReader(cast(IO[bytes], file))  # torch.load reads with it too
         records = reader.get_all_records()
         data = reader.get_record("data.pkl")
     except ValueError:

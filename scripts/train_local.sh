@@ -17,7 +17,7 @@ source "$root/scripts/checks.sh" train_local.sh
 [[ -x $bin/python ]] || fail "there is no $bin/python; run 'make setup' first"
 
 # The devices. GPUS defaults to the number of GPUs that torch sees; GPUS=0 trains on CPU.
-GPUS=${GPUS:-$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')}
+GPUS=${GPUS:-$("$bin/python" -P -c 'import torch; print(torch.cuda.device_count())')}
 whole_number GPUS 0
 RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 4))}
 whole_number RANKS
@@ -76,7 +76,7 @@ if [[ ${DRY_RUN:-0} != 0 ]]; then
 fi
 
 if ((GPUS > 0)); then
-  present=$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')
+  present=$("$bin/python" -P -c 'import torch; print(torch.cuda.device_count())')
   ((GPUS <= present)) || fail "GPUS=$GPUS, but torch sees $present; lower GPUS, or set GPUS=0 to train on CPU"
 fi
 check_data "$@"

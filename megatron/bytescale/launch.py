@@ -8,6 +8,7 @@ arguments are torchrun's.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -147,6 +148,8 @@ def main(words: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if run.parse_args(list(words)).module:  # ranks must not import modules of the current folder
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
         run.main(list(words))
     except SignalException as error:

@@ -45,7 +45,7 @@ for seed in $SEEDS; do # both kinds at the same time, so other work on the machi
 done
 
 # Prompts: lines of Python's standard library, far apart.
-[ -e "$OUT/prompts" ] || find "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
+[ -e "$OUT/prompts" ] || find "$(.venv/bin/python -P -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
   -maxdepth 1 -name '*.py' -print0 | sort -z | xargs -0 cat | grep -E '^[ -~]{30,90}$' |
   awk -v texts="$TEXTS" 'NR % 997 == 0 && found++ < texts' > "$OUT/prompts"
 for seed in $SEEDS; do

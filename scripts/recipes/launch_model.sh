@@ -34,20 +34,20 @@ export MODEL_FLAGS DATA TOKENIZER ITERS OUT SEQ_LENGTH TOKENS_PER_RANK BATCH GPU
 case $action in
   flags) printf '%s\n' "${model[@]}" "${flags[@]}" ;;
   print)
-    printf '%s ' "${launch[@]}"
+    printf '%q ' "${launch[@]}"
     printf '\n\n'
     for name in MODEL_FLAGS DATA TOKENIZER ITERS OUT SEQ_LENGTH TOKENS_PER_RANK BATCH GPUS_PER_NODE; do
       read -r -d '' -a words <<<"${!name}" || true
-      printf "%s='%s' " "$name" "${words[*]}"
+      printf '%s=%q ' "$name" "${words[*]}"
     done
-    printf '%s ' sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$root/scripts/train_slurm.sbatch" "${run[@]}"
+    printf '%q ' sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$root/scripts/train_slurm.sbatch" "${run[@]}"
     printf '\n'
     ;;
   dry-run)
     lengths=(--sampler "$SAMPLER")
     if [[ $SAMPLER == equal ]]; then # all samples have one length
       mkdir -p "$OUT"
-      "$root/.venv/bin/python" -c 'import sys, numpy; numpy.save(sys.argv[1], [int(sys.argv[2])])' \
+      "$root/.venv/bin/python" -P -c 'import sys, numpy; numpy.save(sys.argv[1], [int(sys.argv[2])])' \
         "$OUT/lengths.npy" "$SEQ_LENGTH"
       lengths=(--lengths "$OUT/lengths.npy")
     fi

@@ -25,8 +25,9 @@ _SLURM: Final = """#SBATCH --nodes={nodes}
 #SBATCH --signal=TERM@120
 set -euo pipefail
 rendezvous=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))
+rendezvous_id=$SLURM_JOB_ID-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 exec srun {launch} --nnodes={nodes} --nproc-per-node={per_node} \\
-  --rdzv-backend=c10d --rdzv-endpoint="$rendezvous" --rdzv-id="$SLURM_JOB_ID" \\
+  --rdzv-backend=c10d --rdzv-endpoint="$rendezvous" --rdzv-id="$rendezvous_id" \\
 """
 _TORCHRUN: Final = """# Start it on each of {nodes} nodes, with RENDEZVOUS=HOST:PORT of one of them.
 set -euo pipefail
