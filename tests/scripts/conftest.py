@@ -22,7 +22,8 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("data/python.idx", "data/python.bin", "half.idx", "file"):
         (tmp_path / name).write_text("")
     python = tmp_path / ".venv" / "bin" / "python"
-    fake = '[[ $1 == -c ]] && { echo 2; exit; }\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n'  # torch sees 2 GPUs
+    # torch sees 2 GPUs
+    fake = '[[ "$1 $2" == "-P -c" ]] && { echo 2; exit; }\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n'
     python.write_text(f"#!/usr/bin/env bash\n{fake}")
     python.chmod(0o755)
     return tmp_path

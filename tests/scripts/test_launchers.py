@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -178,7 +179,9 @@ def test_slurm_starts_one_torchrun_per_node(slurm_job: tuple[Path, dict[str, str
     words = shlex.split(launch_line)
     launch = words[: -len(after_entry(words))]
     assert words[1:5] == [str(checkout / ".venv" / "bin" / "python"), "-P", "-m", "megatron.bytescale.launch"]
-    assert {"--nnodes=3", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=1234567"} <= set(launch)
+    assert {"--nnodes=3", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(launch)
+    (rendezvous_id,) = (word for word in launch if word.startswith("--rdzv-id="))
+    assert re.fullmatch(r"--rdzv-id=1234567-[0-9a-f]{32}", rendezvous_id)  # nobody can guess it
     assert "--rdzv-endpoint=node7:24567" in launch
     assert launch[-1] == str(checkout / ENTRY)
     assert "--exit-signal-handler" in words
@@ -215,3 +218,18 @@ def test_slurm_gives_each_task_of_an_array_its_flags_and_its_folder(
         done = run(["bash", script], **environment, SLURM_ARRAY_TASK_ID=str(task))
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert f"sweep has no line {task}; lines count from 1" in done.stderr
+
+
+@pytest.mark.ranks
+def test_slurm_finds_a_checkout_in_a_folder_with_spaces(slurm_job: tuple[Path, dict[str, str]], checkout: Path) -> None:
+    """The path of the script ended at its first space, so that another folder's files ran."""
+    script, environment = slurm_job
+    spaced = checkout / "proj x"
+    spaced.mkdir()
+    for name in ("scripts", ".venv", "data"):
+        shutil.copytree(checkout / name, spaced / name)
+    scontrol = checkout / "slurm" / "scontrol"
+    scontrol.write_text(scontrol.read_text().replace(f"Command={checkout}/", f"Command={spaced}/"))
+    done = run(["bash", script, *EXTRA], **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"log: {spaced}/runs/a-job/slurm-1234567.log\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,9 +215,11 @@ def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
     torchrun, empty, slurm = shown(path, "print", DATA="data/mine").splitlines()
     flags = shown(path, "flags", DATA="data/mine").splitlines()
     assert empty == ""
-    assert torchrun.split("pretrain_gpt_hdp.py ")[1].startswith(" ".join(flags))
+    words = shlex.split(torchrun)
+    entry = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt_hdp.py"))
+    assert words[entry + 1 :][: len(flags)] == flags
     assert "--nnodes=1 --nproc-per-node=8" in torchrun
-    assert "MODEL_FLAGS='--num-layers 32 --hidden-size 4096" in slurm
+    assert any(word.startswith("MODEL_FLAGS=--num-layers 32 --hidden-size 4096") for word in shlex.split(slurm))
     assert " sbatch --nodes=1 --gpus-per-node=8 " in slurm
     (tmp_path / "sbatch").write_text('#!/bin/bash\necho "$MODEL_FLAGS|$TOKENS_PER_RANK|$*"\n')
     (tmp_path / "sbatch").chmod(0o755)
@@ -228,6 +231,18 @@ def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
     assert words.split()[-2:] == ["--chunked-cross-entropy", "2048"]
     done = subprocess.run([path, "odd"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_printed_lines_quote_what_users_gave(tmp_path: Path) -> None:
+    """Pasted into a shell, a printed line runs no command of a name."""
+    given = {"DATA": "$(touch${IFS}ran)", "OUT": "a'b;touch ran`touch ran`", "TOKENIZER": "--x '&touch ran"}
+    torchrun, _, slurm = shown(MODELS / "open" / "mistral-7b.sh", "print", **given).splitlines()
+    echo = f"printf '%s\\n' {torchrun}\nenv {slurm.replace(' sbatch ', ' true ')}"
+    done = subprocess.run(["bash", "-c", echo], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert given["DATA"] in done.stdout.splitlines()
+    assert f"{given['OUT']}/checkpoints" in done.stdout.splitlines()
+    assert not (tmp_path / "ran").exists()
 
 
 # A twin keeps the flags of its recipe and its kinds of parallelism, with 2 ranks each and these sizes.

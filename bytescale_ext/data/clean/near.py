@@ -84,7 +84,7 @@ class Decide(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Write the decisions for each task, the tally, and ``duplicates.jsonl``."""
-        parts = [np.load(rows_path(self.work, task)) for task in range(self.recipe.tasks)]
+        parts = [np.load(rows_path(self.work, task), allow_pickle=False) for task in range(self.recipe.tasks)]
         rows = np.concatenate([np.empty(0, ROW), *parts])
         offsets = np.cumsum([0, *map(len, parts)])
         first = equal_groups(rows) if "exact" in self.recipe.steps else np.arange(len(rows))

@@ -96,7 +96,7 @@ class Survivors(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Read the stored documents of task ``rank``."""
-        decisions = np.load(decisions_path(self.work, rank))
+        decisions = np.load(decisions_path(self.work, rank), allow_pickle=False)
         for number, values in shelved(self.work, rank):
             if decisions["kept"][number]:
                 copies = int(decisions["copies"][number])

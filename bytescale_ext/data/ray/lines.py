@@ -139,7 +139,7 @@ def index_file(folder: str, path: str, key: str, longest: int, tokenizer: str) -
 def load_index(file: Path) -> LineIndex | None:
     """Return a cached index, or None if it is missing or unreadable."""
     try:
-        with np.load(file) as columns:
+        with np.load(file, allow_pickle=False) as columns:
             return LineIndex(*(columns[field.name] for field in fields(LineIndex)))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
