@@ -1,4 +1,4 @@
-"""Costs of pipeline stages: in seconds for forecasts, and in the unit that planners balance."""
+"""Seconds of pipeline stages, which planners balance and forecasts sum up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost, flops_stage_cost
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.schedule.slices import layer_cost
 from bytescale_ext.plan.setup.setup import Setup
@@ -15,7 +15,7 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 
 def stage_costs(setup: Setup) -> tuple[StageCost, ...]:
-    """Return the seconds of each pipeline stage, without what an activation policy adds."""
+    """Return the seconds of each pipeline stage, without the time that an activation policy adds."""
     return layer_costs(setup, setup.mesh.stage_layers)
 
 
@@ -26,22 +26,16 @@ def layer_costs(setup: Setup, num_layers: tuple[int, ...]) -> tuple[StageCost, .
     return tuple(cost.stage(layers, stage == last, link).on(nodes) for stage, layers in enumerate(num_layers))
 
 
-def balanced_costs(setup: Setup) -> tuple[StageCost, ...]:
-    """Return the cost of each stage that planners balance: seconds if measured or if keys are swapped, else FLOPs."""
-    if setup.measured or setup.swaps_keys:
-        return stage_costs(setup)
-    mesh, nodes = setup.mesh, setup.cost.nodes(setup.cluster)
-    return tuple(
-        flops_stage_cost(setup.shape, layers, stage == mesh.last_stage, mesh.tensor_parallel).on(nodes)
-        for stage, layers in enumerate(mesh.stage_layers)
-    )
+def cost_source(setup: Setup) -> str:
+    """Return the origin of a setup's costs in words."""
+    return f"--cost-file, measured on {setup.cost.device}" if setup.measured else setup.cost.source
 
 
 @lru_cache(maxsize=256)
 def slowest_stage(setup: Setup) -> tuple[int, StageCost]:
     """Return the number and the cost of the stage that is slowest with a full micro-batch."""
     tokens = setup.cluster.tokens_per_rank
-    return max(enumerate(balanced_costs(setup)), key=lambda stage: stage[1].both.sequence_cost(tokens, 1))
+    return max(enumerate(stage_costs(setup)), key=lambda stage: stage[1].both.sequence_cost(tokens, 1))
 
 
 def equal_cost(setup: Setup) -> CostModel | None:

@@ -86,7 +86,7 @@ def planned_offload(setup: Setup) -> PlannedOffload:
     host_bytes = budget.host_bytes * (load.num_layers - RESIDENT_LAYERS) / swapped_layers
     limits = OffloadLimits(
         num_layers=load.num_layers,
-        layer_bytes_per_token=max(setup.cost.layer_bytes, load.bytes_of() / load.num_tokens),
+        layer_bytes_per_token=max(setup.cost.layer_bytes if setup.measured else 0.0, load.bytes_of() / load.num_tokens),
         bytes_per_second=budget.link_bytes_per_second,
         host_bytes=host_bytes * mesh.num_stages / load.in_flight,
     )

@@ -235,14 +235,14 @@ class Setup:
         mesh: layout of the model on devices.
         numerics: element types, operators and recomputation of layers.
         cluster: HDP ranks, C, and ranks of a node.
-        cost: seconds of the model, measured or estimated from rates.
+        cost: seconds of the model, measured or scaled from a known device.
         sequences: documents or samples of the training.
         budget: memory and links of one process.
         slicing: slices of a micro-batch; "auto": the planner chooses them for each step.
         policy: activation policy.
         states: model states.
         planning: planner of the documents.
-        measured: whether ``cost`` was measured. Otherwise planners balance FLOPs.
+        measured: whether ``cost`` was measured with this model, not only with its device.
     """
 
     shape: ModelShape

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--cost-file",
         type=Path,
         metavar="FILE",
-        help="Plan with the costs that `bytescale profile` measured for this model on this hardware. Default: plans "
-        "balance FLOPs, and activation policies measure one layer when training starts.",
+        help="Plan with the costs that `bytescale profile` measured for this model on this hardware. Default: the "
+        "shipped costs of an H100, scaled to the model; activation policies measure one layer when training starts.",
     )
     group.add_argument(
         "--trust-checkpoint",

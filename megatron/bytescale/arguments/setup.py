@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from bytescale_ext.config.memory.tables import memories_of_stages
+from bytescale_ext.measure.devices import scaled_device_cost
 from bytescale_ext.measure.host_memory import free_host_bytes, local_processes
-from bytescale_ext.plan.activation.load import cost_of_rates
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.setup.memory import affordable_keys
@@ -31,7 +31,6 @@ from megatron.bytescale.arguments.model_shape import cluster, measured_cost, mod
 from megatron.bytescale.arguments.operators import operators_of
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.features.activations.flags import (
-    RATES,
     PolicyFlags,
     PolicyOptions,
     check_planned_offload,
@@ -67,7 +66,7 @@ def setup_of(args: Any) -> Setup:
         mesh=mesh,
         numerics=numerics,
         cluster=cluster(args),
-        cost=measured or cost_of_rates(shape, *RATES, tensor_parallel=mesh.tensor_parallel),
+        cost=measured or known_cost(args, shape, numerics),
         sequences=sequences_of(args, slices),
         budget=budget_of(args, policy, shape),
         slicing=AUTO if slices.slices == AUTO else slices.slicing,
@@ -79,6 +78,12 @@ def setup_of(args: Any) -> Setup:
     if setup.plans_offload:
         check_planned_offload(setup, policy)
     return with_slices(setup, slices)
+
+
+def known_cost(args: Any, shape: ModelShape, numerics: Numerics) -> ModelCost:
+    """Return the costs of the model on a known device, for a training without ``--cost-file``."""
+    dtype = str(args.params_dtype).removeprefix("torch.")
+    return scaled_device_cost(shape, args.tensor_model_parallel_size, dtype, numerics.operators)
 
 
 def with_slices(setup: Setup, options: SliceOptions) -> Setup:

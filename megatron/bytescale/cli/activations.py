@@ -7,7 +7,8 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 
-from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
+from bytescale_ext.measure.cost_file import check_same_model, read_cost
+from bytescale_ext.measure.devices import device_cost
 from bytescale_ext.plan.activation.forecast import ActivationForecast, forecast
 from bytescale_ext.plan.activation.load import LayerLoad, Machine, cost_of_rates
 from bytescale_ext.plan.activation.plan import ActivationPlan
@@ -20,7 +21,6 @@ from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale.cli.shared.inputs import check_picture, count
 from megatron.bytescale.cli.shared.model_flags import setup_of_model
 from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot, add_rates, check_rates
-from megatron.bytescale.cli.shared.slicing import DEFAULT_COST
 
 NAME = "activations"
 HELP = "predict time and memory of activation policies, for lengths from 8K to 1M"
@@ -34,7 +34,7 @@ DEFAULT_GB = 100.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale activations``."""
     add_option(parser, "--model-flags", note="default: the model of the cost file")
-    add_option(parser, "--cost-file", note=f"default: {DEFAULT_COST}, or --tflops with --model-flags")
+    add_option(parser, "--cost-file", note="default: a 7B model on an H100, or the model of --model-flags")
     add_rates(parser)
     add_option(parser, "--seq-length", default=131072, note="for the table of tensors")
     parser.add_argument("--ring-width", type=count, default=1, metavar="D", help="ranks that share the sequence (1)")
@@ -103,10 +103,12 @@ def check_sizes(args: argparse.Namespace) -> None:
 def setup_of_options(args: argparse.Namespace) -> Setup:
     """Return the setup of the options. Raises ValueError if the cost file is for another model."""
     if args.model_flags is None:
-        setup = setup_of_cost(shipped("bytescale_7b") if args.cost_file is None else read_cost(args.cost_file))
+        setup = setup_of_cost(device_cost() if args.cost_file is None else read_cost(args.cost_file))
     else:
         setup = setup_of_model(args.model_flags, ["--bf16"], 1)
-        cost = cost_of_rates(setup.shape, *(1e12 * rate for rate in args.tflops))
+        cost = setup.cost
+        if args.tflops is not None:
+            cost = cost_of_rates(setup.shape, *(1e12 * rate for rate in args.tflops))
         if args.cost_file is not None:
             cost = read_cost(args.cost_file)
             cost = check_same_model(cost, setup.shape, cost.tensor_parallel, cost.dtype, args.cost_file)

@@ -150,7 +150,7 @@ def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCo
         "chosen_within_gb": args.device_memory_gb,
         "host_gb": args.host_memory_gb,
         "seeds": args.seeds,
-        "cost": {"file": str(args.cost_file) if args.cost_file else "bytescale_7b", "device": cost.device},
+        "cost": {"file": str(args.cost_file) if args.cost_file else cost.source, "device": cost.device},
     }
     return (
         {"sampler": args.sampler, **described}

@@ -27,12 +27,20 @@ from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED, VALUES
 from megatron.bytescale.cli.search.script import LAUNCHERS, ScriptedRun, script_text, write_costs
 from megatron.bytescale.cli.search.table import StrategyRow, counts_text, strategy_rows, table_text
-from megatron.bytescale.cli.search.task import DEVICES, DOCUMENTS_OF_A_RANK, tasks_of
+from megatron.bytescale.cli.search.task import DOCUMENTS_OF_A_RANK, tasks_of
 from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
 from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
 from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
-from megatron.bytescale.cli.shared.options import add_json, add_lengths, add_option, add_plot, check_sampler
+from megatron.bytescale.cli.shared.options import (
+    add_costs,
+    add_json,
+    add_lengths,
+    add_option,
+    add_plot,
+    check_device,
+    check_sampler,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -63,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--ranks-per-node", default=8)
     add_option(parser, "--device-memory-gb", required=True)
     add_option(parser, "--host-memory-gb", default=0.0, note="for swapped activations and keys")
-    costs = parser.add_mutually_exclusive_group(required=True)
-    add_option(costs, "--cost-file")
-    costs.add_argument("--device", metavar="NAME", help=f"scale published timings of a device: {', '.join(DEVICES)}")
+    add_costs(parser)
     parser.add_argument(
         "--slowdown",
         type=float,
@@ -161,7 +167,7 @@ def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
         notes.append(f"--model-flags has no --vocab-size: a vocabulary of {shape.vocab:,} is assumed")
     if 0 < shape.num_expert_layers < shape.num_layers:
         notes.append("expert layers are assumed to be spread evenly over the layers")
-    if task.rows_multiple > 1 and args.device is not None:
+    if task.rows_multiple > 1 and args.cost_file is None:
         notes.append(
             "FP8 is predicted as bfloat16, because the published timings are in bfloat16: measure it with `bytescale "
             "profile`"
@@ -191,8 +197,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.explain is not None and args.explain not in choices:
         raise ValueError(f"--explain {args.explain}: the search does not vary it; choose one of {', '.join(choices)}")
     check_sampler(args.sampler)
-    if args.device is not None and args.device not in DEVICES:
-        raise ValueError(f"--device {args.device} is unknown; choose one of {', '.join(DEVICES)}, or give --cost-file")
+    check_device(args.device)
     if args.ranks > args.ranks_per_node and args.ranks % args.ranks_per_node:
         raise ValueError(f"--ranks {args.ranks} is not a multiple of --ranks-per-node {args.ranks_per_node}")
     if not 0 < args.device_memory_gb < math.inf:

@@ -6,16 +6,13 @@ import argparse
 from dataclasses import replace
 from typing import Final
 
-from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
+from bytescale_ext.measure.cost_file import check_same_model, read_cost
+from bytescale_ext.measure.devices import DEFAULT_DEVICE, device_cost, scaled_device_cost
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
-from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.explore import in_sizes
 from bytescale_ext.plan.search.task import Devices, Task
 from megatron.bytescale.cli.shared.lengths import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import given_flags, model_of, with_needed, words_of
-
-DEVICES: Final = {"h100": "h100_7b"}
-"""Devices with shipped timings of one model, which are scaled to other models."""
 
 DOCUMENTS_OF_A_RANK: Final = 8
 """The most documents of a step for each rank, if their number is not given."""
@@ -40,13 +37,14 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
     Raises:
         ValueError: flags that Megatron refuses, a cost file of another model, a bad file, or too few documents.
     """
-    given = read_cost(args.cost_file) if args.cost_file is not None else shipped(DEVICES[args.device])
+    device = args.device or DEFAULT_DEVICE
+    given = read_cost(args.cost_file) if args.cost_file is not None else device_cost(device)
     words = launched_words(args.model_flags, given.dtype)
     model = model_of(words, on_cuda=given.on_cuda and "--cpu" not in words)
     if args.cost_file is not None:
         cost = check_same_model(given, model.shape, given.tensor_parallel, model.dtype, args.cost_file)
     else:
-        cost = replace(scaled_cost(given, model.shape, 1), dtype=model.dtype)
+        cost = scaled_device_cost(model.shape, 1, model.dtype, name=device)
     if args.slowdown is not None:
         cost = replace(cost, slowdown=args.slowdown)
     devices = Devices(

@@ -29,6 +29,7 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
 from bytescale_ext.plan.setup.choose import Decision, remaining_text
+from bytescale_ext.plan.setup.costs import cost_source
 from bytescale_ext.plan.setup.forecast import Forecast, documents_on_nodes
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
@@ -157,7 +158,7 @@ class Launch:
 
     def step(self, forecast: Forecast, plan: StepPlan, seconds: float) -> dict[str, str]:
         """Return figures of the plan in words; ``seconds`` is the processor time of planning."""
-        run, lengths, (table, slicing) = self.run, plan.lengths, forecast.table(plan)
+        run, setup, lengths, (table, slicing) = self.run, forecast.setup, plan.lengths, forecast.table(plan)
         predicted = forecast.time(table, slicing)
         bound = lower_bounds(lengths, run.cluster, forecast.stages(slicing), slicing).largest
         widths, numbers = np.unique(table.widths[table.members == 0], return_counts=True)
@@ -171,7 +172,7 @@ class Launch:
             "on ranks": ", ".join(by_width),
             "micro-batches of a rank": f"min {counts.min()}, mean {counts.mean():.1f}, max {counts.max()}",
             "slices": str(slicing),
-            "time": f"{predicted.seconds:.4g} s predicted from {'--cost-file' if run.cost else 'assumed rates'}; its "
+            "time": f"{predicted.seconds:.4g} s predicted with the costs of {cost_source(setup)}; its "
             f"passes take {predicted.makespan / bound:.3f} of the lower bound of any plan",
             "lost": f"{waiting:.1%} waiting, {exchange:.1%} in exchange and {update:.1%} in the update that do not "
             "overlap with computation",

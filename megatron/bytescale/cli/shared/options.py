@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bytescale_ext.measure.devices import DEFAULT_DEVICE, DEVICES
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
 from megatron.bytescale.cli.shared.inputs import count, size
-
-RATES: Final = (650.0, 600.0, 500.0)
-"""Default TFLOP/s of matrix products, and of attention forward and backward."""
 
 Parser = argparse.ArgumentParser | argparse._MutuallyExclusiveGroup
 
@@ -104,22 +102,38 @@ def check_sampler(name: str | None) -> None:
         raise ValueError(f"--sampler {name} is unknown; choose one of {', '.join(SAMPLERS)}")
 
 
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the exclusive options ``--cost-file`` and ``--device``; ``check_device`` checks the latter."""
+    costs = parser.add_mutually_exclusive_group()
+    add_option(costs, "--cost-file")
+    costs.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"device whose shipped costs are scaled to the model: {', '.join(DEVICES)} (default: {DEFAULT_DEVICE})",
+    )
+
+
+def check_device(name: str | None) -> None:
+    """Raise ValueError if ``--device`` names no device with shipped costs."""
+    if name is not None and name not in DEVICES:
+        raise ValueError(f"--device {name} is unknown; choose one of {', '.join(DEVICES)}, or give --cost-file")
+
+
 def add_rates(parser: argparse.ArgumentParser) -> None:
     """Add ``--tflops``, three rates in place of measured costs."""
     parser.add_argument(
         "--tflops",
         type=float,
         nargs=3,
-        default=RATES,
         metavar=("GEMM", "ATTENTION", "BACKWARD"),
         help="without --cost-file: TFLOP/s of matrix products, attention forward and attention backward "
-        f"(default: {' '.join(format(rate, 'g') for rate in RATES)})",
+        f"(default: the shipped costs of {DEFAULT_DEVICE}, as in training)",
     )
 
 
-def check_rates(rates: tuple[float, ...]) -> None:
+def check_rates(rates: Sequence[float] | None) -> None:
     """Raise ValueError if a rate of ``--tflops`` is not positive and finite."""
-    if not all(0 < rate < float("inf") for rate in rates):
+    if rates is not None and not all(0 < rate < float("inf") for rate in rates):
         raise ValueError(f"--tflops must be positive, got {' '.join(map(str, rates))}")
 
 

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bytescale_ext.measure.cost_file import read_cost, shipped
+from bytescale_ext.measure.cost_file import read_cost
+from bytescale_ext.measure.devices import DEFAULT_DEVICE, device_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.setup.memory import affordable_keys
 from bytescale_ext.plan.setup.setup import AUTO, Budget, Setup, setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.shared.inputs import count
-from megatron.bytescale.cli.shared.options import add_option
+from megatron.bytescale.cli.shared.options import add_costs, add_option, check_device
 from megatron.bytescale.features.slices.flags import slices_value
-
-DEFAULT_COST = "the shipped costs of a 7B model"
 
 
 def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = count) -> None:
@@ -69,13 +68,14 @@ def add_setup_arguments(parser: argparse.ArgumentParser, slices_note: str = "") 
     )
     add_option(parser, "--host-memory-gb", note=f"for keys, with --slices {AUTO} (default: 0)")
     add_option(parser, "--link-gb-per-second")
-    add_option(parser, "--cost-file", note=f"default: {DEFAULT_COST}")
+    add_costs(parser)
 
 
 def cost_of_options(args: argparse.Namespace) -> ModelCost:
-    """Return the costs in ``--cost-file``, or the shipped costs of a 7B model. Raises ValueError for a bad file."""
+    """Return the costs in ``--cost-file``, or of a 7B model on ``--device``. Raises ValueError for a bad option."""
     path: Path | None = args.cost_file
-    return shipped("bytescale_7b") if path is None else read_cost(path)
+    check_device(args.device)
+    return device_cost(args.device or DEFAULT_DEVICE) if path is None else read_cost(path)
 
 
 def setup_of_options(args: argparse.Namespace, cost: ModelCost, longest: int) -> Setup:

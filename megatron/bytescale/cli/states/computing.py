@@ -35,7 +35,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
         note="8192 with documents, else one document of C tokens; adds the choice of --state-policy auto to the output",
     )  # fmt: skip
     add_option(parser, "--activation-policy", default="none")
-    add_option(parser, "--cost-file", note="default: --tflops")
+    add_option(parser, "--cost-file", note="default: --tflops, else the costs of a known device")
     add_rates(parser)
 
 
@@ -101,6 +101,8 @@ def speeds_of(args: argparse.Namespace) -> Speeds:
 
 def model_cost_of(args: argparse.Namespace, setup: Setup) -> ModelCost:
     """Return the costs of the model. Raises ValueError for a bad cost file or the cost file of another model."""
+    if args.cost_file is None and args.tflops is None:
+        return setup.cost
     if args.cost_file is None:
         products, forward, backward = (1e12 * rate for rate in args.tflops)
         return cost_of_rates(setup.shape, products, forward, backward, args.tensor_parallel)

@@ -6,13 +6,14 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, RESIDENT_LAYERS
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
+from bytescale_ext.plan.setup.costs import cost_source
 from bytescale_ext.plan.setup.setup import Policy, Setup
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale.arguments.conditions import PLANS_ACTIVATIONS, chosen
@@ -23,9 +24,6 @@ from megatron.bytescale.features.feature import Feature
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
-
-RATES: Final = (650e12, 600e12, 500e12)
-"""FLOPs per second of matrix products, attention forward and attention backward without a cost file: one H200."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,10 +208,9 @@ def assumptions(options: PolicyOptions, run: RunConfig) -> str:
             "scripts/bench/activation/gpu_activations_calibrate.py measures it)"
         )
     if run.cost is None:
-        products, forward, backward = (rate / 1e12 for rate in RATES)
-        between = f", {COLLECTIVE_BYTES_PER_SECOND / 1e9:g} GB/s between tensor-parallel ranks"
+        between = f" and {COLLECTIVE_BYTES_PER_SECOND / 1e9:g} GB/s between tensor-parallel ranks"
         speeds.append(
-            f"{products:g} TFLOP/s in matrix products, {forward:g} and {backward:g} in attention forward and backward"
+            f"layers as fast as in {cost_source(run.decision.setup)}"
             f"{between if run.process.tensor_parallel > 1 else ''} (give --cost-file; `bytescale profile` measures "
             "them)"
         )

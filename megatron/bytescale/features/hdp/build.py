@@ -32,6 +32,7 @@ from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
 from bytescale_ext.data.samples.packed import PackedMicroBatch
+from bytescale_ext.plan.setup.costs import cost_source
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
@@ -73,6 +74,7 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:
         print_units(data, has_lengths=run.find(RemoteConfig) is None)
+    print_rank_0(f"> bytescale: costs: {cost_source(run.decision.setup)}")
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 

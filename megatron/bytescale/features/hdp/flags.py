@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hdp-hierarchical-rings",
         choices=RING_FORMS,
         help="When to build rings over several nodes from inner rings inside nodes, which use all links between nodes. "
-        "auto (default): if --cost-file predicts that it is faster; always: if possible; off: never.",
+        "auto (default): if the costs predict that it is faster; always: if possible; off: never.",
     )
     _add_running_arguments(group)
 
