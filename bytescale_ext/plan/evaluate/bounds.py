@@ -67,7 +67,8 @@ def lower_bounds(
 
     Args:
         lengths: tokens of each sequence, at least one sequence.
-        cluster: D ranks of C tokens; with pipelines, D is the number of pipelines.
+        cluster: D ranks of C tokens; with pipelines, D is the number of pipelines. All work together takes its seconds
+            over the sum of the speeds of all ranks, and work that one rank or ring must do, over the largest speed.
         stages: cost of each pipeline stage; a single stage without pipelines.
         slicing: slices of each micro-batch, divided as in ``replay_stages``; 1 slice bounds 1F1B.
 
@@ -79,7 +80,8 @@ def lower_bounds(
     if not len(tokens) or tokens.max() > num_ranks * tokens_per_rank:
         most = int(tokens.max(initial=0))
         raise ValueError(f"no plan exists for {len(tokens)} sequences of up to {most} tokens on {num_ranks} ranks")
-    total = float(tokens.sum())
+    total, speeds = float(tokens.sum()), cluster.rank_speeds()
+    all_speeds, fastest = float(speeds.sum()), float(speeds.max())
     num_micro_batches = np.ceil(total / tokens_per_rank)
     most_micro_batches = float(np.ceil(total / (num_ranks * tokens_per_rank)))
     alone, least = np.ones(len(tokens)), np.ceil(tokens / tokens_per_rank)
@@ -89,21 +91,22 @@ def lower_bounds(
 
     def on_one_stage(bound: Callable[[StageCost], float]) -> float:
         """Return the largest bound of a stage's own work with the fill and drain of the stages before it."""
-        fills = np.cumsum([0.0] + [_launch(stage) for stage in stages])
+        fills = np.cumsum([0.0] + [_launch(stage) / fastest for stage in stages])
         return max(float(fill) + bound(stage) for fill, stage in zip(fills, stages, strict=False))
 
     def mean_work(stage: StageCost, widths: Floats) -> float:
         work = float((widths[:, None] * np.add(*sliced.seconds(stage, tokens, widths))).sum())
-        return (work + num_slices * _launch(stage) * float(num_micro_batches)) / num_ranks
+        return (work + num_slices * _launch(stage) * float(num_micro_batches)) / all_speeds
 
     return LowerBounds(
         work=on_one_stage(lambda stage: mean_work(stage, alone)),
-        longest=sliced.through(stages, float(tokens.max())),
+        longest=sliced.through(stages, float(tokens.max())) / fastest,
         capacity=on_one_stage(
             lambda stage: stage.both.b * total / num_ranks + num_slices * _launch(stage) * most_micro_batches
-        ),
+        )
+        / fastest,
         area=on_one_stage(lambda stage: mean_work(stage, least)),
-        giants=on_one_stage(lambda stage: sum(sliced.through([stage], float(giant)) for giant in giants)),
+        giants=on_one_stage(lambda stage: sum(sliced.through([stage], float(giant)) for giant in giants)) / fastest,
     )
 
 

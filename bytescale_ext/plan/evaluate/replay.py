@@ -116,14 +116,20 @@ class PlanSummary:
     imbalance: float
 
 
-def replay(plan: StepPlan, cost: CostModel) -> Replay:
+def replay(plan: StepPlan, cost: CostModel, speeds: Floats | None = None) -> Replay:
     """Run the plan without pipelines: each rank runs its micro-batches in order.
+
+    Args:
+        plan: a plan of one step.
+        cost: cost of forward and backward together.
+        speeds: speed of each rank, [num_ranks]; None: all are 1.
 
     Raises:
         ValueError: the ranks wait for each other forever (``check_step_plan`` names the cycle).
     """
     table = ShardTable.of(plan)
     costs = table.row_costs(cost)
+    costs = costs if speeds is None else costs / speeds[table.row_ranks]
     groups = table.row_groups
     seconds = np.zeros(int(groups.max(initial=-1)) + 1)
     np.maximum.at(seconds, groups, costs)
@@ -152,6 +158,8 @@ def replay_stages(
     num_chunks: int = 1,
     group_size: int | None = None,
     p2p_seconds: float = 0.0,
+    *,
+    speeds: Floats | None = None,
 ) -> StageReplay:
     """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
 
@@ -165,6 +173,7 @@ def replay_stages(
         num_chunks: model chunks of each stage.
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
         p2p_seconds: time of a message between virtual stages on different devices.
+        speeds: speed of each rank, [num_ranks]; with pipelines, of its slowest stage. None: all are 1.
 
     Raises:
         ValueError: the stages wait for each other forever; the number of stages is not a multiple of the chunks; or
@@ -178,6 +187,8 @@ def replay_stages(
     if num_slices > 1 and num_chunks > 1:
         raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice, or no chunks")
     sliced = _Slices.of(table, stages, slicing)
+    if speeds is not None:
+        sliced = sliced.at(np.repeat(speeds[table.row_ranks], num_slices))
     groups = (table.row_groups[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(groups.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, groups, sliced.own)
@@ -250,6 +261,10 @@ class _Slices:
                 own[:, direction, same] = (one_way.g + of_slices(costs))[:, None]
                 exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
         return cls(own, exposed)
+
+    def at(self, speeds: Floats) -> _Slices:
+        """Return the work on ranks of these speeds, one for each slice: [slices]."""
+        return _Slices(self.own / speeds[:, None, None], self.exposed / speeds[:, None, None])
 
 
 def _lanes(

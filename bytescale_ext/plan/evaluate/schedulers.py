@@ -160,7 +160,8 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
 
 def _outcome(table: ShardTable, scenario: Scenario, slicing: Slicing) -> Outcome:
     """Return the figures of a plan in these slices, without its peers and its planning time."""
-    result, memory = replay_stages(table, scenario.stages, slicing), scenario.memory
+    speeds, memory = scenario.cluster.unequal_speeds(), scenario.memory
+    result = replay_stages(table, scenario.stages, slicing, speeds=speeds)
     most = peak_memory(table, slicing, scenario.stages[-1].both, memory)
     return Outcome(
         makespan=result.makespan,
@@ -207,7 +208,8 @@ def run_groups(
         np.array([(rank, seq) for rank, seqs in enumerate(group) for seq in seqs], dtype=np.int64) for group in groups
     ]
     tokens = np.asarray(lengths, dtype=np.int64)
-    makespan = sum(replay_stages(_one_each(part, tokens, scenario), scenario.stages).makespan for part in placed)
+    parts, speeds = (_one_each(part, tokens, scenario) for part in placed), scenario.cluster.unequal_speeds()
+    makespan = sum(replay_stages(part, scenario.stages, speeds=speeds).makespan for part in parts)
     table = _one_each(np.concatenate(placed), tokens, scenario)
     device_seconds = scenario.cluster.num_ranks * makespan
     passes = (scenario.stages[0].forward, scenario.stages[0].backward)

@@ -104,18 +104,21 @@ def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int)
     return tuple(tuple(pack) for pack in packs)
 
 
-def deal_by_work(work: Floats, loads: Floats) -> Ints:
-    """Deal items, in the given order, each to the bin with the least load so far (tie: lowest index).
+def deal_by_work(work: Floats, loads: Floats, speeds: Floats | None = None) -> Ints:
+    """Deal items, in the given order, each to the bin where it ends first (tie: the fastest bin, the lowest index).
 
     With the most work first this is the longest-processing-time rule (Graham 1969): final loads differ by one item.
 
     Args:
         work: work of each item: [n].
-        loads: initial load of each bin: [bins].
+        loads: initial load of each bin, in seconds: [bins].
+        speeds: speed of each bin, [bins]; an item takes ``work / speed`` seconds. None: all are 1.
 
     Returns:
         Bin of each item: [n].
     """
+    if speeds is not None:
+        return _deal_by_speed(work, loads, speeds)
     heap = [(load, index) for index, load in enumerate(loads.tolist())]
     heapq.heapify(heap)
     bins = []
@@ -123,6 +126,22 @@ def deal_by_work(work: Floats, loads: Floats) -> Ints:
         load, index = heap[0]
         bins.append(index)
         heapq.heapreplace(heap, (load + amount, index))
+    return np.array(bins, dtype=np.int64)
+
+
+def _deal_by_speed(work: Floats, loads: Floats, speeds: Floats) -> Ints:
+    """Return ``deal_by_work`` with a heap for each speed. ``work``: [n]; ``loads``, ``speeds``: [bins]."""
+    heaps: list[tuple[float, list[tuple[float, int]]]] = []
+    for speed in np.unique(speeds)[::-1].tolist():
+        heap = [(float(loads[index]), int(index)) for index in np.flatnonzero(speeds == speed)]
+        heapq.heapify(heap)
+        heaps.append((speed, heap))
+    bins = []
+    for amount in work.tolist():
+        speed, heap = min(heaps, key=lambda pair: pair[1][0][0] + amount / pair[0])
+        load, index = heap[0]
+        bins.append(index)
+        heapq.heapreplace(heap, (load + amount / speed, index))
     return np.array(bins, dtype=np.int64)
 
 

@@ -69,7 +69,8 @@ class Problem:
         launches = -(-int(self.lengths.sum()) // (self.num_ranks * self.tokens_per_rank))
         floor = self.cost.floor()
         seconds = floor.sequence_cost(self.lengths.astype(np.float64), self.min_widths.astype(np.float64))
-        return float((self.min_widths * seconds).sum()) / self.num_ranks + self.cost.g * launches
+        mean = float((self.min_widths * seconds).sum()) / self.num_ranks + self.cost.g * launches
+        return mean / float(self.cluster.rank_speeds().mean())
 
     def longest_seconds(self) -> float:
         """Return the time of the longest sequence at its best width: a lower bound of the time of every plan.
@@ -79,7 +80,8 @@ class Problem:
         longest = int(self.lengths.argmax())
         widths = np.arange(self.min_widths[longest], self.num_ranks + 1, dtype=np.float64)
         lengths = np.full(len(widths), float(self.lengths[longest]))
-        return float(self.cost.sequence_cost(lengths, widths).min()) + self.cost.g
+        seconds = float(self.cost.sequence_cost(lengths, widths).min()) + self.cost.g
+        return seconds / float(self.cluster.rank_speeds().max())
 
 
 def checked_lengths(lengths: Sequence[int], cluster: Cluster, tokens_multiple: int) -> Ints:

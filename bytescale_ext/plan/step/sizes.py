@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 ALL_SUMS: Final = 1 << 62
 """Value of ``Slicing.summed_tokens`` with which ranks keep the gradient sums of all kept keys."""
@@ -101,12 +105,14 @@ class Cluster:
         tokens_per_rank: C, largest number of tokens of a micro-batch on one rank.
         ranks_per_node: HDP ranks of a node; None: all ranks are in one node.
         hierarchical_rings: one of ``RING_FORMS``, for rings over several nodes.
+        speeds: speed of each rank, relative to a rank that takes the seconds of the costs; empty: all are 1.
     """
 
     num_ranks: int
     tokens_per_rank: int
     ranks_per_node: int | None = None
     hierarchical_rings: str = "auto"
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -118,6 +124,21 @@ class Cluster:
                 raise ValueError(f"the {name} is {value}; it must be at least 1")
         if self.hierarchical_rings not in RING_FORMS:
             raise ValueError(f"hierarchical rings {self.hierarchical_rings!r}: choose one of {', '.join(RING_FORMS)}")
+        if self.speeds and (len(self.speeds) != self.num_ranks or not all(0 < one < math.inf for one in self.speeds)):
+            raise ValueError(f"speeds {self.speeds} must be {self.num_ranks} positive numbers, one for each rank")
+
+    @property
+    def has_equal_speeds(self) -> bool:
+        """Whether all ranks take the seconds of the costs."""
+        return all(speed == 1.0 for speed in self.speeds)
+
+    def rank_speeds(self) -> npt.NDArray[np.float64]:
+        """Return the speed of each rank: [num_ranks]."""
+        return np.array(self.speeds) if self.speeds else np.ones(self.num_ranks)
+
+    def unequal_speeds(self) -> npt.NDArray[np.float64] | None:
+        """Return the speed of each rank, [num_ranks], or None if all take the seconds of the costs."""
+        return None if self.has_equal_speeds else self.rank_speeds()
 
     @property
     def node_ranks(self) -> int:

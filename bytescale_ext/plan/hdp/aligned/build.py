@@ -95,15 +95,17 @@ class ShortSequences:
         numbers = np.repeat(np.arange(len(counts)) * num_seqs, counts) + seqs
         return cls(numbers, step.lengths[seqs], work, np.cumsum(counts))
 
-    def deal(self, loads: Floats) -> Ints:
+    def deal(self, loads: Floats, speeds: Floats | None) -> Ints:
         """Deal the short sequences by work to the ranks of their arrangement. Return their ranks: [shorts].
 
-        ``loads``: seconds that each rank of each arrangement already has: [arrangements, num_ranks].
+        Args:
+            loads: seconds that each rank of each arrangement already has: [arrangements, num_ranks].
+            speeds: speed of each rank, [num_ranks]; None: all are 1.
         """
         begins = [0, *self.stops.tolist()]
         return np.concatenate(
             [
-                number * loads.shape[1] + deal_by_work(self.work[begin:stop], loads[number])
+                number * loads.shape[1] + deal_by_work(self.work[begin:stop], loads[number], speeds)
                 for number, (begin, stop) in enumerate(pairwise(begins))
             ]
         )
@@ -165,6 +167,8 @@ def shelve(step: AlignedStep, shelvings: Sequence[Shelving]) -> ShelvedRings:
     tallest = np.zeros(len(fronts))
     np.maximum.at(tallest, ranks, seconds)
     estimates = loads + peaks * np.maximum(tallest, step.cost.b * packs + step.slot_overhead)
+    if (speeds := step.problem.cluster.unequal_speeds()) is not None:
+        estimates /= np.tile(speeds, len(shelvings))
     shorts = ShortSequences.of(step, shelvings)
     return ShelvedRings(rings, shorts, packs, spans, fronts, ends, missing, room, loads, estimates)
 
@@ -179,7 +183,8 @@ def place_shorts(step: AlignedStep, shelved: ShelvedRings, loads: Floats) -> tup
     lengths = np.tile(step.lengths, num_arrangements)
     firsts, widths, slots = np.empty_like(lengths), np.ones_like(lengths), np.empty_like(lengths)
     firsts[rings.seqs], widths[rings.seqs], slots[rings.seqs] = rings.first_ranks, rings.widths, rings.slots
-    owners = shorts.deal(loads.reshape(num_arrangements, -1))
+    speeds = step.problem.cluster.unequal_speeds()
+    owners = shorts.deal(loads.reshape(num_arrangements, -1), speeds)
     rooms = np.full(len(loads), _ROOMS[0])
     short_slots = _short_slots(step, shelved, owners, rooms)
     for wider in _ROOMS[1:]:
@@ -191,7 +196,8 @@ def place_shorts(step: AlignedStep, shelved: ShelvedRings, loads: Floats) -> tup
     firsts[shorts.seqs], slots[shorts.seqs] = owners, short_slots
     slots = compact_slots(firsts, slots, widths, shelved.spans)
     placed = PlacedRanks(len(loads), lengths, firsts, widths, slots, aligned=True)
-    return placed, np.bincount(owners, shorts.work, len(loads))
+    seconds = np.bincount(owners, shorts.work, len(loads))
+    return placed, seconds if speeds is None else seconds / np.tile(speeds, num_arrangements)
 
 
 def _short_slots(step: AlignedStep, shelved: ShelvedRings, owners: Ints, rooms: Floats) -> Ints:

@@ -97,11 +97,20 @@ class SlotSeconds:
     opens: Bools
 
     @classmethod
-    def of(cls, placed: PlacedRanks, costs: SequenceSeconds, slicing: Slicing) -> SlotSeconds:
-        """Return the seconds of an aligned plan of at least one sequence; ``costs``: seconds of its sequences.
+    def of(
+        cls, placed: PlacedRanks, costs: SequenceSeconds, slicing: Slicing, speeds: Floats | None = None
+    ) -> SlotSeconds:
+        """Return the seconds of an aligned plan of at least one sequence.
 
         All rings of a slot on a rank have the same ranks and take equally long on each of them. So the slowest of these
-        ranks is the rank with the most work in local sequences.
+        ranks is the rank with the most work in local sequences. On ranks of unlike speeds all of them take as long as
+        their slowest rank.
+
+        Args:
+            placed: placement of the sequences.
+            costs: seconds of the sequences.
+            slicing: slicing of the micro-batches.
+            speeds: speed of each rank, [num_ranks]; None: all are 1.
         """
         num_slots, num_ranks, num_slices = int(placed.orders.max()) + 1, placed.num_ranks, slicing.num_slices
         num_cells = num_slots * num_ranks
@@ -121,6 +130,10 @@ class SlotSeconds:
         for way, slices in zip(seconds, costs.ring_slices, strict=True):
             np.add.at(way.swapaxes(1, 2), (slots, ranks), slices[shards])
         units = num_slots * num_slices
+        if speeds is not None:  # members of a ring are neighbours, so a group is a range of cells
+            cell_speeds = np.tile(speeds, num_slots)
+            slowest_speeds = np.minimum.reduceat(cell_speeds, np.flatnonzero(opens))[np.cumsum(opens) - 1]
+            seconds = seconds / slowest_speeds.reshape(num_slots, 1, num_ranks)
         return cls(slicing, seconds.reshape(2, units, num_ranks), absent, opens.reshape(num_slots, num_ranks))
 
 

@@ -98,7 +98,10 @@ def _finishes(step: AlignedStep, placed: PlacedRanks, seconds: SequenceSeconds) 
     """Return the time at which each rank of all plans ends, in seconds: [ranks]; inf if they are too large to time."""
     if step.array_entries(placed) > MAX_ARRAY_ENTRIES:
         return np.full(placed.num_ranks, np.inf)
-    return run_pipelines(SlotSeconds.of(placed, seconds, step.problem.slicing), step.num_stages)
+    speeds = step.problem.cluster.unequal_speeds()
+    if speeds is not None:
+        speeds = np.tile(speeds, placed.num_ranks // step.num_ranks)
+    return run_pipelines(SlotSeconds.of(placed, seconds, step.problem.slicing, speeds), step.num_stages)
 
 
 def _plan(

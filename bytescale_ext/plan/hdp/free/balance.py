@@ -45,7 +45,7 @@ def place_balanced(problem: Problem, should_stop: ShouldStop = None) -> PlacedRa
         starts.append(widths[np.argsort(in_order)])
         is_short = np.ones(len(in_order), dtype=np.bool_)
         is_short[in_order[is_ring]] = False
-        level = _water_level(rings.loads, _work(problem, problem.lengths[is_short]))
+        level = _water_level(rings.loads, _work(problem, problem.lengths[is_short]), problem.cluster.rank_speeds())
         makespan = max(float(rings.loads.max()), level)
         if best is None or makespan < best[0]:
             best = makespan, in_order[is_ring], rings
@@ -67,13 +67,14 @@ def _work(problem: Problem, lengths: Ints) -> Floats:
     return np.asarray(cost.a * cost.squares(sizes) + (cost.b + cost.g / problem.tokens_per_rank) * sizes)
 
 
-def _water_level(loads: Floats, work: Floats) -> float:
+def _water_level(loads: Floats, work: Floats, speeds: Floats) -> float:
     """Return the common load of the least loaded ranks after all work is spread over them as evenly as possible.
 
-    ``loads``: initial load of each rank, [ranks]; ``work``: work to spread, [n].
+    ``loads``, ``speeds``: initial seconds and speed of each rank, [ranks]; ``work``: work to spread, [n].
     """
-    ascending = np.sort(loads)
-    levels = (np.cumsum(ascending) + work.sum()) / np.arange(1, len(loads) + 1)
+    in_order = np.argsort(loads, kind="stable")
+    ascending, rates = loads[in_order], speeds[in_order]
+    levels = (np.cumsum(ascending * rates) + work.sum()) / np.cumsum(rates)
     return float(levels[np.append(ascending[1:] >= levels[:-1], True).argmax()])
 
 
@@ -96,7 +97,8 @@ def _with_shorts(problem: Problem, in_order: Ints, ringed: Ints, rings: NestedRi
     is_short[ringed] = False
     shorts = in_order[is_short[in_order]]
     work = _work(problem, lengths[shorts])
-    firsts[shorts] = deal_by_work(work, rings.loads)
+    speeds = problem.cluster.rank_speeds()
+    firsts[shorts] = deal_by_work(work, rings.loads, problem.cluster.unequal_speeds())
     orders[shorts] = len(ringed) + split_into_packs(lengths[shorts], firsts[shorts], problem.tokens_per_rank)
-    seconds = rings.loads + np.bincount(firsts[shorts], weights=work, minlength=num_ranks)
+    seconds = rings.loads + np.bincount(firsts[shorts], weights=work, minlength=num_ranks) / speeds
     return PlacedRanks(num_ranks, lengths, firsts, widths, orders), float(seconds.max())

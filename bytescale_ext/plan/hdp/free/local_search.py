@@ -38,7 +38,9 @@ class ListSchedule:
 
 
 def list_schedule(problem: Problem, widths: Ints) -> ListSchedule:
-    """Place sequences by falling time, each at its earliest start (tie: least total time, lowest rank).
+    """Place sequences by falling time, each where it ends first (tie: least total time, lowest rank).
+
+    A ring is as slow as its slowest rank.
 
     ``widths``: ranks of each sequence: [n].
     """
@@ -47,17 +49,22 @@ def list_schedule(problem: Problem, widths: Ints) -> ListSchedule:
     order = np.lexsort((np.arange(len(lengths)), -widths, -seconds))
     ready = np.zeros(num_ranks)
     firsts = np.zeros(len(lengths), dtype=np.int64)
+    speeds, equal = problem.cluster.rank_speeds(), problem.cluster.has_equal_speeds
+    rates: dict[int, Floats] = {}  # width -> speed of a ring from each allowed first rank
     places: dict[int, tuple[Ints, Floats]] = {}  # width -> allowed first ranks, and a view of ``ready`` from each rank
     for width in set(widths.tolist()):
         windows = np.ndarray((num_ranks - width + 1, width), ready.dtype, ready, strides=2 * ready.strides)
-        places[width] = _allowed_firsts(num_ranks, node, width), windows
+        places[width] = starts, windows = _allowed_firsts(num_ranks, node, width), windows
+        rates[width] = np.lib.stride_tricks.sliding_window_view(speeds, width)[starts].min(axis=1)
     for seq in order.tolist():
         width = int(widths[seq])
         starts, windows = places[width]
         ends = windows[starts]
-        best = int(np.lexsort((ends.sum(axis=1), ends.max(axis=1)))[0])
+        latest = ends.max(axis=1)
+        latest = latest if equal else latest + seconds[seq] / rates[width]
+        best = int(np.lexsort((ends.sum(axis=1), latest))[0])
         first = firsts[seq] = int(starts[best])
-        ready[first : first + width] = windows[first].max() + seconds[seq]
+        ready[first : first + width] = windows[first].max() + seconds[seq] / rates[width][best]
     return ListSchedule(float(ready.max(initial=0.0)), order, firsts)
 
 

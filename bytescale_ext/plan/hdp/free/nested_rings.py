@@ -93,17 +93,22 @@ class NestedRings:
 class _Runs:
     """Runs of ranks, which are taken with falling needs. A run is (load, first rank, ranks)."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._need = num_ranks
-        self._wide = [(0.0, 0, num_ranks)]  # a heap of the runs that are wide enough for the need of the last call
+    def __init__(self, need: int) -> None:
+        self._need = need
+        self._wide: list[tuple[float, int, int]] = []  # a heap of the runs of at least ``need`` ranks
         self._narrow: list[tuple[int, tuple[float, int, int]]] = []  # a heap of the others, with the widest first
 
     def take(self, need: int) -> tuple[float, int, int]:
         """Remove and return the run that is ready first among those of at least ``need`` ranks (tie: lowest rank)."""
+        self.ready(need)
+        return heapq.heappop(self._wide)
+
+    def ready(self, need: int) -> float:
+        """Return the load of the run that ``take`` would return, inf if all runs are too narrow."""
         self._need = need
         while self._narrow and -self._narrow[0][0] >= need:
             heapq.heappush(self._wide, heapq.heappop(self._narrow)[1])
-        return heapq.heappop(self._wide)
+        return self._wide[0][0] if self._wide else np.inf
 
     def add(self, run: tuple[float, int, int]) -> None:
         """Add a run."""
@@ -117,12 +122,73 @@ class _Runs:
         return itertools.chain(self._wide, (run for _, run in self._narrow))
 
 
+class _RunsOfSpeeds:
+    """Runs of ranks of unlike speeds. A run is as slow as its slowest rank."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._speeds = cluster, cluster.rank_speeds()
+        self._is_split = cluster.has_equal_speeds
+        self._runs: dict[float, _Runs] = {}
+        self.add((0.0, 0, cluster.num_ranks), cluster.num_ranks)
+
+    def speed(self, first: int, width: int) -> float:
+        """Return the speed of the slowest rank of a run."""
+        return 1.0 if self._cluster.has_equal_speeds else float(self._speeds[first : first + width].min())
+
+    def add(self, run: tuple[float, int, int], need: int) -> None:
+        """Add a run; ``need``: ranks of the last ring."""
+        speed = self.speed(*run[1:])
+        if speed not in self._runs:
+            self._runs[speed] = _Runs(need)
+        self._runs[speed].add(run)
+
+    def take(self, length: int, need: int, cost: CostModel) -> tuple[float, int, int]:
+        """Remove and return the run of at least ``need`` ranks on which a ring of ``length`` tokens ends first."""
+        if not self._is_split:
+            self._split(need)
+        speed = next(iter(self._runs))
+        if len(self._runs) > 1:
+            seconds = cost.sequence_cost(length, need) + cost.g
+            ends = ((runs.ready(need) + seconds / speed, -speed) for speed, runs in self._runs.items())
+            speed = -min(ends)[1]
+        return self._runs[speed].take(need)
+
+    def _split(self, need: int) -> None:
+        """Divide runs into parts of one speed, if one of these parts has ``need`` ranks."""
+        bounds = _speed_bounds(self._cluster)
+        parts = []
+        for load, first, width in self.all():
+            inside = [first, *(bound for bound in bounds if first < bound < first + width), first + width]
+            parts += [(load, start, stop - start) for start, stop in itertools.pairwise(inside)]
+        if max(width for _, _, width in parts) < need:
+            return
+        self._is_split, self._runs = True, {}
+        for part in parts:
+            self.add(part, need)
+
+    def all(self) -> Iterator[tuple[float, int, int]]:
+        """Iterate over the runs, in any order."""
+        return itertools.chain.from_iterable(runs.all() for runs in self._runs.values())
+
+
+def _speed_bounds(cluster: Cluster) -> list[int]:
+    """Return the ranks at which the speed changes, and the begin and the end of the node around each."""
+    changes = (np.flatnonzero(np.diff(cluster.rank_speeds())) + 1).tolist()
+    node = cluster.node_ranks
+    if node == cluster.num_ranks:
+        return changes
+    ends = [change - change % node for change in changes] + [change + -change % node for change in changes]
+    return sorted({*changes, *ends})
+
+
 def nest_rings(
     lengths: Ints, needs: Ints, cluster: Cluster, cost: CostModel, should_stop: ShouldStop = None
 ) -> NestedRings:
     """Place rings on nested runs of ranks (see the module), each at its earliest start (tie: lowest rank).
 
-    A ring that is no wider than a node stays in one node; a wider ring begins with a node.
+    A ring that is no wider than a node stays in one node; a wider ring begins with a node. If ranks have unlike
+    speeds, a ring has ranks of one speed where it fits on them, and ends as early as possible; else it is as slow as
+    its slowest rank.
 
     Args:
         lengths: tokens of each ring: [n].
@@ -132,18 +198,19 @@ def nest_rings(
         should_stop: see ``HdpPlanner``.
     """
     num_ranks, node = cluster.num_ranks, cluster.node_ranks
-    runs = _Runs(num_ranks)
+    runs = _RunsOfSpeeds(cluster)
     firsts, widths = [], []
     for number, (length, need) in enumerate(zip(lengths.tolist(), needs.tolist(), strict=True)):
         if number % 1024 == 0:
             stop_if(should_stop)
-        load, first, width = runs.take(need)
+        load, first, width = runs.take(length, need, cost)
         bounds = _divide_run(first, width, need, node)
         bounds = _without_waste(bounds, length, need, node, cost)
         for start, stop in itertools.pairwise(bounds[1:]):
-            runs.add((load, start, stop - start))
+            runs.add((load, start, stop - start), need)
         width = bounds[1] - first
-        runs.add((load + cost.sequence_cost(length, width) + cost.g, first, width))
+        speed = runs.speed(first, width)
+        runs.add((load + cost.sequence_cost(length, width) / speed + cost.g / speed, first, width), need)
         firsts.append(first)
         widths.append(width)
     loads = np.empty(num_ranks, dtype=np.float64)
