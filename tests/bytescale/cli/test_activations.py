@@ -27,7 +27,7 @@ def run(*words: object) -> int:
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model-flags", LLAMA, "--seq-length", 65536, "--activation-policy", "memo",
-               "--chunked-cross-entropy", 4096, "--host-memory-gb", 1000) == 0  # fmt: skip
+               "--chunked-cross-entropy", 4096, "--host-memory-gb", 1000, "--tflops", 650, 600, 500) == 0  # fmt: skip
     out = capsys.readouterr().out
     rows = {line.split("  ")[0]: line for line in out.splitlines() if line}
     assert "swap 100%" in rows["attention output"]

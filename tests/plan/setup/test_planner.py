@@ -9,7 +9,7 @@ from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.setup.planner import balanced_cost, planner_of
 from bytescale_ext.plan.step.sizes import Slicing
-from tests.config.runs import hdp_of, run_of
+from tests.config.runs import SHAPE, hdp_of, run_of
 from tests.plan.simple_plans import plan_naive, plan_static
 
 LENGTHS = (250, 3, 60, 130, 64)
@@ -31,7 +31,7 @@ def test_nothing_is_sliced_or_offloaded_by_default() -> None:
     plain = run_of(hdp).decision
     assert plain.finest == Slicing()
     assert plain.offloading_layers is None
-    assert balanced_cost(plain) == hdp.cost
+    assert balanced_cost(plain) == plain.setup.cost.stage(SHAPE.num_layers, has_head=True)
 
 
 def test_slices_of_documents_reach_the_planner() -> None:

@@ -48,7 +48,7 @@ class ScriptedRun:
         strategy_flags: flags of the strategy.
         seq_length: the most tokens of a document.
         batch: documents of a step.
-        cost_file: cost file of the strategy; None: training plans with FLOPs.
+        cost_file: cost file of the strategy; None: training plans with the costs of a known device.
     """
 
     model_flags: Sequence[str]

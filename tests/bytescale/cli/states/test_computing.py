@@ -13,7 +13,6 @@ from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from megatron.bytescale import cli
 from megatron.bytescale.cli.shared.model_flags import shape_of_flags
-from megatron.bytescale.cli.shared.options import RATES
 from tests.bytescale.cli.states.test_command import SMALL, printed
 
 MODEL = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --swiglu --vocab-size 32000"
@@ -53,7 +52,7 @@ def test_lengths_of_a_file_count(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_costs_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shape_of_flags(MODEL)
-    write_cost(tmp_path / "slow.json", cost_of_rates(shape, *(1e10 * rate for rate in RATES)))
+    write_cost(tmp_path / "slow.json", cost_of_rates(shape, 6.5e12, 6e12, 5e12))
     words = ("--tokens-per-rank", "256", "--link-gb-per-second", "2")
     fast, slow = hidden(capsys, *words), hidden(capsys, *words, "--cost-file", str(tmp_path / "slow.json"))
     assert slow["computing_bytes"] > fast["computing_bytes"]

@@ -129,10 +129,10 @@ def test_assumed_speeds_are_printed_with_the_flags_that_replace_them(tmp_path: P
     assert plan.startswith("> bytescale: activations memo")
     assert assumed.startswith("> bytescale: assumed, not measured: 55 GB/s to host memory (give --link-gb-per-second; ")
     assert assumed.endswith(
-        "500 in attention forward and backward (give --cost-file; `bytescale profile` measures them)"
+        "layers as fast as in shipped h100, scaled (give --cost-file; `bytescale profile` measures them)"
     )
     parallel = config_of(*MEMO, tensor_model_parallel_size=2, world_size=2).assumed
-    assert ", 300 GB/s between tensor-parallel ranks (give --cost-file" in parallel
+    assert " and 300 GB/s between tensor-parallel ranks (give --cost-file" in parallel
     assert "GB/s" not in config_of("--recompute-fraction", "1").assumed  # nothing is swapped
     write_cost(tmp_path / "cost.json", cost_of_rates(SHAPE, 1e12, 1e12, 1e12))
     measured = config_of(*MEMO, "--cost-file", str(tmp_path / "cost.json"), "--link-gb-per-second", "20")
