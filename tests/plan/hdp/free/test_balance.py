@@ -129,15 +129,18 @@ def test_balanced_plans_keep_every_law(seed: int) -> None:
 
 
 def test_water_runs_to_the_lowest_ranks() -> None:
-    def poured(loads: list[float], work: float) -> float:
-        low, high = min(loads), max(loads) + work
+    def poured(loads: list[float], speeds: list[float], work: float) -> float:
+        low, high = min(loads), max(loads) + work / min(speeds)
         for _ in range(80):
             middle = (low + high) / 2
-            low, high = (middle, high) if sum(max(0.0, middle - load) for load in loads) < work else (low, middle)
+            filled = sum(max(0.0, middle - load) * speed for load, speed in zip(loads, speeds, strict=True))
+            low, high = (middle, high) if filled < work else (low, middle)
         return low
 
     random = np.random.default_rng(0)
     for _ in range(30):
         loads, work = random.random(int(random.integers(1, 9))) * 10, float(random.random() * 20)
-        assert _water_level(loads, np.array([work / 2, work / 2])) == pytest.approx(poured(loads.tolist(), work))
-    assert _water_level(np.array([3.0, 1.0]), np.zeros(0)) == 1.0
+        speeds = random.choice([0.5, 1.0, 2.0], len(loads))
+        expected = poured(loads.tolist(), speeds.tolist(), work)
+        assert _water_level(loads, np.array([work / 2, work / 2]), speeds) == pytest.approx(expected)
+    assert _water_level(np.array([3.0, 1.0]), np.zeros(0), np.ones(2)) == 1.0
