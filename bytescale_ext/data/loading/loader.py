@@ -21,6 +21,7 @@ from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
 from bytescale_ext.data.samples.packed import TokenSource
+from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.step.plan import StepPlan
 
 _JOIN_SECONDS = 10.0
@@ -138,6 +139,7 @@ class StepLoader(StepsAhead):
         sequences: function from the samples of a step to the sequences that a plan places, numbered as the source reads
             them; by default the samples themselves.
         loads: imbalance of experts in earlier steps, which plans take into account; None if it is not measured.
+        costs: function from a step to the learned costs of its plan; None: nothing is learned.
 
     Raises:
         ValueError: a cyclic source has no samples.
@@ -150,10 +152,11 @@ class StepLoader(StepsAhead):
         settings: LoaderSettings,
         sequences: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
         loads: LoadHistory | None = None,
+        costs: Callable[[int], LearnedCosts] | None = None,
     ) -> None:
         if settings.cyclic and len(source) == 0:
             raise ValueError("a data set without samples cannot be repeated: give a data set with documents")
-        super().__init__(_LocalSteps(source, plans, settings, sequences, loads), settings)
+        super().__init__(_LocalSteps(source, plans, settings, sequences, loads, costs), settings)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -165,6 +168,7 @@ class _LocalSteps:
     settings: LoaderSettings
     sequences: Callable[[tuple[int, ...]], tuple[int, ...]]
     loads: LoadHistory | None
+    costs: Callable[[int], LearnedCosts] | None
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
         num_tokens = self.settings.tokens_per_step
@@ -180,7 +184,8 @@ class _LocalSteps:
         return self._make(batch.step_index, batch.sample_ids, self._plans_of(batch.step_index).simple)
 
     def _plans_of(self, step_index: int) -> PlanMaker:
-        return self.plans if self.loads is None else self.plans.with_expert_imbalance(self.loads.at(step_index))
+        plans = self.plans if self.costs is None else self.plans.with_costs(self.costs(step_index))
+        return plans if self.loads is None else plans.with_expert_imbalance(self.loads.at(step_index))
 
     def _make(
         self,

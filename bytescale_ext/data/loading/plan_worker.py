@@ -1,7 +1,7 @@
 """Process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
 
-It reads a pickled planner from standard input, followed by the lengths and the expert imbalance of each step. It writes
-each plan, or the planner's error, to standard output, and exits when its input ends.
+It reads a pickled planner from standard input, followed by the lengths, the expert imbalance and the learned costs of
+each step. It writes each plan, or the planner's error, to standard output, and exits when its input ends.
 ``bytescale_ext.data.loading.planning`` starts it.
 """
 
@@ -23,16 +23,16 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Write a pickled plan, or the planner's error, for each pickled pair of lengths and expert imbalance."""
+    """Write a pickled plan, or the planner's error, for each pickled triple of lengths, expert imbalance and costs."""
     planner = pickle.load(requests)
     while True:
         try:
-            lengths, imbalance = pickle.load(requests)
+            lengths, imbalance, learned = pickle.load(requests)
         except EOFError:
             return
         answer: object
         try:
-            answer = planner_at(planner, imbalance)(lengths)
+            answer = planner_at(planner, imbalance, learned)(lengths)
         except Exception as error:  # the requesting process raises it
             answer = error
         pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)

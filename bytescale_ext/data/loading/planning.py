@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Protocol, cast, runtime_checkable
 
 from bytescale_ext.errors import OutOfTime
+from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
@@ -45,6 +46,15 @@ class LoadedPlanner(Planner, Protocol):
         ...
 
 
+@runtime_checkable
+class LearningPlanner(Planner, Protocol):
+    """A planner that takes learned costs into account."""
+
+    def with_costs(self, learned: LearnedCosts) -> Planner:
+        """Return the planner with learned costs and speeds of ranks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlanMaker:
     """Makes the checked plan of a step from its lengths, or the simple plan if time runs out.
@@ -62,6 +72,12 @@ class PlanMaker:
     def with_expert_imbalance(self, load: float) -> PlanMaker:
         """Return the maker of plans for a step with this imbalance of experts."""
         return replace(self, planner=planner_at(self.planner, load))
+
+    def with_costs(self, learned: LearnedCosts) -> PlanMaker:
+        """Return the maker of plans with learned costs; a planner that takes none plans with its own."""
+        if learned == LearnedCosts() or not isinstance(self.planner, LearningPlanner):
+            return self
+        return replace(self, planner=self.planner.with_costs(learned))
 
     def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
         """Return the checked plan of a step, and whether it is the simple plan because time ran out."""
@@ -113,13 +129,21 @@ class PlannerInProcess:
 
     def with_expert_imbalance(self, load: float) -> Planner:
         """See ``LoadedPlanner``. One process plans for every imbalance."""
-        return _AtLoad(self, load)
+        return _UnderConditions(self, load)
+
+    def with_costs(self, learned: LearnedCosts) -> Planner:
+        """See ``LearningPlanner``. One process plans with all costs."""
+        return _UnderConditions(self, learned=learned)
 
     def plan(
-        self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None, load: float = 1.0
+        self,
+        lengths: Sequence[int],
+        should_stop: Callable[[], bool] | None = None,
+        load: float = 1.0,
+        learned: LearnedCosts | None = None,
     ) -> StepPlan:
-        """Return the plan of a step with this imbalance of experts; raises the planner's own errors."""
-        planner = planner_at(self._planner, load)
+        """Return the plan of a step with this imbalance of experts and costs; raises the planner's own errors."""
+        planner = planner_at(self._planner, load, learned)
         if not self._is_slow:
             began = time.thread_time()
             try:
@@ -127,7 +151,7 @@ class PlannerInProcess:
             finally:
                 self._is_slow = time.thread_time() - began > self._slow_seconds
         try:
-            answer = self._ask((tuple(lengths), load), should_stop)
+            answer = self._ask((tuple(lengths), load, learned), should_stop)
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended
             if self._end is not None and not self._end.alive:  # the interpreter is exiting too
                 raise
@@ -137,11 +161,11 @@ class PlannerInProcess:
             raise answer
         return cast(StepPlan, answer)
 
-    def fallback(self, lengths: Sequence[int], load: float = 1.0) -> StepPlan:
+    def fallback(self, lengths: Sequence[int], load: float = 1.0, learned: LearnedCosts | None = None) -> StepPlan:
         """See ``Planner``."""
-        return planner_at(self._planner, load).fallback(lengths)
+        return planner_at(self._planner, load, learned).fallback(lengths)
 
-    def _ask(self, step: tuple[tuple[int, ...], float], should_stop: Callable[[], bool] | None) -> object:
+    def _ask(self, step: tuple[object, ...], should_stop: Callable[[], bool] | None) -> object:
         process = self._process or self._start()
         requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         pickle.dump(step, requests, pickle.HIGHEST_PROTOCOL)
@@ -172,21 +196,34 @@ class PlannerInProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class _AtLoad:
-    """Planner in a process, for steps with this imbalance of experts."""
+class _UnderConditions:
+    """Planner in a process, for steps with this imbalance of experts and these costs."""
 
     process: PlannerInProcess
-    load: float
+    load: float = 1.0
+    learned: LearnedCosts | None = None
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
-        return self.process.plan(lengths, should_stop, self.load)
+        return self.process.plan(lengths, should_stop, self.load, self.learned)
+
+    def with_expert_imbalance(self, load: float) -> Planner:
+        return replace(self, load=load)
+
+    def with_costs(self, learned: LearnedCosts) -> Planner:
+        return replace(self, learned=learned)
 
     def fallback(self, lengths: Sequence[int]) -> StepPlan:
-        return self.process.fallback(lengths, self.load)
+        return self.process.fallback(lengths, self.load, self.learned)
 
 
-def planner_at(planner: Planner, load: float) -> Planner:
-    """Return the planner for a step with this imbalance of experts. For an imbalance of 1 any planner will do."""
+def planner_at(planner: Planner, load: float, learned: LearnedCosts | None = None) -> Planner:
+    """Return the planner for a step with this imbalance of experts and these costs.
+
+    For an imbalance of 1 without learned costs any planner will do.
+    """
+    if learned is not None:
+        assert isinstance(planner, LearningPlanner), f"{planner=} {learned=}"
+        planner = planner.with_costs(learned)
     if load == 1.0:
         return planner
     assert isinstance(planner, LoadedPlanner), f"{planner=} {load=}"

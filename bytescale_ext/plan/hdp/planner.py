@@ -9,6 +9,7 @@ import numpy as np
 
 from bytescale_ext.plan.activation.offload import OffloadLimits
 from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.hdp.baselines import place_naive
 from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.forms import with_ring_forms
@@ -81,6 +82,11 @@ class HdpPlanner:
         """
         factor = 1.0 + self.expert_share * (ratio - 1.0)
         return replace(self, stages=tuple(stage.with_linear(factor) for stage in self.stages))
+
+    def with_costs(self, learned: LearnedCosts) -> HdpPlanner:
+        """Return the planner with learned costs and speeds of ranks."""
+        cluster = replace(self.cluster, speeds=learned.speeds)
+        return replace(self, cluster=cluster, stages=tuple(learned.of_stage(stage) for stage in self.stages))
 
     def __call__(self, lengths: Sequence[int], should_stop: ShouldStop = None) -> StepPlan:
         """Return the plan of a step.
