@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,7 @@ class CostLearner:
     stage_index: int = 0
     _rows: list[tuple[Floats, float, bool]] = field(default_factory=list)
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _work: tuple[torch.Tensor, Any] | None = None
+    _work: tuple[torch.Tensor, dist.Work] | None = None
     _versions: list[tuple[int, LearnedCosts]] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_steps: int = 0
@@ -206,7 +206,7 @@ def is_agreed(step_index: int) -> bool:
     return (step_index + 1) % EVERY == 0
 
 
-def state_of(learner: Learner, hardware: str) -> dict[str, Any]:
+def state_of(learner: Learner, hardware: str) -> dict[str, object]:
     """Return a learner as text and numbers, for a checkpoint. ``hardware``: name of the devices."""
     return {
         "hardware": hardware,
@@ -217,7 +217,7 @@ def state_of(learner: Learner, hardware: str) -> dict[str, Any]:
     }
 
 
-def learner_of_state(state: Mapping[str, Any], fresh: Learner, hardware: str) -> tuple[Learner, str]:
+def learner_of_state(state: Mapping[str, object], fresh: Learner, hardware: str) -> tuple[Learner, str]:
     """Return the learner of a checkpoint, and what was dropped of it, in words.
 
     Speeds belong to ranks: on another number of ranks or other hardware they are dropped, and the factors are kept.
@@ -228,8 +228,8 @@ def learner_of_state(state: Mapping[str, Any], fresh: Learner, hardware: str) ->
         hardware: name of the devices of this run.
     """
     try:
-        factors, speeds, sums = (tuple(float(value) for value in state[name]) for name in ("factors", "speeds", "sums"))
-        scale = float(state["scale"])
+        factors, speeds, sums = (_numbers(state[name]) for name in ("factors", "speeds", "sums"))
+        (scale,) = _numbers([state["scale"]])
     except (KeyError, TypeError, ValueError) as error:
         return fresh, f"the learned costs of the checkpoint are damaged ({error!r}) and dropped"
     numbers = (*factors, *speeds, scale)
@@ -241,6 +241,13 @@ def learner_of_state(state: Mapping[str, Any], fresh: Learner, hardware: str) ->
         return Learner(LearnedCosts(factors, speeds), statistics, scale), ""
     text = "the learned speeds of ranks are dropped, because the checkpoint has other ranks or hardware"
     return replace(fresh, costs=LearnedCosts(factors), scale=scale), text
+
+
+def _numbers(value: object) -> tuple[float, ...]:
+    """Return a list of numbers. Raises TypeError for anything else."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, int | float) for one in value):
+        raise TypeError(f"{type(value).__name__} in place of numbers")
+    return tuple(float(one) for one in value)
 
 
 def learned_line(learned: LearnedCosts) -> str:

@@ -33,6 +33,7 @@ class ShardTable:
         inner_rings: number of inner rings of each shard's ring, [n]; None: all rings are plain.
         first_ranks: first rank of each shard's ring, [n]; None: rings are contiguous, so it is the shard's rank minus
             its member.
+        speeds: speed of each rank, [num_ranks]; None: all are 1.
     """
 
     counts: Ints
@@ -44,6 +45,7 @@ class ShardTable:
     tokens: Ints
     inner_rings: Ints | None = None
     first_ranks: Ints | None = None
+    speeds: Floats | None = None
 
     @classmethod
     def of(cls, plan: StepPlan) -> ShardTable:
@@ -56,6 +58,10 @@ class ShardTable:
         lengths = np.array(plan.lengths, dtype=np.int64)[table.seqs]
         rings = (table.seqs, members, table.ring_widths)
         return cls(table.counts, table.shard_rows, *rings, lengths, table.tokens, table.inner_rings)
+
+    def at(self, speeds: Floats | None) -> ShardTable:
+        """Return the same shards on ranks of these speeds: [num_ranks]; None: all are 1."""
+        return self if speeds is None else replace(self, speeds=speeds)
 
     def with_counts(self, counts: Ints) -> ShardTable:
         """Return the table with empty micro-batches after the micro-batches of each rank.

@@ -158,8 +158,6 @@ def replay_stages(
     num_chunks: int = 1,
     group_size: int | None = None,
     p2p_seconds: float = 0.0,
-    *,
-    speeds: Floats | None = None,
 ) -> StageReplay:
     """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
 
@@ -167,13 +165,12 @@ def replay_stages(
     (one stage) each forward is followed by its backward.
 
     Args:
-        plan: ranks are pipelines.
+        plan: ranks are pipelines; a table may have speeds of ranks, with pipelines of their slowest stage.
         stages: cost of each of the V = p x num_chunks virtual stages, chunk by chunk.
         slicing: slices, which have equal cost (forward and backward) on the first stage.
         num_chunks: model chunks of each stage.
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
         p2p_seconds: time of a message between virtual stages on different devices.
-        speeds: speed of each rank, [num_ranks]; with pipelines, of its slowest stage. None: all are 1.
 
     Raises:
         ValueError: the stages wait for each other forever; the number of stages is not a multiple of the chunks; or
@@ -187,8 +184,8 @@ def replay_stages(
     if num_slices > 1 and num_chunks > 1:
         raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice, or no chunks")
     sliced = _Slices.of(table, stages, slicing)
-    if speeds is not None:
-        sliced = sliced.at(np.repeat(speeds[table.row_ranks], num_slices))
+    if table.speeds is not None:
+        sliced = sliced.at(np.repeat(table.speeds[table.row_ranks], num_slices))
     groups = (table.row_groups[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(groups.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, groups, sliced.own)

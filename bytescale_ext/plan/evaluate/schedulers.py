@@ -160,8 +160,8 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
 
 def _outcome(table: ShardTable, scenario: Scenario, slicing: Slicing) -> Outcome:
     """Return the figures of a plan in these slices, without its peers and its planning time."""
-    speeds, memory = scenario.cluster.unequal_speeds(), scenario.memory
-    result = replay_stages(table, scenario.stages, slicing, speeds=speeds)
+    memory = scenario.memory
+    result = replay_stages(table.at(scenario.cluster.unequal_speeds()), scenario.stages, slicing)
     most = peak_memory(table, slicing, scenario.stages[-1].both, memory)
     return Outcome(
         makespan=result.makespan,
@@ -209,7 +209,7 @@ def run_groups(
     ]
     tokens = np.asarray(lengths, dtype=np.int64)
     parts, speeds = (_one_each(part, tokens, scenario) for part in placed), scenario.cluster.unequal_speeds()
-    makespan = sum(replay_stages(part, scenario.stages, speeds=speeds).makespan for part in parts)
+    makespan = sum(replay_stages(part.at(speeds), scenario.stages).makespan for part in parts)
     table = _one_each(np.concatenate(placed), tokens, scenario)
     device_seconds = scenario.cluster.num_ranks * makespan
     passes = (scenario.stages[0].forward, scenario.stages[0].backward)

@@ -169,14 +169,8 @@ class Forecast:
         """Return the times of each slice of a step on each stage, with messages between stages."""
         message, latency = self._message
         seconds = latency + message / slicing.num_slices
-        return replay_stages(
-            table,
-            self.stages(slicing),
-            slicing,
-            self.num_chunks(slicing),
-            p2p_seconds=seconds,
-            speeds=self.setup.cluster.unequal_speeds(),
-        )
+        table = table.at(self.setup.cluster.unequal_speeds())
+        return replay_stages(table, self.stages(slicing), slicing, self.num_chunks(slicing), p2p_seconds=seconds)
 
     def time(self, table: ShardTable, slicing: Slicing) -> StepTime:
         """Return the time of a step, from its shards and its slices."""

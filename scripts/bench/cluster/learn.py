@@ -124,8 +124,8 @@ def measured_passes(
 
     ``speeds``: true speed of each rank: [ranks].
     """
-    table = ShardTable.of(plan)
-    result = replay_stages(table, (true,), speeds=speeds)
+    table = ShardTable.of(plan).at(speeds)
+    result = replay_stages(table, (true,))
     stops, starts = result.stops[:, :, 0], result.starts[:, :, 0].copy()
     for first, count in zip(table.offsets.tolist(), table.counts.tolist(), strict=True):
         starts[first + 1 : first + count, 0] = stops[first : first + count - 1, 1]  # a pass begins when the last ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
@@ -26,6 +27,8 @@ from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.sizes import Cluster
 
+Floats = npt.NDArray[np.float64]
+
 COST = CostModel(a=2.4e-11, b=5.4e-7, c=1.3e-7, g=2.3e-5, h=1e-8, nodes=Nodes(4, 6.0), m=1e-5)
 LEARNED = LearnedCosts((2.0, 0.5, 3.0, 0.7, 4.0))
 
@@ -37,14 +40,20 @@ def plan_table() -> ShardTable:
     return ShardTable.of(HdpPlanner(Cluster(8, 4096, 4), (StageCost(COST, COST.scaled(2)),))(lengths))
 
 
-def synthetic(factors: tuple[float, ...], num_ranks: int, pace: dict[int, float] | None = None) -> Statistics:
-    """Return the statistics of passes whose kinds of work take ``factors`` times as long, on ranks of any pace."""
+def synthetic(
+    factors: tuple[float, ...], num_ranks: int, pace: dict[int, float] | None = None, shape: Floats | None = None
+) -> Statistics:
+    """Return the statistics of passes whose kinds of work take ``factors`` times as long, on ranks of any pace.
+
+    ``shape``: factors that are known before, without their scale: [kinds].
+    """
     random, total = np.random.default_rng(1), Statistics.none(num_ranks)
+    known = np.ones(len(KINDS)) if shape is None else shape
     for rank in range(num_ranks):
         work = random.random((40, len(KINDS)))
         seconds = work @ np.array(factors) * (pace or {}).get(rank, 1.0)
         passes = Passes((0, rank), work, seconds, np.ones(40, dtype=np.bool_))
-        total += Statistics.none(num_ranks).with_passes(passes, np.arange(40) % 4 == 3, np.ones(len(KINDS)))
+        total += Statistics.none(num_ranks).with_passes(passes, np.arange(40) % 4 == 3, known)
     return total
 
 
@@ -69,9 +78,11 @@ def test_a_ring_takes_as_long_as_its_slowest_micro_batch() -> None:
 def test_a_fit_finds_the_factors() -> None:
     factors = (2.0, 1.0, 1.5, 0.5, 3.0)
     learner = Learner.new(3).learn(synthetic(factors, 3))
-    assert learner.costs.factors == pytest.approx(factors, rel=0.01)
+    assert learner.costs.factors == pytest.approx(factors, rel=0.05)
     assert learner.costs.speeds == ()
-    assert learner.learn(synthetic(factors, 3)).costs.factors == pytest.approx(factors, rel=0.01)
+    for _ in range(4):
+        learner = learner.learn(synthetic(factors, 3, shape=learner.shape))
+    assert learner.costs.factors == pytest.approx(factors, rel=0.01)
 
 
 def test_a_kind_without_passes_follows_the_others() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.hdp.packing import deal_by_work
@@ -38,7 +39,7 @@ def seconds_of(planner: HdpPlanner, lengths: Sequence[int], speeds: Sequence[flo
     """Return the time of a valid plan on ranks of these speeds."""
     plan = planner(lengths)
     check_step_plan(plan, lengths, ranks_per_node=8)
-    return replay_stages(plan, planner.stages, speeds=np.array(speeds)).makespan
+    return replay_stages(ShardTable.of(plan).at(np.array(speeds)), planner.stages).makespan
 
 
 @pytest.mark.parametrize("speeds", [HALF, ONE], ids=["a slow node", "a slow rank"])
