@@ -163,8 +163,8 @@ class Statistics:
 
     def faded(self, share: float = FORGETTING) -> Statistics:
         """Return the sums of older passes, of which ``share`` remains. The seconds of ranks are forgotten."""
-        fits = (share * part for part in self._parts()[:4])
-        return Statistics(*fits, np.zeros_like(self.rank_work), np.zeros_like(self.rank_seconds))
+        fits = [share * part for part in self._parts()[:4]]
+        return Statistics(*fits, *(np.zeros_like(part) for part in self._parts()[4:]))
 
     def with_passes(self, passes: Passes, is_held_out: Bools, shape: Floats) -> Statistics:
         """Return the statistics with further passes of one rank.
