@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -95,6 +96,8 @@ def call_by_name[Result](function: Callable[..., Result], values: dict[str, obje
     return function(**arguments)
 
 
+# Every layer calls the same function several times per step, and reading a signature takes longer than a launch.
+@lru_cache(maxsize=16)
 def _parameters(function: Callable[..., object]) -> list[tuple[str, bool]]:
     """Return the name of each parameter and whether it has a default, of a Python function or torch operator."""
     operator = getattr(function, "_opoverload", None)
