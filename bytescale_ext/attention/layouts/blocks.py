@@ -13,7 +13,7 @@ window (``layouts/window.py``) the last query of each document has the position 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -125,6 +125,7 @@ class PlacedBlock:
     cu_k: CuSeqlens
     source: int = 0
     window: int | None = None
+    _attention: dict[float, AttentionBlock] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -154,8 +155,10 @@ class PlacedBlock:
         return self.cu_q.num_documents == 0
 
     def attention(self, scale: float) -> AttentionBlock:
-        """Return the input of the kernel call for this block."""
-        return AttentionBlock(self.cu_q, self.cu_k, self.causal, scale, self.window)
+        """Return the input of the kernel call for this block, which is checked once for all layers."""
+        if scale not in self._attention:
+            self._attention[scale] = AttentionBlock(self.cu_q, self.cu_k, self.causal, scale, self.window)
+        return self._attention[scale]
 
 
 def share_values(blocks: Sequence[PlacedBlock]) -> tuple[PlacedBlock, ...]:
