@@ -130,6 +130,9 @@ def attention_forward(
         k, v: keys and values of the micro-batch, ``[tk, kv_heads, dim]``. For a slice, this rank's own rows up to the
             end of the slice are given, and this function fills the kept rows of other members.
     """
+    if (block := layout.whole_block) is not None:
+        out, lse = backend.forward(q, k, v, block)
+        return out.contiguous(), lse.contiguous()
     out, lse = empty_output(q)
 
     def compute_local() -> None:
@@ -207,6 +210,8 @@ def attention_backward(
 
     ``dout``: ``[t, heads, dim]``; ``saved``: inputs and outputs of ``attention_forward``.
     """
+    if (block := layout.whole_block) is not None and block.keys == block.queries:
+        return backend.backward(dout, ForwardResult(*saved), block)
     dk, dv = torch.zeros_like(saved.k), torch.zeros_like(saved.v)
     dq = yield from attention_backward_into(dout, ForwardResult(*saved), (dk, dv), layout, backend)
     return dq, dk, dv

@@ -27,7 +27,7 @@ window have no rings (``layouts/window.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from bytescale_ext.attention.layouts.blocks import Interval, PlacedBlock, share_values
@@ -163,6 +163,8 @@ class AttentionLayout:
         local_window: the only block of all local documents in a layout with a window; else None.
         windows: passes of the sequences that a window limits, in the order of their first sequences. They run before
             ``passes``.
+        local_blocks: blocks of the local documents: their triangles, then their prefixes.
+        all_passes: all passes in execution order.
     """
 
     num_rows: int
@@ -173,11 +175,13 @@ class AttentionLayout:
     local_prefix: PlacedBlock | None = None
     local_window: PlacedBlock | None = None
     windows: tuple[WindowPass, ...] = ()
+    local_blocks: tuple[PlacedBlock, ...] = field(init=False, compare=False, repr=False)
+    all_passes: tuple[WindowPass | RingPass, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def all_passes(self) -> tuple[WindowPass | RingPass, ...]:
-        """All passes in execution order."""
-        return (*self.windows, *self.passes)
+    def __post_init__(self) -> None:
+        # Stored, because every layer reads them.
+        object.__setattr__(self, "local_blocks", self._local_blocks())
+        object.__setattr__(self, "all_passes", (*self.windows, *self.passes))
 
     @property
     def num_tokens(self) -> int:
@@ -185,8 +189,15 @@ class AttentionLayout:
         return self.local_start + self.local.num_tokens
 
     @property
-    def local_blocks(self) -> tuple[PlacedBlock, ...]:
-        """Blocks of the local documents: their triangles, then their prefixes."""
+    def whole_block(self) -> PlacedBlock | None:
+        """The only block, if its queries are all rows, in order; None for several blocks, rings or padding."""
+        if self.all_passes or len(self.local_blocks) != 1:
+            return None
+        block = self.local_blocks[0]
+        return block if block.causal and block.queries.intervals == ((0, self.num_rows),) else None
+
+    def _local_blocks(self) -> tuple[PlacedBlock, ...]:
+        """Return ``local_blocks``."""
         if self.num_tokens == self.local_start:
             return ()
         if self.local_window is not None:

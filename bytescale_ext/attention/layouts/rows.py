@@ -65,7 +65,8 @@ class Rows:
             return tensor.take(self)
         if self.is_view:
             start, stop = self.intervals[0] if self.intervals else (0, 0)
-            return tensor.narrow(dim, start, stop - start)
+            whole = start == 0 and stop == tensor.shape[dim]
+            return tensor if whole else tensor.narrow(dim, start, stop - start)
         return tensor.index_select(dim, self.index(tensor.device))
 
     def put_(self, tensor: torch.Tensor | RowParts, values: torch.Tensor, dim: int = 0) -> None:

@@ -81,6 +81,9 @@ class DocumentAttention(torch.nn.Module):
         """
         batch = query.shape[1]
         params = packed_seq_params or self.params_of(query.shape[0], batch)
+        if batch == 1:
+            q, k, v = (tensor.squeeze(1).contiguous() for tensor in (query, key, value))
+            return self.attend(q, k, v, params).flatten(1).unsqueeze(1)
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in (query, key, value))
         out = self.attend(q, k, v, params)
         return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)
