@@ -34,6 +34,7 @@ from bytescale_ext.attention.backend import Backend, Exchanges, PendingGradients
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
+from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.layouts.window import WindowPass
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import ForwardResult, Keys, TravellingKeys, TravellingSums, add_kept, key_sums
@@ -133,6 +134,9 @@ def attention_forward(
     if (block := layout.whole_block) is not None:
         out, lse = backend.forward(q, k, v, block)
         return out.contiguous(), lse.contiguous()
+    if (ring_pass := layout.whole_pass) is not None:
+        out, lse = yield from _forward_pass(q, k, v, ring_pass, backend, _compute_nothing)
+        return out.to(q.dtype).contiguous(), lse.contiguous()
     out, lse = empty_output(q)
 
     def compute_local() -> None:
@@ -173,7 +177,7 @@ def _forward_pass(
         k, v: keys and values of the micro-batch, ``[tk, kv_heads, dim]``.
         meanwhile: function to call while the first keys are in transit.
     """
-    totals = empty_output(q, accumulation_dtype(q.dtype))
+    totals: Output | None = None
     travelling = TravellingKeys(k, v, ring_pass, backend.exchange)
     for hop in range(ring_pass.width):
         # Posted before the block is computed, so that the transfer overlaps with computation.
@@ -182,11 +186,16 @@ def _forward_pass(
         if hop == 0:
             meanwhile()
         for block in ring_pass.at(hop):
+            if totals is None and block.causal and block.queries.num_rows == len(q):
+                out, lse = backend.forward(q, keys, values, block)
+                totals = out.to(accumulation_dtype(q.dtype)), lse
+                continue
+            totals = totals or empty_output(q, accumulation_dtype(q.dtype))
             _compute_block(totals, q, keys, values, block, backend)
         if arriving is not None:
             yield arriving
             travelling.arrive(hop + 1)
-    return totals
+    return totals or empty_output(q, accumulation_dtype(q.dtype))
 
 
 def _compute_block(totals: Output, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock, backend: Backend) -> None:
@@ -212,6 +221,12 @@ def attention_backward(
     """
     if (block := layout.whole_block) is not None and block.keys == block.queries:
         return backend.backward(dout, ForwardResult(*saved), block)
+    if (ring_pass := layout.whole_pass) is not None and ring_pass.keys == ring_pass.in_micro_batch:
+        nothing = (saved.k, saved.v)  # the sums of kept keys, which only slices have
+        dq, gradients = yield from _backward_pass(dout, ForwardResult(*saved), nothing, ring_pass, backend)
+        yield gradients.pending
+        dk, dv = gradients.total().to(saved.k.dtype).unbind()
+        return dq.to(saved.q.dtype), dk, dv
     dk, dv = torch.zeros_like(saved.k), torch.zeros_like(saved.v)
     dq = yield from attention_backward_into(dout, ForwardResult(*saved), (dk, dv), layout, backend)
     return dq, dk, dv
@@ -285,7 +300,7 @@ def _backward_pass(
             kept keys are added to them, except the gradients that travel.
     """
     k, kept = saved.k, ring_pass.kept_sums
-    dq = torch.zeros(saved.q.shape, dtype=accumulation_dtype(saved.q.dtype), device=saved.q.device)
+    dq: torch.Tensor | None = None
     travelling_keys = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
     travelling_sums = TravellingSums(k, ring_pass, backend.exchange)
     own: list[torch.Tensor] = []
@@ -296,14 +311,15 @@ def _backward_pass(
         hop_saved = saved._replace(k=keys, v=values)
         computed = [(block, backend.backward(dout, hop_saved, block)) for block in ring_pass.at(hop)]
         for block, grads in computed:
-            block.queries.add_(dq, grads[0])
+            dq = _with_queries(dq, grads[0], block.queries, saved.q)
         if arriving_sums is not None:
             yield arriving_sums
         travelling = travelling_sums.here(hop) if hop else None
         total = key_sums(len(keys), k) if travelling is None or kept is not None else travelling
+        total_k, total_v = total.unbind()
         for block, grads in computed:
-            block.keys.add_(total[0], grads[1])
-            block.keys.add_(total[1], grads[2])
+            block.keys.add_(total_k, grads[1])
+            block.keys.add_(total_v, grads[2])
         if kept is not None:
             source = ring_pass.source(hop)
             add_kept(totals, total, travelling, kept.whole[source], kept.own[source])
@@ -317,7 +333,23 @@ def _backward_pass(
     if ring_pass.route.inner_rings > 1:
         yield arriving_sums
         arriving_sums = travelling_sums.post_home()
+    if dq is None:  # a member without tokens
+        dq = torch.zeros(saved.q.shape, dtype=accumulation_dtype(saved.q.dtype), device=saved.q.device)
     return dq, PendingGradients(ring_pass.summed_keys, arriving_sums, partial(_sum, [*travelling_sums.home, *own]))
+
+
+def _with_queries(total: torch.Tensor | None, part: torch.Tensor, rows: Rows, q: torch.Tensor) -> torch.Tensor:
+    """Add a block's gradients ``[rows.num_rows, heads, dim]`` to the running gradients of ``q [rows, heads, dim]``.
+
+    Returns the running gradients, in the accumulation dtype; ``total`` is None before the first block.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    if total is None:
+        if rows.num_rows == len(q):
+            return part.to(dtype)
+        total = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    rows.add_(total, part)
+    return total
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -107,7 +107,8 @@ class TravellingKeys:
     def here(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a hop's blocks, ``[rows, kv_heads, dim]`` each."""
         if self._pass.kept is None:
-            return self._here[0], self._here[1]
+            keys, values = self._here.unbind()
+            return keys, values
         rows = self._pass.kept.whole[self._pass.source(hop)]
         return rows.take(self._held[0]), rows.take(self._held[1])
 

@@ -196,6 +196,14 @@ class AttentionLayout:
         block = self.local_blocks[0]
         return block if block.causal and block.queries.intervals == ((0, self.num_rows),) else None
 
+    @property
+    def whole_pass(self) -> RingPass | None:
+        """The only pass, if its queries are all rows, in order; None for local documents, several passes or padding."""
+        if self.local_blocks or self.windows or len(self.passes) != 1:
+            return None
+        ring_pass = self.passes[0]
+        return ring_pass if ring_pass.in_micro_batch.intervals == ((0, self.num_rows),) else None
+
     def _local_blocks(self) -> tuple[PlacedBlock, ...]:
         """Return ``local_blocks``."""
         if self.num_tokens == self.local_start:
