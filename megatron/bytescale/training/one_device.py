@@ -6,6 +6,7 @@ All policies share weights, kernels, loss and layer objects, so only the policy 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -145,6 +146,30 @@ def build_model(
     built = OneDeviceModel(model, store, device, shape.vocab)
     built.weights = [parameter.detach().clone() for parameter in model.parameters()]
     return built
+
+
+def stock_model(built: OneDeviceModel, attention: Callable[..., torch.nn.Module]) -> MegatronModule:
+    """Return a model of Megatron's own layers with this core attention and the weights of ``built``.
+
+    Megatron's angles are replaced only for micro-batches of documents.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
+    from megatron.bytescale.core.transformer.norm import LocalNorm
+
+    config = built.model.config
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer: TransformerLayerSubmodules = spec.submodules
+    layer.self_attention.submodules.core_attention = attention
+    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    block = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=LocalNorm)
+    model = GPTModel(config, block, built.vocab, 1 << 21, position_embedding_type="rope")
+    model.load_state_dict(built.model.state_dict())
+    use_document_positions([model])
+    return model.train()
 
 
 def _layer_spec(runtime: Runtime, traits: ModelTraits) -> ModuleSpec:

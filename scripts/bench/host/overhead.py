@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench/host/overhead.py [--json]
 
 A device that runs ahead waits for the host. Here 32 layers of tiny tensors run on the CPU, and attention kernels only
-copy the queries, so that the time is the host's. Each arm runs a micro-batch forward and backward:
+copy the queries, so that the processor time is the time of the host. Each arm runs a micro-batch forward and backward:
 
     stock      Megatron's layer with a flash-attn kernel
     local      one local document
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,9 +44,6 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.module import MegatronModule
-
 SHAPE: Final = ModelShape(32, 32, 2, 2, 16, 64, True, 64)
 TOKENS: Final = 32
 """Tokens of a micro-batch or slice."""
@@ -58,27 +55,20 @@ POLICIES: Final = {
 }
 SLICES: Final = (4, 16)
 RINGS: Final = (4, 8)
-STUB: Final = f"{__name__}"
 
 
-def _flash_attn_varlen_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
-    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: object = None,
-    return_softmax: bool = False, block_table: object = None,
-) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # fmt: skip
+def _flash_attn_varlen_forward(q: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor, None, None]:
     """Stub of flash-attn 2: the output is ``q [tq, heads, dim]``, the log-sum-exp ``[heads, tq]`` is zero."""
     return q.clone(), q.new_zeros((q.shape[1], q.shape[0])), None, None
 
 
 def _flash_attn_varlen_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    softmax_lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
-    causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: object = None,
-    deterministic: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Stub of flash-attn 2: ``dq [tq, heads, dim]`` is ``dout``, or zero for earlier keys, and the others are zero."""
+    dout: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, causal: bool, **_: object
+) -> torch.Tensor:
+    """Stub of flash-attn 2: ``dq [tq, heads, dim]`` is ``dout``, or zero for earlier keys.
+
+    The gradients ``dk, dv [tk, kv_heads, dim]`` are zero.
+    """
     if causal:
         dq.copy_(dout)
     else:
@@ -95,7 +85,7 @@ def join_stub(totals: tuple[torch.Tensor, torch.Tensor], part: tuple[torch.Tenso
 
 def kernel_stub() -> Kernel:
     """Return our kernel for the stubs of flash-attn."""
-    flash = FlashAttn(STUB, STUB, "_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
+    flash = FlashAttn(__name__, __name__, "_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
     cpu, dtypes = ("cpu",), (torch.float32,)
     return Kernel("stub", cpu, dtypes, lambda: None, flash.forward, flash.backward, join=join_stub)
 
@@ -104,25 +94,19 @@ class FlashFunction(torch.autograd.Function):
     """Attention as a flash-attn package offers it to Megatron."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the output ``[t, heads, dim]`` of ``q [t, heads, dim]`` and ``k, v [t, kv_heads, dim]``."""
-        out, lse, *_ = _flash_attn_varlen_forward(q, k, v, offsets, offsets, longest, longest, 0.0, scale, True)
-        ctx.save_for_backward(q, k, v, out, lse, offsets)
-        ctx.settings = longest, scale
+        out, lse, *_ = _flash_attn_varlen_forward(q, k=k, v=v)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradients of ``q, k, v``, of their shapes; ``dout``: ``[t, heads, dim]``."""
-        q, k, v, out, lse, offsets = ctx.saved_tensors
-        longest, scale = ctx.settings
+        q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _flash_attn_varlen_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, offsets, offsets, longest, longest, 0.0, scale, True, -1, -1, 0.0
-        )
-        return dq, dk, dv, None, None, None
+        _flash_attn_varlen_backward(dout, dq, dk, dv, causal=True, q=q, out=out, softmax_lse=lse)
+        return dq, dk, dv
 
 
 class StockAttention(torch.nn.Module):
@@ -130,12 +114,11 @@ class StockAttention(torch.nn.Module):
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
-        self.offsets = torch.tensor([0, TOKENS], dtype=torch.int32)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Map query [t, 1, heads, dim] and key, value [t, 1, kv_heads, dim] to [t, 1, heads * dim]."""
         q, k, v = (tensor.squeeze(1).contiguous() for tensor in (query, key, value))
-        out: torch.Tensor = FlashFunction.apply(q, k, v, self.offsets, TOKENS, 0.25)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = FlashFunction.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch's
         return out.flatten(1).unsqueeze(1)
 
 
@@ -238,44 +221,25 @@ class Models:
         store: activation store of ``planned``.
     """
 
-    stock: MegatronModule
-    documents: MegatronModule
-    planned: MegatronModule
+    stock: torch.nn.Module
+    documents: torch.nn.Module
+    planned: torch.nn.Module
     store: ActivationStore
 
 
 def build_models() -> Models:
     """Build the models on the CPU, in a process group of one."""
-    from megatron.bytescale.training.one_device import build_model
-
-    planned = build_model(SHAPE, torch.float32, 1 << 24, on_cpu=True)  # starts the group and the random states
-
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
     from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
-    from megatron.bytescale.core.transformer.norm import LocalNorm
     from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.one_device import build_model, stock_model
 
+    planned = build_model(SHAPE, torch.float32, 1 << 24, on_cpu=True)
     runtime = Runtime.alone(SHAPE, torch.float32, torch.device("cpu"), kernel_stub())
     runtime.add_parts(comm=SilentComm())
-
-    def build(attention: Callable[..., torch.nn.Module]) -> MegatronModule:
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        spec.submodules.self_attention.submodules.core_attention = attention
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
-        block = TransformerBlockSubmodules(layer_specs=[spec] * SHAPE.num_layers, layer_norm=LocalNorm)
-        model = GPTModel(planned.model.config, block, SHAPE.vocab, 1 << 10, position_embedding_type="rope")
-        model.load_state_dict(planned.model.state_dict())
-        return model.train()
-
-    for layer in planned.model.decoder.layers:
+    for layer in planned.model.decoder.layers:  # type: ignore[union-attr]
         layer.self_attention.core_attention.runtime = runtime
-    stock, documents = build(StockAttention), build(partial(DocumentAttention, runtime=runtime))
-    use_document_positions([documents])
-    return Models(stock, documents, planned.model, planned.store)
+    documents = stock_model(planned, partial(DocumentAttention, runtime=runtime))
+    return Models(stock_model(planned, StockAttention), documents, planned.model, planned.store)
 
 
 def local_layout() -> AttentionLayout:
@@ -291,9 +255,9 @@ def ring_layout(width: int) -> AttentionLayout:
 
 
 def forward(
-    model: MegatronModule, layout: AttentionLayout | SliceLayout | None, prefix: MicroBatchPrefix | None = None
+    model: torch.nn.Module, layout: AttentionLayout | SliceLayout | None, prefix: MicroBatchPrefix | None = None
 ) -> torch.Tensor:
-    """Return the mean loss of a micro-batch or slice, with its autograd graph. Stock Megatron has no layout."""
+    """Return the mean loss, a scalar, of a micro-batch or slice. Stock Megatron has no layout."""
     from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
     tokens = torch.arange(TOKENS)
@@ -302,14 +266,14 @@ def forward(
     return losses.float().mean()
 
 
-def run_one(model: MegatronModule, layout: AttentionLayout | None) -> list[float]:
+def run_one(model: torch.nn.Module, layout: AttentionLayout | None) -> list[float]:
     """Run a micro-batch forward and backward and return its loss."""
     loss = forward(model, layout)
     loss.backward()
     return [loss.detach().item()]
 
 
-def run_slices(model: MegatronModule, layouts: Sequence[SliceLayout]) -> list[float]:
+def run_slices(model: torch.nn.Module, layouts: Sequence[SliceLayout]) -> list[float]:
     """Run all slices of a micro-batch forward, then backward from the last to the first; return their losses."""
     prefix = MicroBatchPrefix()
     losses = [forward(model, layout, prefix) for layout in layouts]
@@ -372,7 +336,9 @@ def table(figures: Sequence[Figures]) -> list[str]:
 def main(words: Sequence[str]) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="rounds, of which the best counts (20)")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="number of rounds; the best round of each arm counts (20)"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
