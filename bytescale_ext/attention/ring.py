@@ -131,12 +131,14 @@ def attention_forward(
         k, v: keys and values of the micro-batch, ``[tk, kv_heads, dim]``. For a slice, this rank's own rows up to the
             end of the slice are given, and this function fills the kept rows of other members.
     """
-    if (block := layout.whole_block) is not None:
-        out, lse = backend.forward(q, k, v, block)
-        return out.contiguous(), lse.contiguous()
+    if not layout.all_passes:
+        totals: Output | None = None
+        for block in layout.local_blocks:
+            totals = _joined(totals, q, (k, v), block, backend, q.dtype)
+        return totals or empty_output(q)
     if (ring_pass := layout.whole_pass) is not None:
         out, lse = yield from _forward_pass(q, k, v, ring_pass, backend, _compute_nothing)
-        return out.to(q.dtype).contiguous(), lse.contiguous()
+        return out.to(q.dtype), lse
     out, lse = empty_output(q)
 
     def compute_local() -> None:
@@ -153,8 +155,6 @@ def attention_forward(
         pass_out, pass_lse = yield from exchanges
         rows.put_(out, pass_out)
         rows.put_(lse, pass_lse, dim=1)
-    if not layout.all_passes:
-        compute_local()
     return out, lse
 
 
@@ -186,16 +186,32 @@ def _forward_pass(
         if hop == 0:
             meanwhile()
         for block in ring_pass.at(hop):
-            if totals is None and block.causal and block.queries.num_rows == len(q):
-                out, lse = backend.forward(q, keys, values, block)
-                totals = out.to(accumulation_dtype(q.dtype)), lse
-                continue
-            totals = totals or empty_output(q, accumulation_dtype(q.dtype))
-            _compute_block(totals, q, keys, values, block, backend)
+            totals = _joined(totals, q, (keys, values), block, backend, accumulation_dtype(q.dtype))
         if arriving is not None:
             yield arriving
             travelling.arrive(hop + 1)
     return totals or empty_output(q, accumulation_dtype(q.dtype))
+
+
+def _joined(
+    totals: Output | None,
+    q: torch.Tensor,
+    keys: tuple[Keys, Keys],
+    block: PlacedBlock,
+    backend: Backend,
+    dtype: torch.dtype,
+) -> Output:
+    """Return the totals with a block; None before the first block. A first block of all rows is the totals.
+
+    ``keys``: keys and values, ``[tk, kv_heads, dim]`` each; ``dtype``: dtype of the total ``out``; other arguments as
+    in ``_compute_block``.
+    """
+    if totals is None and block.causal and block.queries.num_rows == len(q):
+        out, lse = backend.forward(q, *keys, block)
+        return out.to(dtype).contiguous(), lse.contiguous()
+    totals = totals or empty_output(q, dtype)
+    _compute_block(totals, q, *keys, block, backend)
+    return totals
 
 
 def _compute_block(totals: Output, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock, backend: Backend) -> None:
@@ -252,8 +268,10 @@ def attention_backward_into(
         backend: kernel and communication.
     """
     q, k, v, out, lse = computed
-    dq = torch.zeros_like(q)
     dk, dv = sums
+    if not layout.all_passes:
+        return _local_backward(dout, computed, sums, None, layout, backend)
+    dq = torch.zeros_like(q)
     pending_gradients: list[PendingGradients] = []
     for layout_pass in layout.all_passes:
         rows = layout_pass.in_micro_batch
@@ -265,20 +283,35 @@ def attention_backward_into(
         pass_dq, gradients = yield from exchanges
         rows.put_(dq, pass_dq)
         pending_gradients.append(gradients)
-    for block in layout.local_blocks:
-        grads = backend.backward(dout, computed, block)
-        if block.causal:
-            block.queries.put_(dq, grads[0])
-        else:
-            block.queries.add_(dq, grads[0])
-        block.keys.add_(dk, grads[1])
-        block.keys.add_(dv, grads[2])
+    dq = _local_backward(dout, computed, sums, dq, layout, backend)
     for gradients in pending_gradients:
         yield gradients.pending
         total = gradients.total()
         gradients.keys.add_(dk, total[0])
         gradients.keys.add_(dv, total[1])
     return dq
+
+
+def _local_backward(
+    dout: torch.Tensor,
+    computed: ForwardResult,
+    sums: tuple[Keys, Keys],
+    dq: torch.Tensor | None,
+    layout: AttentionLayout,
+    backend: Backend,
+) -> torch.Tensor:
+    """Return the gradients ``[t, heads, dim]`` of all queries, after the local documents.
+
+    ``dq``: gradients of the queries of all passes, ``[t, heads, dim]``; None without passes. Others as in
+    ``attention_backward_into``.
+    """
+    dk, dv = sums
+    for block in layout.local_blocks:
+        grads = backend.backward(dout, computed, block)
+        dq = _with_queries(dq, grads[0], block.queries, computed.q, computed.q.dtype)
+        block.keys.add_(dk, grads[1])
+        block.keys.add_(dv, grads[2])
+    return torch.zeros_like(computed.q) if dq is None else dq
 
 
 def _backward_pass(
@@ -311,7 +344,7 @@ def _backward_pass(
         hop_saved = saved._replace(k=keys, v=values)
         computed = [(block, backend.backward(dout, hop_saved, block)) for block in ring_pass.at(hop)]
         for block, grads in computed:
-            dq = _with_queries(dq, grads[0], block.queries, saved.q)
+            dq = _with_queries(dq, grads[0], block.queries, saved.q, accumulation_dtype(saved.q.dtype))
         if arriving_sums is not None:
             yield arriving_sums
         travelling = travelling_sums.here(hop) if hop else None
@@ -338,12 +371,13 @@ def _backward_pass(
     return dq, PendingGradients(ring_pass.summed_keys, arriving_sums, partial(_sum, [*travelling_sums.home, *own]))
 
 
-def _with_queries(total: torch.Tensor | None, part: torch.Tensor, rows: Rows, q: torch.Tensor) -> torch.Tensor:
+def _with_queries(
+    total: torch.Tensor | None, part: torch.Tensor, rows: Rows, q: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Add a block's gradients ``[rows.num_rows, heads, dim]`` to the running gradients of ``q [rows, heads, dim]``.
 
-    Returns the running gradients, in the accumulation dtype; ``total`` is None before the first block.
+    Returns the running gradients in ``dtype``; ``total`` is None before the first block.
     """
-    dtype = accumulation_dtype(q.dtype)
     if total is None:
         if rows.num_rows == len(q):
             return part.to(dtype)

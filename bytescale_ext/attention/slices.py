@@ -28,6 +28,7 @@ from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import ForwardResult, key_sums
 
 type KeyValueParts = tuple[RowParts, RowParts]
+type KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class SwappablePart(Protocol):
@@ -66,18 +67,18 @@ class LayerPrefix:
     """Keys and values of one micro-batch in one layer, slice by slice.
 
     Attributes:
-        keys: keys and values ``[2, rows, kv_heads, dim]`` of each slice on the device; ``SliceLayout.held`` has the
-            rows.
+        keys: keys and values ``[rows, kv_heads, dim]`` of each slice on the device; ``SliceLayout.held`` has the rows.
         swapped: swappable keys and values of each slice; ``SliceLayout.swapped`` has the rows.
-        sums: gradients ``[2, rows, kv_heads, dim]`` of each slice that later slices have added so far, in float32
-            (float64 for float64 keys); ``SliceLayout.summed`` has the rows. Empty before the first backward pass.
+        sums: gradients ``[rows, kv_heads, dim]`` of each slice's keys and values that later slices have added so far,
+            in float32 (float64 for float64 keys); ``SliceLayout.summed`` has the rows. Empty before the first backward
+            pass.
         to_host: see ``KeySwap``; None if no keys are swapped.
         read_adjacent: function that starts reading the keys of the layer above (1) or below (-1).
     """
 
-    keys: list[torch.Tensor] = field(default_factory=list)
+    keys: list[KeysAndValues] = field(default_factory=list)
     swapped: list[SwappablePart] = field(default_factory=list)
-    sums: list[torch.Tensor] = field(default_factory=list)
+    sums: list[KeysAndValues] = field(default_factory=list)
     to_host: Callable[[torch.Tensor], SwappablePart] | None = None
     read_adjacent: Callable[[int], None] = lambda step: None
 
@@ -90,14 +91,15 @@ class LayerPrefix:
         if layout.swapped.places:
             assert self.to_host is not None, "a layout with swapped keys needs a link to host memory"
             self.swapped[layout.index :] = [self.to_host(_empty_part(layout.swapped.places[-1], k))]
-        self.keys[layout.index :] = [_empty_part(layout.held.places[-1], k)]
+        self.keys[layout.index :] = [_separated(_empty_part(layout.held.places[-1], k))]
         for held, new in zip(self.keys_of(layout), (k, v), strict=True):
             layout.own.put_(held, new)
 
     def start_backward(self, layout: SliceLayout) -> KeyValueParts:
         """Return the sums to which the backward pass of a slice adds its gradients. Slices run in reverse order."""
         if not self.sums:
-            self.sums = [key_sums(rows.num_rows, self.keys[0][0]) for rows in layout.summed.places]
+            example = self.keys[0][0]
+            self.sums = [_separated(key_sums(rows.num_rows, example)) for rows in layout.summed.places]
         assert len(self.sums) == layout.index + 1, f"{len(self.sums)=} {layout.index=}"
         return _parts(layout.summed, self.sums)
 
@@ -111,7 +113,7 @@ class LayerPrefix:
 
     def keys_of(self, layout: SliceLayout) -> KeyValueParts:
         """Return the keys and the values of all slices up to the slice of ``layout``, on the device."""
-        return _parts(layout.keys, [*self.keys, *(part.take() for part in self.swapped)])
+        return _parts(layout.keys, [*self.keys, *(_separated(part.take()) for part in self.swapped)])
 
     def read_ahead(self) -> None:
         """Start reading all swapped keys back for their next use."""
@@ -219,8 +221,8 @@ class _SliceAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``; ``weights``: ``Backend.weights``."""
         prefix, layout, backend = settings
-        num_tokens, is_repeated = layout.own.num_rows, len(prefix.keys) > layout.index
-        prefix.write(layout, k[:num_tokens], v[:num_tokens])
+        own, is_repeated = Rows.of([(0, layout.own.num_rows)]), len(prefix.keys) > layout.index
+        prefix.write(layout, own.take(k), own.take(v))
         keys, values = prefix.keys_of(layout)
         if not is_repeated:
             prefix.read_adjacent(1)
@@ -254,14 +256,22 @@ def _empty_part(rows: Rows, keys: torch.Tensor) -> torch.Tensor:
     return keys.new_empty((2, rows.num_rows, *keys.shape[1:]))
 
 
-def _parts(rows: PartRows, tensors: list[torch.Tensor]) -> KeyValueParts:
-    """Separate the keys and the values in ``tensors``, each ``[2, rows, kv_heads, dim]``."""
-    return RowParts(rows, [tensor[0] for tensor in tensors]), RowParts(rows, [tensor[1] for tensor in tensors])
+def _separated(both: torch.Tensor) -> KeysAndValues:
+    """Return views of the keys and of the values in ``both [2, rows, kv_heads, dim]``."""
+    keys, values = both.unbind()
+    return keys, values
+
+
+def _parts(rows: PartRows, parts: list[KeysAndValues]) -> KeyValueParts:
+    """Return the keys and the values of all parts, each ``[rows, kv_heads, dim]``."""
+    return RowParts(rows, [keys for keys, _ in parts]), RowParts(rows, [values for _, values in parts])
 
 
 def _own_part(total: RowParts, layout: SliceLayout, dtype: torch.dtype) -> torch.Tensor:
     """Return the slice's own rows ``[t, kv_heads, dim]`` of a sum ``[tk, kv_heads, dim]``. Padding rows are zero."""
     own = layout.own.take(total)
+    if len(own) == layout.num_rows:
+        return own.to(dtype)
     part = torch.zeros((layout.num_rows, *own.shape[1:]), dtype=dtype, device=own.device)
     part[: own.shape[0]] = own
     return part

@@ -85,8 +85,7 @@ class Rows:
         The result is deterministic, because no row occurs twice.
         """
         if isinstance(tensor, RowParts):
-            for view, part in tensor.matched(self, values):
-                view.add_(part)
+            tensor.add_(self, values)
         elif self.is_view:
             self.take(tensor, dim).add_(values)
         else:
@@ -167,10 +166,27 @@ class RowParts:
     def matched(self, rows: Rows, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Return views of the rows, each with the corresponding rows of ``values [rows.num_rows, ...]``."""
         views = self._views(rows)
-        return zip(views, values.split([len(view) for view in views]), strict=True) if views else ()
+        return zip(views, self._split(values, views), strict=True)
+
+    def add_(self, rows: Rows, values: torch.Tensor) -> None:
+        """Add ``values [rows.num_rows, ...]`` to the rows, in one launch on CUDA."""
+        views = self._views(rows)
+        if len(views) > 1:
+            torch._foreach_add_(views, self._split(values.to(views[0].dtype), views))
+        elif views:
+            views[0].add_(values)
 
     def _views(self, rows: Rows) -> list[torch.Tensor]:
-        return [self.parts[part][start:stop] for part, start, stop in self.rows.pieces(rows)]
+        views = []
+        for part, start, stop in self.rows.pieces(rows):
+            tensor = self.parts[part]
+            views.append(tensor if stop - start == len(tensor) else tensor[start:stop])
+        return views
+
+    @staticmethod
+    def _split(values: torch.Tensor, views: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the rows of ``values [n, ...]`` that correspond to each view, in order."""
+        return values.split([len(view) for view in views]) if len(views) > 1 else [values] * len(views)
 
 
 @dataclass(frozen=True, slots=True)
