@@ -184,9 +184,9 @@ class RowParts:
         return views
 
     @staticmethod
-    def _split(values: torch.Tensor, views: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _split(values: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows of ``values [n, ...]`` that correspond to each view, in order."""
-        return values.split([len(view) for view in views]) if len(views) > 1 else [values] * len(views)
+        return list(values.split([len(view) for view in views])) if len(views) > 1 else [values] * len(views)
 
 
 @dataclass(frozen=True, slots=True)
