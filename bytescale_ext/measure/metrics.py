@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -297,15 +298,24 @@ def _imbalance(work: Iterable[float]) -> float:
     return max(values) / mean if mean else 1.0
 
 
+def finite(value: object) -> object:
+    """Return a value of JSON in which None replaces NaN and infinity, for which JSON has no words."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append one JSON line per row, and create the folder if needed.
+    """Append one JSON line per row, and create the folder if needed. NaN and infinity become null.
 
     If the file cannot be written, for example on a full disk, print one warning per file and let training continue.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
     except OSError as error:
         if path not in _WARNED:
             print(f"warning: {path} is no longer written ({error.strerror}); training continues", file=sys.stderr)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -163,6 +164,13 @@ def test_line() -> None:
     assert "padding 25.00%" in line
     assert "waited for plan 300.0 ms" in line
     assert "ring traffic 2.0 MB/step" in line
+
+
+def test_steps_without_labels_are_valid_json(tmp_path: Path) -> None:
+    rows = [{"iteration": 1, "lm loss": math.nan, "more": {"a": [math.inf, 2.0]}}, {"lm loss": 1.5}]
+    append_jsonl(tmp_path / "m.jsonl", rows)
+    lines = (tmp_path / "m.jsonl").read_text().split("\n")
+    assert lines == ['{"iteration": 1, "lm loss": null, "more": {"a": [null, 2.0]}}', '{"lm loss": 1.5}', ""]
 
 
 def test_a_full_disk_is_a_warning_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BYTES = 256
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character, perhaps not yet
+Take = Callable[[Sequence[int], bool], None]
+"""Receives tokens of a text, and whether the text ends with them."""
 
 
 class Texts:
@@ -51,21 +54,26 @@ class Texts:
             raise ValueError(f"the prompt has the byte {max(tokens)}, and the vocabulary has {self.vocab} tokens")
         return tokens
 
-    def stream(self, write: Callable[[str], None]) -> Callable[[Sequence[int]], None]:
-        """Return a function that receives tokens and writes their text as soon as its characters are complete."""
+    def stream(self, write: Callable[[str], None]) -> Take:
+        """Return a function that receives tokens and writes their text as soon as its characters are complete.
+
+        The last call writes the whole rest of the text, with U+FFFD for an unfinished character.
+        """
         if self._tokenizer is None:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            return lambda tokens: write(decoder.decode(bytes(token for token in tokens if token < BYTES)))
+            return lambda tokens, is_last: write(
+                decoder.decode(bytes(token for token in tokens if token < BYTES), is_last)
+            )
         received: list[int] = []
         written = 0
 
-        def of_tokenizer(tokens: Sequence[int]) -> None:
+        def of_tokenizer(tokens: Sequence[int], is_last: bool) -> None:
             nonlocal written
             received.extend(token for token in tokens if token != self.end)
             text = self._tokenizer.detokenize(received)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                write(text[written:])
-                written = len(text)
+            whole = text if is_last else text.rstrip(REPLACEMENT)
+            write(whole[written:])
+            written = max(written, len(whole))
 
         return of_tokenizer
 
@@ -74,7 +82,7 @@ class InOrder:
     """Writes texts that grow together in the order of their prompts: the first unfinished text as it grows."""
 
     def __init__(
-        self, count: int, stream: Callable[[Callable[[str], None]], Callable[[Sequence[int]], None]],
+        self, count: int, stream: Callable[[Callable[[str], None]], Take],
         write: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Make the writer.
@@ -92,8 +100,8 @@ class InOrder:
 
     def add(self, index: int, tokens: Sequence[int], last_line: str | None) -> None:
         """Add tokens to a text. ``last_line`` is the last line of a text that has ended, else None."""
-        if tokens:
-            self._streams[index](tokens)
+        if tokens or last_line is not None:
+            self._streams[index](tokens, last_line is not None)
         if last_line is not None:
             self._waiting[index].append(f"{last_line}\n")
             self._ended[index] = True

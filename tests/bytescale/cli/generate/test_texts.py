@@ -22,9 +22,9 @@ def test_characters_are_written_when_they_are_whole() -> None:
     texts = Texts(Namespace(tokenizer_type="NullTokenizer", vocab_size=257))
     written: list[str] = []
     take = texts.stream(written.append)
-    for tokens in ([0x61, 0xC3], [0xA9], [0x62, 256]):
-        take(tokens)
-    assert written == ["a", "é", "b"]
+    for tokens, is_last in (([0x61, 0xC3], False), ([0xA9], False), ([0x62, 0xC3, 256], False), ([], True)):
+        take(tokens, is_last)
+    assert written == ["a", "é", "b", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_a_small_vocabulary() -> None:
@@ -63,9 +63,27 @@ def test_a_tokenizer_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     take = texts.stream(written.append)
     for token in (*tokens, 9999):
-        take([token])
+        take([token], token == 9999)
     assert "".join(written) == "aéiö"
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in written)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_the_text_is_the_same_in_any_pieces(num_tokens: int, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text may end within a character; drafts give several tokens at a time."""
+    made = Pairs()
+    monkeypatch.setattr(build_tokenizer, "build_tokenizer", lambda args: made)
+    texts = Texts(Namespace(tokenizer_type="HuggingFaceTokenizer"))
+    tokens = texts.tokens("aé漢字x😀\N{REPLACEMENT CHARACTER}b")[:cut]
+    written: list[str] = []
+    printed = InOrder(1, texts.stream, written.append)
+    for begin in range(0, len(tokens), num_tokens):
+        printed.add(0, tokens[begin : begin + num_tokens], None)
+        shown = "".join(written)
+        assert made.detokenize(tokens).startswith(shown)
+    printed.add(0, [], "")
+    assert "".join(written) == made.detokenize(tokens) + "\n"
 
 
 def test_code_of_a_tokenizers_folder_runs_only_if_the_user_says_so(
