@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest docs gpu-rehearsal pins clean
+.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest transformers4 docs gpu-rehearsal pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -92,6 +92,19 @@ newest:
 	.venv-newest/bin/bytescale --version
 	.venv-newest/bin/python -m pytest -x tests/e2e/hdp/test_oracle.py tests/e2e/runs/test_resume.py tests/attention
 
+# Not a part of `make test`: conversion with the oldest series of transformers that is supported, in .venv-transformers4.
+# Models that one version writes are read by the other.
+transformers4: $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-transformers4
+	$(BIN)/uv pip install --quiet --python .venv-transformers4/bin/python "transformers==4.57.6" \
+	  -r <(grep -vE '^(transformers|tokenizers|huggingface-hub|typer|hf-xet)==' requirements.txt)
+	$(BIN)/uv pip install --quiet --python .venv-transformers4/bin/python --no-deps --editable .
+	$(BIN)/python -m tests.bytescale.convert.exchange write .venv-transformers4/exchange/5
+	.venv-transformers4/bin/python -m tests.bytescale.convert.exchange read .venv-transformers4/exchange/5
+	.venv-transformers4/bin/python -m tests.bytescale.convert.exchange write .venv-transformers4/exchange/4
+	$(BIN)/python -m tests.bytescale.convert.exchange read .venv-transformers4/exchange/4
+	OMP_NUM_THREADS=1 .venv-transformers4/bin/python -m pytest -n 0 -m "" tests/bytescale/convert -k "not training_begins"
+
 # Uses no network; a broken link or a page that mkdocs.yml lacks is an error.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -100,4 +113,4 @@ pins: $(STAMP)
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python requirements.in -o requirements.txt
 
 clean:
-	rm -rf .venv .venv-newest runs data build site ./*.egg-info
+	rm -rf .venv .venv-newest .venv-transformers4 runs data build site ./*.egg-info

@@ -33,7 +33,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         from megatron.core.enums import ModelType
         from megatron.training import pretrain
 
-        from megatron.bytescale.arguments.parse import parse
+        from megatron.bytescale.arguments.parse import command_line, parse, without_fractions
         from megatron.bytescale.arguments.resolve import resolve
         from megatron.bytescale.build import build
         from megatron.bytescale.runtime import Runtime
@@ -48,7 +48,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
             training = adapt(training, runtime)
         config = pretrain_config(args, training.model)
     stand_alone()
-    with named_faults():
+    with named_faults(), command_line(without_fractions(sys.argv)):
         pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 
 

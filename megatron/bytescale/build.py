@@ -11,6 +11,7 @@ from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import Folders, make_folders
 from megatron.bytescale.checkpoints import LoadedCheckpoints, check_loaded, use_last_whole
+from megatron.bytescale.convert.source import keep_source
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.buffer_types import BufferTypes
@@ -26,6 +27,8 @@ def build(args: Any, runtime: Runtime) -> Training:
     training = stock_training(args)
     enabled = features.enabled(args)
     _check_checkpoints(args, runtime.run.process.rank, bool(enabled))
+    if args.save and args.load and runtime.run.process.rank == 0:
+        keep_source(Path(args.load), Path(args.save))
     if runtime.run.process.rank == 0 and (line := remaining_text(runtime.run.decision)):
         print(line)
     for feature in enabled:

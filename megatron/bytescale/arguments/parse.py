@@ -16,6 +16,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.values import check_values
+from megatron.bytescale.arguments.vocabulary import pad_vocabulary
 from megatron.bytescale.checkpoints import trust_checkpoints
 
 
@@ -38,8 +39,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     for feature in features.FEATURES:
         feature.add_arguments(parser)
+    accept_fractions(parser)
     escape_percent_signs(parser)
     return parser
+
+
+FRACTIONS = ("rotary_base", "rotary_seq_len_interpolation_factor")
+"""Arguments that Megatron computes with as fractions, but whose flags take whole numbers alone."""
+
+
+def accept_fractions(parser: argparse.ArgumentParser) -> None:
+    """Let the flags of ``FRACTIONS`` take fractions."""
+    for action in parser._actions:
+        if action.dest in FRACTIONS:
+            action.type = _number
+
+
+def without_fractions(argv: Sequence[str]) -> list[str]:
+    """Return a command line without the flags of ``FRACTIONS``.
+
+    Megatron parses the command line once more for its fault tolerance, with its own types.
+    """
+    flags = {f"--{name.replace('_', '-')}" for name in FRACTIONS}
+    after = [False, *(word in flags for word in argv)]
+    pairs = zip(argv, after, strict=False)
+    return [word for word, is_value in pairs if not is_value and word.split("=")[0] not in flags]
+
+
+def _number(text: str) -> float:
+    """Return a number, whole if it is written without a point."""
+    return int(text) if text.lstrip("+-").isdigit() else float(text)
 
 
 def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +175,7 @@ def check(
     trust_checkpoints(args.trust_checkpoint)
     check_values(args)
     set_device_defaults(args, argv, on_cpu, has)
+    pad_vocabulary(args)
     features.check(args)
     with refusals_of_megatron():
         validate_args(args)

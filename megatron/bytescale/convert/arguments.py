@@ -53,6 +53,8 @@ class TrainedModel(RotaryArguments):
     num_query_groups: int | None = None
     kv_channels: int
     padded_vocab_size: int
+    unpadded_vocab_size: int | None = None
+    vocab_size: int | None = None
     max_position_embeddings: int
     normalization: str
     layernorm_epsilon: float
@@ -124,6 +126,8 @@ def _plain_kind(model: TrainedModel) -> str:
         raise ValueError(
             "query, key and value biases can be converted only in dense models without query and key norms"
         )
+    if model.num_experts and model.moe_router_pre_softmax and not model.qk_layernorm:
+        raise ValueError("a model like mixtral with moe_router_pre_softmax True cannot be converted: only False")
     if model.num_experts:
         return "qwen3_moe" if model.qk_layernorm else "mixtral"
     if model.qk_layernorm or model.add_qkv_bias:
@@ -143,13 +147,16 @@ def configuration(model: TrainedModel) -> dict[str, object]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups if model.group_query_attention else model.num_attention_heads,
         "head_dim": model.kv_channels,
-        "vocab_size": model.padded_vocab_size,
+        "vocab_size": _rows(model),
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.layernorm_epsilon,
         "hidden_act": "silu",
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "rope_parameters": rope_parameters(model),
         "dtype": str(model.params_dtype).removeprefix("torch."),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
     if model.window_size:
         config |= {"sliding_window": model.window_size[0] + 1, "use_sliding_window": True}
@@ -163,10 +170,15 @@ def configuration(model: TrainedModel) -> dict[str, object]:
         }
         aux_loss = "aux_loss_alpha" if kind == "deepseek_v2" else "router_aux_loss_coef"
         config[aux_loss] = model.moe_aux_loss_coeff
-    if kind in ("mixtral", "qwen3_moe", "deepseek_v2"):
+    if kind in ("qwen3_moe", "deepseek_v2"):
         config["norm_topk_prob"] = not model.moe_router_pre_softmax
     own = {"deepseek_v2": _of_deepseek, "gpt_oss": _of_gpt_oss}
     return config | own[kind](model) if kind in own else config
+
+
+def _rows(model: TrainedModel) -> int:
+    """Return the number of tokens with trained rows, without the rows that Megatron adds for tensor parallelism."""
+    return min(model.unpadded_vocab_size or model.vocab_size or model.padded_vocab_size, model.padded_vocab_size)
 
 
 def _of_deepseek(model: TrainedModel) -> dict[str, object]:

@@ -64,10 +64,25 @@ FAMILIES: Final = {
         needed={"attention_bias": True, "swiglu_alpha": 1.702},
     ),
 }  # fmt: skip
+GPT_OSS_LIMIT: Final = 7.0
+"""Limit of the gates of gpt-oss in a configuration that has none."""
 NEEDED: Final = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 """Required values of every configuration, unless its family overrides them."""
+READ_BY: Final = {
+    "sliding_window": ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"),
+    "use_sliding_window": ("qwen2", "qwen3", "qwen3_moe"),
+    "max_window_layers": ("qwen2", "qwen3"),
+    "layer_types": ("qwen2", "qwen3", "gpt_oss"),
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss"),
+    "mlp_bias": ("llama", "deepseek_v2"),
+    "decoder_sparse_step": ("qwen3_moe",), "mlp_only_layers": ("qwen3_moe",),
+    "norm_topk_prob": ("qwen3_moe", "deepseek_v2"),
+    "first_k_dense_replace": ("deepseek_v2",), "routed_scaling_factor": ("deepseek_v2",),
+    "aux_loss_alpha": ("deepseek_v2",), "q_lora_rank": ("deepseek_v2",), "swiglu_limit": ("gpt_oss",),
+}  # fmt: skip
+"""Configuration keys that only the classes of some families read in transformers; the other classes ignore them."""
 GEMMA3: Final = (
     "cannot be converted: Megatron 0.19.2 has no norms after attention and MLP, no scaled embeddings, no GeGLU, and "
     "one rotary base for all layers"
@@ -84,8 +99,16 @@ def family_of(config: HuggingFaceConfig) -> Family:
     return FAMILIES[kind]
 
 
+def as_read(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return a configuration without the keys that its class in transformers ignores. Raises like ``family_of``."""
+    family_of(config)
+    kind = config["model_type"]
+    return {name: value for name, value in config.items() if name not in READ_BY or kind in READ_BY[name]}
+
+
 def layout_of(config: HuggingFaceConfig) -> CheckpointLayout:
     """Return the layout that determines tensor names for a configuration. Raises ValueError like ``family_of``."""
+    config = as_read(config)
     family = family_of(config)
     latent = "queries" if config.get("q_lora_rank") else "keys"
     return CheckpointLayout(
@@ -113,6 +136,7 @@ def model_flags(config: HuggingFaceConfig) -> list[str]:
 
     Raises ValueError for a model that Megatron would compute differently.
     """
+    config = as_read(config)
     family = family_of(config)
     _check(config, family)
     flags = {
@@ -129,9 +153,9 @@ def model_flags(config: HuggingFaceConfig) -> list[str]:
     words = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
     words += [] if family.biases == "all" else ["--disable-bias-linear"]
     words += ["--add-qkv-bias"] if family.biases == "qkv" else []
-    if "swiglu_limit" in config:
+    if config["model_type"] == "gpt_oss":
         words += ["--quick-geglu", "--glu-linear-offset", "1.0"]
-        flags["--activation-func-clamp-value"] = config["swiglu_limit"]
+        flags["--activation-func-clamp-value"] = config.get("swiglu_limit", GPT_OSS_LIMIT)
     else:
         words += ["--swiglu"]
     words += _latent_flags(config) if family.is_latent else _head_flags(config, family)
@@ -151,7 +175,7 @@ def _head_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
     window = window_of(config)
     if window is None:
         return words
-    sees_less = [kind == "sliding_attention" for kind in config.get("layer_types") or ["sliding_attention"]]
+    sees_less = [kind == "sliding_attention" for kind in _layer_types(config)]
     words += ["--window-size", f"{window - 1},0"]
     if all(sees_less):
         return words
@@ -195,11 +219,24 @@ def _expert_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
 
 def window_of(config: HuggingFaceConfig) -> int | None:
     """Return the window of layers with a sliding window, in tokens including the token itself; None without windows."""
-    has_one = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
-    if not config.get("use_sliding_window", True) or not has_one:
+    if not config.get("use_sliding_window", True) or "sliding_attention" not in _layer_types(config):
         return None
     window: int | None = config.get("sliding_window")
     return window
+
+
+def _layer_types(config: HuggingFaceConfig) -> list[str]:
+    """Return the kinds of attention of the layers; a single kind stands for all layers.
+
+    Versions of transformers before 4.53 have no ``layer_types``: Qwen's layers from ``max_window_layers`` on have the
+    window.
+    """
+    types: list[str] = config.get("layer_types") or []
+    has_window = config.get("use_sliding_window", True) and config.get("sliding_window")
+    if types or not has_window or config.get("max_window_layers") is None:
+        return types or ["sliding_attention"]
+    first, num_layers = config["max_window_layers"], config["num_hidden_layers"]
+    return ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
 
 
 def _check(config: HuggingFaceConfig, family: Family) -> None:
@@ -208,8 +245,7 @@ def _check(config: HuggingFaceConfig, family: Family) -> None:
         actual = config.get(name, value)
         if actual != value and actual is not None:
             raise ValueError(f"{name} is {actual!r}: only {value!r} can be converted")
-    types = set(config.get("layer_types") or ["full_attention"])
-    if len(types) > 1 and config["model_type"] != "gpt_oss":
+    if len(set(_layer_types(config))) > 1 and config["model_type"] != "gpt_oss":
         raise ValueError("layers with and without a sliding window cannot be converted")
     if quantized := config.get("quantization_config"):
         method = dict(quantized).get("quant_method", "quantized")

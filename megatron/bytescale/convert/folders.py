@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
-from bytescale_ext.json_input import json_value
 from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.convert.arguments import TrainedModel, configuration
+from megatron.bytescale.convert.config_file import ONLY_THIS_FOLDER, completed, config_in, write_config
 from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.convert.library import library
+from megatron.bytescale.convert.source import FOLDER, copy_source, source_of
 from megatron.bytescale.convert.weights import FolderWeights
 from megatron.bytescale.inference.load import Heads, build_model, checkpoint_arguments, checkpoint_at, read_weights
 from megatron.bytescale.inference.new_folder import new_folder
@@ -30,22 +32,30 @@ from megatron.bytescale.launch import TRACKER
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
-    from transformers import PretrainedConfig
-
-    from megatron.bytescale.convert.rotary import HuggingFaceConfig
 
 RELEASE = "release"  # Megatron's name for a checkpoint without an iteration, to start a training from
 SHARD = "5GB"
-ONLY_THIS_FOLDER: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for from_pretrained
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # tensors with a row for each token
 EXTRAS = ("draft_heads", "ngram_layers")  # parts that Hugging Face models cannot have
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """The tokenizer of a training, under the names of Megatron's arguments."""
+    """The tokenizer of a training and its first checkpoint, under the names of Megatron's arguments."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
+    load: str | None = None
+
+    def folder(self) -> Path | None:
+        """Return the folder of the tokenizer if it is a Hugging Face folder, else None."""
+        model = self.tokenizer_model
+        is_folder = self.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir()
+        return Path(str(model)) if is_folder else None
+
+    def load_folder(self) -> Path | None:
+        """Return the folder of checkpoints from which the training started, or None."""
+        return Path(self.load) if self.load else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
         package is not installed.
     """
     with new_folder(output) as part, ExitStack() as opened:
-        config = _config_in(source)
+        config = config_in(source)
         words = [*model_flags(config), *_tokenizer_flags(source), "--padded-vocab-size", str(config["vocab_size"])]
         words += _dtype_flags(dtype or config["dtype"])
         args = _settled(words)
@@ -85,6 +95,7 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
         tensors = to_megatron(layout_of(config), weights.read)
         _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in tensors))
         _save(model, args, part)
+        copy_source(source, part / FOLDER)
     return Converted(words, sum(parameter.numel() for parameter in model.parameters()), weights.notes())
 
 
@@ -104,39 +115,24 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         for name in EXTRAS:
             if getattr(args, name, None):
                 raise ValueError(f"--load {load}: a model with {name} cannot be converted")
-        config = configuration(options_of(args, TrainedModel))
-        made = _hugging_face_config(config)
+        tokenizer = options_of(args, TokenizerFolder)
+        source = source_of([load, tokenizer.load_folder(), tokenizer.folder()])
+        derived = configuration(options_of(args, TrainedModel))
+        config = derived if source is None else completed(derived, source)
         model = build_model(args, None, on_cpu=True)
         read_weights(model, checkpoint, Heads(checkpoint, None, {}))
-        tensors = to_hugging_face(layout_of(config), model.state_dict())
+        tensors = to_hugging_face(layout_of(derived), without_padding(model.state_dict(), config["vocab_size"]))
         _write_shards(tensors, part)
-        made.save_pretrained(part)
-        _copy_tokenizer(options_of(args, TokenizerFolder), part)
+        _copy_tokenizer(tokenizer, part)
+        if source is not None:
+            shutil.copytree(source, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin"))
+        write_config(config, part)
     return str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values())
 
 
-def _hugging_face_config(config: HuggingFaceConfig) -> PretrainedConfig:
-    """Return transformers' configuration object for these values."""
-    transformers = library("transformers")
-    values = {name: value for name, value in config.items() if name != "model_type"}
-    made = transformers.CONFIG_MAPPING[config["model_type"]](**values)
-    made.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
-    return made
-
-
-def _config_in(source: Path) -> HuggingFaceConfig:
-    """Return a folder's configuration, completed with defaults. Raises ValueError for a bad configuration."""
-    path = source / "config.json"
-    try:
-        kind = json_value(path.read_text("utf-8")).get("model_type")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        config = library("transformers").AutoConfig.from_pretrained(source, **ONLY_THIS_FOLDER)
-    except Exception as error:  # transformers raises many error types for a bad file
-        raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
-    renamed = {name: getattr(config, name) for name in config.attribute_map}
-    return {**config.to_dict(), **renamed, "model_type": kind, "dtype": str(config.dtype).removeprefix("torch.")}
+def without_padding(state: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Return the tensors [...] of a model, of which those with a row for each token have ``rows`` rows."""
+    return {name: tensor[:rows] if name in VOCABULARY else tensor for name, tensor in state.items()}
 
 
 def _dtype_flags(dtype: str) -> list[str]:
@@ -209,6 +205,5 @@ def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, output: Path) -> None:
     """Copy the tokenizer to the model's folder if it is a Hugging Face folder."""
-    model = tokenizer.tokenizer_model
-    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
+    if (model := tokenizer.folder()) is not None:
         library("transformers").AutoTokenizer.from_pretrained(model, **ONLY_THIS_FOLDER).save_pretrained(output)

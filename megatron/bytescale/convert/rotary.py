@@ -23,17 +23,62 @@ def position_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor: only 1.0 can be converted")
-    flags = ["--rotary-base", str(int(rope["rope_theta"]))]
+    flags = ["--rotary-base", number_word(rope["rope_theta"])]
     if kind == "yarn":
         return [*flags, *_yarn_flags(rope, is_latent)]
     flags += ["--position-embedding-type", "rope", *(["--rope-type", "rope"] if is_latent else [])]
     if kind == "default":
         return flags
-    if kind == "linear" and factor == int(factor) and not is_latent:
-        return [*flags, "--rotary-seq-len-interpolation-factor", str(int(factor))]
+    if kind == "linear" and not is_latent:
+        return [*flags, "--rotary-seq-len-interpolation-factor", number_word(factor)]
     if kind == "llama3" and all(rope[name] == value for name, value in LLAMA3_ROPE.items()) and not is_latent:
         return [*flags, "--use-rope-scaling", "--rope-scaling-factor", str(factor)]
     raise ValueError(f"rotary positions {dict(rope)} cannot be converted")
+
+
+def number_word(number: float) -> str:
+    """Return a number as a word of a command line, whole numbers without a point."""
+    return str(int(number)) if float(number).is_integer() else repr(float(number))
+
+
+def rope_of(raw: HuggingFaceConfig, default_theta: float, max_positions: int) -> dict[str, Any]:
+    """Return the ``rope_parameters`` of a ``config.json`` of any version of transformers.
+
+    Versions before 5 write ``rope_theta`` and ``rope_scaling``, later versions write ``rope_parameters``. The kind of
+    positions has the key ``rope_type``, or ``type`` in old files.
+
+    Args:
+        raw: values of the file.
+        default_theta: base of a file without one.
+        max_positions: longest position of the model.
+
+    Raises:
+        ValueError: the parameters are not a table of numbers and names, or differ between layers.
+    """
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(f"rotary positions {given} cannot be converted: Megatron has one kind for all layers")
+    rope = {name: value for name, value in given.items() if name != "type"}
+    rope["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+    theta = given.get("rope_theta")
+    rope["rope_theta"] = raw.get("rope_theta") or default_theta if theta is None else theta
+    if raw.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
+    if rope["rope_type"] in ("llama3", "yarn"):
+        longest = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = longest or max_positions
+    return rope
+
+
+def of_every_version(rope: HuggingFaceConfig) -> dict[str, Any]:
+    """Return the keys of a ``config.json`` for ``rope_parameters``, which transformers 4 and 5 read equally."""
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    is_scaled = rope["rope_type"] != "default"
+    return {
+        "rope_parameters": dict(rope),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if is_scaled else None,
+    }
 
 
 def _yarn_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:

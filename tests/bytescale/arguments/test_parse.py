@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from megatron.bytescale.arguments.parse import NEEDS, set_device_defaults
+from megatron.bytescale.arguments.parse import NEEDS, set_device_defaults, whole_parser, without_fractions
+from megatron.bytescale.arguments.vocabulary import pad_vocabulary
 from tests.bytescale.arguments.resolving import resolve_lines, resolved
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -87,3 +88,18 @@ def stock_arguments(**changes: object) -> argparse.Namespace:
     values = {"transformer_impl": ENGINE, "no_persist_layer_norm": False, "distributed_backend": "nccl",
               "use_cpu_initialization": False, "tensor_model_parallel_size": 1}  # fmt: skip
     return argparse.Namespace(**{**dict.fromkeys(fusions, True), **values, **changes})
+
+
+def test_fractions_of_rotary_positions() -> None:
+    words = ["--rotary-base", "10000.5", "--rotary-seq-len-interpolation-factor", "2"]
+    args = whole_parser().parse_args(words)
+    assert (args.rotary_base, args.rotary_seq_len_interpolation_factor) == (10000.5, 2)
+    assert type(args.rotary_seq_len_interpolation_factor) is int
+    assert without_fractions(["a", *words, "--rotary-base=1.5", "--lr", "1"]) == ["a", "--lr", "1"]
+
+
+@pytest.mark.parametrize(("given", "ranks", "rows"), [(101, 1, 101), (101, 2, 102), (102, 2, 102), (None, 2, None)])
+def test_rows_are_shared_equally_by_tensor_ranks(given: int | None, ranks: int, rows: int | None) -> None:
+    args = argparse.Namespace(padded_vocab_size=given, tensor_model_parallel_size=ranks)
+    pad_vocabulary(args)
+    assert (args.padded_vocab_size, args.unpadded_vocab_size) == (rows, given)

@@ -61,6 +61,30 @@ def test_what_megatron_would_compute_otherwise_is_refused(kind: str, changes: di
         model_flags(config)
 
 
+IGNORED: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"sliding_window": 8}, {"swiglu_limit": 7.0}, {"layer_types": ["full_attention", "sliding_attention"]}],
+    "mistral": [{"use_sliding_window": False}, {"attention_bias": True}, {"mlp_bias": True}],
+    "qwen2": [{"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, {"attention_bias": True}],
+    "qwen3": [{"sliding_window": 8, "use_sliding_window": False}, {"mlp_only_layers": [0]}],
+    "mixtral": [{"norm_topk_prob": False}, {"routed_scaling_factor": 2.0}, {"first_k_dense_replace": 1}],
+    "qwen3_moe": [{"first_k_dense_replace": 1}, {"layer_types": ["full_attention", "sliding_attention"]}],
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_keys_that_the_class_ignores_change_nothing(kind: str) -> None:
+    for keys in IGNORED[kind]:
+        assert model_flags(configuration_of(kind, **keys)) == model_flags(configuration_of(kind)), keys
+
+
+def test_the_layers_of_a_window_before_transformers_has_their_kinds() -> None:
+    keys: dict[str, Any] = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+    assert value(model_flags(configuration_of("qwen2", **keys)), "--window-size") == "7,0"
+    assert "--window-size" not in model_flags(configuration_of("qwen2", **{**keys, "max_window_layers": 2}))
+    with pytest.raises(ValueError, match="with and without a sliding window"):
+        model_flags(configuration_of("qwen2", **{**keys, "max_window_layers": 1}))
+
+
 def test_a_window_counts_only_where_it_is_used() -> None:
     assert window_of({"sliding_window": 8}) == 8
     assert window_of({"sliding_window": 8, "use_sliding_window": False}) is None

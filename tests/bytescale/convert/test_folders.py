@@ -43,6 +43,9 @@ def write_models(folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder / kind)
         tokens = torch.randint(0, VOCAB, (1, TOKENS))
         torch.save((tokens, model(tokens).logits.detach()), folder / f"{kind}.pt")
+    source, tokens = write_odd_model(folder / "odd"), torch.arange(TOKENS)[None]
+    odd = transformers.AutoModelForCausalLM.from_pretrained(source)
+    torch.save((tokens, odd(tokens).logits.detach()), folder / "odd.pt")
     found: dict[str, Any] = run_ranks(convert_all, 1, folder, timeout=600)[0]
     return {"folder": folder, **found}
 
@@ -62,6 +65,7 @@ def convert_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
         tokens, logits = torch.load(folder / f"{kind}.pt")
         difference = (megatron_logits(folder / f"{kind}-megatron", tokens) - logits).abs().max()
         found[kind] = (converted.flags, converted.parameters, back, float(difference / logits.abs().max()))
+    found["kept"] = kept_settings(folder)
     found["bf16"] = from_hugging_face(folder / "qwen3", folder / "rounded", "bf16").flags
     found["refused"] = {name: refused(case, folder) for name, case in REFUSED.items()}
     with pytest.raises(ValueError, match="none: there is no checkpoint"):
@@ -69,6 +73,49 @@ def convert_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError, match="qwen3: it exists already"):
         to_folder(folder / "qwen3-megatron", folder / "qwen3")
     return found
+
+
+TOKENS_OF_SOURCE = {"bos_token_id": 100, "eos_token_id": [98, 99], "pad_token_id": 97}
+KEPT: dict[str, str] = {
+    "generation_config.json": json.dumps({"eos_token_id": [98, 99], "temperature": 0.7}),
+    "chat_template.jinja": "{{ messages[0].content }}",
+    "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}),
+}
+ODD: dict[str, Any] = {
+    **TOKENS_OF_SOURCE, "vocab_size": 101, "rope_theta": 12345.5, "rope_scaling": {"type": "linear", "factor": 1.5},
+    "sliding_window": 8, "use_sliding_window": True, "swiglu_limit": 7.0, "torch_dtype": "float32", "own_key": 5,
+}  # fmt: skip
+
+
+def write_odd_model(folder: Path) -> Path:
+    """Write a Llama model with a vocabulary of 101, keys that its class ignores, and the keys of old versions."""
+    import transformers
+
+    torch.manual_seed(11)
+    config = {**configuration_of("llama"), "rope_parameters": {**ODD["rope_scaling"], "rope_type": "linear"}}
+    made = transformers.LlamaConfig(**{**config, "rope_theta": ODD["rope_theta"], "vocab_size": 101})
+    model = transformers.AutoModelForCausalLM.from_config(made).float()
+    model.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    values.pop("rope_parameters", None)
+    values.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps({**values, **ODD}))
+    for name, text in KEPT.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def kept_settings(folder: Path) -> dict[str, Any]:
+    """Return (flags, files and configuration after the round trip, difference of logits) of an odd model."""
+    from megatron.bytescale.convert.folders import from_hugging_face, to_folder
+
+    flags = from_hugging_face(folder / "odd", folder / "odd-megatron", None).flags
+    to_folder(folder / "odd-megatron", folder / "odd-back")
+    back = {name: (folder / "odd-back" / name).read_text() for name in KEPT}
+    tokens, logits = torch.load(folder / "odd.pt")
+    difference = (megatron_logits(folder / "odd-megatron", tokens) - logits).abs().max()
+    config = json.loads((folder / "odd-back" / "config.json").read_text())
+    return {"flags": flags, "files": back, "config": config, "difference": float(difference / logits.abs().max())}
 
 
 def megatron_logits(load: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -187,9 +234,53 @@ def test_a_model_comes_back_as_it_was(kind: str, found: dict[str, Any]) -> None:
     assert given.keys() == back.keys()
     assert all(torch.equal(given[name], back[name]) for name in given)
     configs = [transformers.AutoConfig.from_pretrained(folder / name).to_dict() for name in (kind, f"{kind}-back")]
-    left_open = {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "_name_or_path"}
-    differing = {name for name in configs[0] if configs[0][name] != configs[1].get(name)} - left_open
+    differing = {name for name in configs[0] if configs[0][name] != configs[1].get(name)} - {"_name_or_path"}
     assert not differing, {name: (configs[0][name], configs[1].get(name)) for name in differing}
+
+
+def test_what_generation_needs_comes_back(found: dict[str, Any]) -> None:
+    config, files = found["kept"]["config"], found["kept"]["files"]
+    assert {name: config[name] for name in TOKENS_OF_SOURCE} == TOKENS_OF_SOURCE
+    assert files == KEPT
+    assert (config["vocab_size"], config["torch_dtype"], config["own_key"]) == (101, "float32", 5)
+
+
+def test_keys_are_read_as_the_class_reads_them_and_written_for_all_versions(found: dict[str, Any]) -> None:
+    flags, config = found["kept"]["flags"], found["kept"]["config"]
+    assert found["kept"]["difference"] < 1e-5
+    assert "--window-size" not in flags
+    assert "--quick-geglu" not in flags
+    assert flags[flags.index("--rotary-base") + 1] == "12345.5"
+    scaling = {"rope_type": "linear", "factor": 1.5}
+    assert (config["rope_theta"], config["rope_scaling"]) == (12345.5, scaling)
+    assert config["rope_parameters"] == {**scaling, "rope_theta": 12345.5}
+
+
+def test_an_odd_vocabulary_trains_with_two_tensor_ranks(found: dict[str, Any], tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "docs", lengths=LENGTHS, copies=1)
+    load, save = found["folder"] / "odd-megatron", tmp_path / "saved"
+    words = [*found["kept"]["flags"], *TRAIN, *HDP, "--data-path", data, "--seq-length", 256]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 101, "--ckpt-format", "torch_dist"]
+    words += ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 256, "--train-iters", 1]
+    ours = train(2, *words, "--global-batch-size", len(LENGTHS), "--load", load, "--save", save)
+    assert len(ours.losses) == 1
+    assert "the embedding has 102 rows for 101 tokens" in ours.text
+    back = run_ranks(back_from, 1, save, timeout=600)[0]
+    assert back["vocab_size"] == 101
+    assert back["rows"] == 101
+    assert back["eos_token_id"] == [98, 99]
+
+
+def back_from(rank: int, world: int, save: Path) -> dict[str, Any]:
+    """Return the configuration of a trained checkpoint after the way back, and the rows of its embedding."""
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.bytescale.convert.folders import to_folder
+
+    to_folder(save, save.parent / "back")
+    rows = load_file(save.parent / "back" / "model.safetensors")["model.embed_tokens.weight"].shape[0]
+    return {**json.loads((save.parent / "back" / "config.json").read_text()), "rows": rows}
 
 
 def test_a_type_is_chosen(found: dict[str, Any]) -> None:

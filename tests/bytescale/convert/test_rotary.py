@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.convert.rotary import RotaryArguments, position_flags, rope_parameters
+from megatron.bytescale.convert.rotary import (
+    RotaryArguments,
+    of_every_version,
+    position_flags,
+    rope_of,
+    rope_parameters,
+)
 from tests.bytescale.convert.models import LINEAR_ROPE, LLAMA3, PLAIN_ROPE, YARN
 
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
 CASES: dict[str, dict[str, Any]] = {
     "plain": PLAIN_ROPE,
     "linear": LINEAR_ROPE,
+    "fractions": {**LINEAR_ROPE, "rope_theta": 10000.5, "factor": 2.5},
     "llama3": LLAMA3,
     "yarn": YARN,
     "yarn of gpt-oss": {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False},
@@ -83,3 +90,49 @@ def test_scales_that_transformers_has_not_are_refused(scales: tuple[float, float
         return
     with pytest.raises(ValueError, match=f"YaRN with mscale {scales[0]} and mscale_all_dim {scales[1]}"):
         rope_parameters(rotary)
+
+
+YARN_OF_4 = {name: value for name, value in YARN.items() if name not in ("rope_theta", "rope_type")}
+FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "version 5": ({"rope_parameters": YARN}, YARN),
+    "version 4": ({"rope_theta": 10000.0, "rope_scaling": {**YARN_OF_4, "rope_type": "yarn"}}, YARN),
+    "before 4.43": ({"rope_theta": 10000.0, "rope_scaling": {**YARN_OF_4, "type": "yarn"}}, YARN),
+    "both": ({"rope_theta": 10000.0, "rope_scaling": YARN, "rope_parameters": YARN}, YARN),
+    "no base": ({}, {"rope_type": "default", "rope_theta": 5e5}),
+    "base alone": ({"rope_theta": 1e6, "rope_scaling": None}, {"rope_type": "default", "rope_theta": 1e6}),
+    "base outside": (
+        {"rope_theta": 1e6, "rope_parameters": {"type": "linear", "factor": 4.0}},
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    ),
+    "no original length": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 1024},
+    ),
+    "length outside": (
+        {"original_max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 512},
+    ),
+    "a part": (
+        {"partial_rotary_factor": 0.5},
+        {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_all_versions_are_read(name: str) -> None:
+    raw, wanted = FILES[name]
+    assert rope_of(raw, 5e5, 1024) == wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_is_read_equally_by_all_versions(name: str) -> None:
+    written = of_every_version(CASES[name])
+    old = {key: written[key] for key in ("rope_theta", "rope_scaling")}
+    new = {"rope_parameters": written["rope_parameters"]}
+    assert rope_of(old, 1.0, 1) == rope_of(new, 1.0, 1) == rope_of(written, 1.0, 1) == CASES[name]
+
+
+def test_positions_that_differ_between_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="Megatron has one kind for all layers"):
+        rope_of({"rope_parameters": {"full_attention": PLAIN_ROPE}}, 1e4, 1024)

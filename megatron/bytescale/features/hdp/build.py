@@ -40,6 +40,7 @@ from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import Batches, LossChecks
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
+from megatron.bytescale.arguments.vocabulary import Vocabulary
 from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
 from megatron.bytescale.core.datasets.document_dataset import (
     SampleSource,
@@ -70,6 +71,8 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
     """
     data, run = current(DataArguments), runtime.run
     check_data(data, run, is_text=run.find(RemoteConfig) is not None)
+    if line := current(Vocabulary).text():
+        print_rank_0(line)
     if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # these check it
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:

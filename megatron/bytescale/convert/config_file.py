@@ -1,0 +1,105 @@
+"""Reads and writes ``config.json`` so that every version of transformers from 4.50 on gives it the same meaning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bytescale_ext.json_input import json_value
+from megatron.bytescale.convert.families import layout_of, model_flags
+from megatron.bytescale.convert.library import library
+from megatron.bytescale.convert.rotary import HuggingFaceConfig, of_every_version, rope_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ONLY_THIS_FOLDER: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}  # for from_pretrained
+_WRITTEN_ANEW: Final = ("rope_parameters", "rope_theta", "rope_scaling", "dtype", "torch_dtype")
+_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def config_in(source: Path) -> HuggingFaceConfig:
+    """Return a folder's configuration, completed with defaults. Raises ValueError for a bad configuration."""
+    path = source / "config.json"
+    try:
+        raw = json_value(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"--input {path}: not a JSON object")
+    try:
+        config = library("transformers").AutoConfig.from_pretrained(source, **ONLY_THIS_FOLDER)
+    except Exception as error:  # transformers raises many error types for a bad file
+        raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
+    return _values(raw, config)
+
+
+def _values(raw: HuggingFaceConfig, config: PretrainedConfig) -> HuggingFaceConfig:
+    """Return the values of a configuration, of which positions come from the file and defaults from transformers."""
+    values = config.to_dict()
+    theta = getattr(config, "rope_theta", None) or getattr(config, "default_theta", None)
+    parameters = values.get("rope_parameters")
+    if theta is None and isinstance(parameters, Mapping):
+        theta = parameters.get("rope_theta")
+    renamed = {name: getattr(config, name) for name in config.attribute_map}
+    return {
+        **values,
+        **renamed,
+        "model_type": raw.get("model_type"),
+        "rope_parameters": rope_of(raw, theta or 10000.0, config.max_position_embeddings),
+        "dtype": str(getattr(config, "dtype", None) or config.torch_dtype).removeprefix("torch."),
+    }
+
+
+def completed(derived: HuggingFaceConfig, source: Path) -> HuggingFaceConfig:
+    """Return the configuration of a trained model with the settings of the model that it started from.
+
+    A value that the training has changed is the new value. If the source is another model, only its special tokens
+    are taken.
+
+    Args:
+        derived: configuration from Megatron's arguments.
+        source: folder of the source's ``config.json``.
+    """
+    raw = json_value((source / "config.json").read_text("utf-8"))
+    before = config_in(source)
+    rows = {"vocab_size": before["vocab_size"]} if before["vocab_size"] <= derived["vocab_size"] else {}
+    changed = {name: value for name, value in derived.items() if before.get(name) != value and name not in _TOKENS}
+    config = {name: value for name, value in raw.items() if name not in _WRITTEN_ANEW} | changed
+    config |= {**rows, "model_type": before["model_type"]}
+    config |= {name: derived[name] for name in ("rope_parameters", "dtype")}
+    if _flags(config) == _flags(derived):
+        return config
+    return {**derived, **rows, **{name: raw[name] for name in _TOKENS if name in raw}}
+
+
+def _flags(config: HuggingFaceConfig) -> tuple[object, ...] | None:
+    """Return what decides a model's computation: its flags and names of tensors. None: it cannot be converted."""
+    try:
+        values = _values({**config, **of_every_version(config["rope_parameters"])}, transformers_config(config))
+        return model_flags(values), layout_of(values)
+    except ValueError:
+        return None
+
+
+def transformers_config(config: HuggingFaceConfig) -> PretrainedConfig:
+    """Return transformers' configuration object for these values."""
+    transformers = library("transformers")
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    values |= of_every_version(config["rope_parameters"])
+    made = transformers.CONFIG_MAPPING[config["model_type"]](**values)
+    made.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
+    return made
+
+
+def write_config(config: HuggingFaceConfig, folder: Path) -> None:
+    """Write ``config.json``, with the keys of old and new versions of transformers."""
+    transformers_config(config).save_pretrained(folder)
+    path = folder / "config.json"
+    written = json_value(path.read_text("utf-8"))
+    own = {name: value for name, value in config.items() if name not in _WRITTEN_ANEW}
+    dtypes = {"dtype": config["dtype"], "torch_dtype": config["dtype"]}
+    values = {**written, **own, **of_every_version(config["rope_parameters"]), **dtypes}
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
