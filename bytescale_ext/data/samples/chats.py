@@ -1,23 +1,51 @@
-"""Conversations of a JSONL file, and their token ids with a mask of the answers.
+"""Conversations of a JSONL file, and their token ids with a mask of the answers by Megatron's SFT tokenizer.
 
-A line is an object with the key ``messages``: a list of {"role", "content"}. As in Megatron's ``SFTDataset``, a system
-message starts a new conversation, so a line may contain several conversations.
+A line is an object with the key ``messages``: a list of {"role", "content", ...}. As in Megatron's ``SFTDataset``, a
+system message starts a new conversation, so a line may contain several conversations. Messages keep all their keys,
+and a line may also have ``tools``, ``documents`` and ``chat_template_kwargs``, which chat templates read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import numpy as np
 
 from bytescale_ext.json_input import json_value
 
-Conversation = list[dict[str, str]]
-EncodeChat = Callable[[Conversation], tuple[np.ndarray, np.ndarray]]
-ROLES: Final = ("system", "user", "assistant", "tool")
+Message = dict[str, object]
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Token ids [n] of a document, and the mask of its answers, bool [n]."""
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+_TOOLS: Final = ("tool", "function", "ipython", "observation")
+_ANSWERS: Final = ("content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 IGNORED: Final = -100
 """Target of tokens that are not answers, as set by Megatron's SFT tokenizer."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and what a chat template reads besides them.
+
+    Attributes:
+        messages: messages with all their keys.
+        settings: arguments of the template, such as ``tools``.
+    """
+
+    messages: list[Message]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+class ChatEncoder(Protocol):
+    """Function from a conversation to documents, which counts what a user should know."""
+
+    def __call__(self, conversation: Conversation) -> list[Encoded]: ...
+
+    def notes(self) -> list[str]:
+        """Return one line for each kind of event since the encoder was made."""
+        ...
 
 
 class ConversationTokenizer(Protocol):
@@ -26,30 +54,10 @@ class ConversationTokenizer(Protocol):
     pad: int | None
 
     def tokenize_conversation(
-        self, conversation: Conversation, return_target: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, str]], return_target: bool, add_generation_prompt: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and targets, both [n]."""
         ...
-
-
-class EncodedText(TypedDict):
-    """Token ids of a text, and the character range [start, stop) of each token."""
-
-    input_ids: list[int]
-    offset_mapping: list[tuple[int, int]]
-
-
-class TemplateTokenizer(Protocol):
-    """Interface of a tokenizer of the transformers library, as far as it is used."""
-
-    is_fast: bool
-    chat_template: str | None
-
-    def apply_chat_template(
-        self, conversation: Conversation, *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
-
-    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> EncodedText: ...
 
 
 def conversations(line: bytes, where: str) -> list[Conversation]:
@@ -74,91 +82,105 @@ def conversations(line: bytes, where: str) -> list[Conversation]:
         raise ValueError(
             f"{where}: no list under the key 'messages' (found: {content}): give chats of roles and contents"
         )
-    chats: list[Conversation] = []
+    settings = _settings(value, where)
+    chats: list[list[Message]] = []
     for number, message in enumerate(messages, start=1):
         place = f"{where}: message {number}"
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{place} has no text under 'role' and 'content'")
-        if message["role"] not in ROLES:
-            raise ValueError(f"{place} has the role {message['role']!r}: give one of {', '.join(ROLES)}")
-        if message["role"] == "system" or not chats:
+        checked = _checked(message, place)
+        if checked["role"] == "system" or not chats:
             chats.append([])
-        _check_answer(message, chats[-1], place)
-        chats[-1].append({"role": message["role"], "content": message["content"]})
-    return chats
+        _check_answer(checked, chats[-1], place)
+        chats[-1].append(checked)
+    return [Conversation(chat, settings) for chat in chats]
 
 
-def _check_answer(message: dict[str, str], before: Conversation, place: str) -> None:
-    """Raise ValueError for an empty answer, or an answer that follows no user or tool message."""
+def _settings(value: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return the arguments of the chat template in a line. Raises ValueError for arguments of a wrong type."""
+    settings: dict[str, object] = {}
+    for key in ("tools", "documents"):
+        given = value.get(key)
+        if isinstance(given, str):
+            try:
+                given = json_value(given or "null")
+            except ValueError as error:
+                raise ValueError(f"{where}: {key!r} is a text that is not JSON ({error})") from error
+        if not isinstance(given, list | None) or not all(isinstance(entry, dict) for entry in given or []):
+            raise ValueError(f"{where}: {key!r} is no list of objects")
+        settings |= {key: given} if given else {}
+    more = value.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ValueError(f"{where}: 'chat_template_kwargs' is no object")
+    return {**settings, **more}
+
+
+def _checked(message: object, place: str) -> Message:
+    """Return a message. Raises ValueError if it is no object, or has no known role or no suitable content."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{place} has no text under 'role'")
+    if message["role"] not in ROLES:
+        raise ValueError(f"{place} has the role {message['role']!r}: give one of {', '.join(ROLES)}")
+    content = message.get("content")
+    is_parts = isinstance(content, list) and all(isinstance(part, dict | str) for part in content)
+    if not isinstance(content, str | None) and not is_parts:
+        raise ValueError(f"{place} has no text or list of parts under 'content'")
+    if content is None and message["role"] != "assistant":
+        raise ValueError(f"{place} has no text under 'content'")
+    return message
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content, which is a text, None, or a list of parts."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in content)
+
+
+def _check_answer(message: Message, before: Sequence[Message], place: str) -> None:
+    """Raise ValueError for an empty answer, or an answer that follows no message of a user or tool."""
     if message["role"] != "assistant":
         return
-    if not before or before[-1]["role"] not in ("user", "tool"):
+    if not before or before[-1]["role"] not in ("user", *_TOOLS):
         raise ValueError(f"{place} is an answer that follows no message of a user or tool")
-    if not message["content"].strip():
+    has_more = any(message.get(key) for key in _ANSWERS if key != "content")
+    if not text_of(message.get("content")).strip() and not has_more:
         raise ValueError(f"{place} is an empty answer")
 
 
-def encode_by_megatron(tokenizer: ConversationTokenizer) -> EncodeChat:
-    """Return a function from a conversation to (token ids [n], mask of answers, bool [n]).
+class MegatronEncoder:
+    """Encodes conversations with Megatron's SFT tokenizer, which reads roles and texts alone.
 
     The mask selects the tokens on which Megatron's ``SFTDataset`` would train, without padding.
     """
 
-    def encode(conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+    def __init__(self, tokenizer: ConversationTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._unwritten: dict[str, int] = {}
+
+    def __call__(self, conversation: Conversation) -> list[Encoded]:
+        """Return one document. Raises ValueError if the prompt format does not fit."""
+        for message in conversation.messages:
+            for key in sorted(key for key in message if key not in ("role", "content") and message[key]):
+                self._unwritten[key] = self._unwritten.get(key, 0) + 1
+        if "tools" in conversation.settings:
+            self._unwritten["tools"] = self._unwritten.get("tools", 0) + 1
+        texts = [{"role": str(each["role"]), "content": text_of(each.get("content"))} for each in conversation.messages]
         try:
-            tokens, targets = tokenizer.tokenize_conversation(
-                conversation, return_target=True, add_generation_prompt=False
+            tokens, targets = self._tokenizer.tokenize_conversation(
+                texts, return_target=True, add_generation_prompt=False
             )
         except AssertionError as error:
             raise ValueError(f"the prompt format does not fit: {' '.join(str(error).split())[:120]}") from error
         answers = targets != IGNORED
-        if tokenizer.pad is not None:
-            answers &= targets != tokenizer.pad
-        return np.asarray(tokens, dtype=np.int64), answers
+        if self._tokenizer.pad is not None:
+            answers &= targets != self._tokenizer.pad
+        return [(np.asarray(tokens, dtype=np.int64), answers)]
 
-    return encode
-
-
-def encode_by_template(tokenizer: TemplateTokenizer) -> EncodeChat:
-    """Return a function from a conversation to (token ids [n], mask of answers, bool [n]).
-
-    An answer is the text that the tokenizer's chat template writes after the prompt, including its end mark.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or cannot map tokens to characters.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template: add one to its tokenizer_config.json, or use SFTTokenizer"
-        )
-    if not tokenizer.is_fast:
-        raise ValueError("the tokenizer cannot say where its tokens are in a text: give one with a tokenizer.json")
-
-    def render(messages: Conversation, prompt: bool) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-
-    def encode(conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        text = render(conversation, False)
-        spans = []
-        for turn, message in enumerate(conversation):
-            if message["role"] == "assistant":
-                prompt, answer = render(conversation[:turn], True), render(conversation[: turn + 1], False)
-                if not (text.startswith(answer) and answer.startswith(prompt)):
-                    raise ValueError(
-                        "the chat template rewrites earlier messages, so answers cannot be located: use another "
-                        "template, or split the conversation after each answer"
-                    )
-                spans.append((len(prompt), len(answer)))
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-        return np.array(encoded["input_ids"], dtype=np.int64), _inside(starts, spans)
-
-    return encode
+    def notes(self) -> list[str]:
+        """Return a line about keys that the prompt format does not write."""
+        return unwritten_notes(self._unwritten, "prompt format")
 
 
-def _inside(starts: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return whether each of ``starts``, [n], is inside a span [start, stop): bool [n]."""
-    inside = np.zeros(len(starts), dtype=bool)
-    for start, stop in spans:
-        inside |= (starts >= start) & (starts < stop)
-    return inside
+def unwritten_notes(counts: Mapping[str, int], writer: str) -> list[str]:
+    """Return a line about keys that are not written, [] without any; ``counts``: number of messages by key."""
+    keys = ", ".join(f"{key} ({count:,})" for key, count in sorted(counts.items()))
+    return [f"WARNING: the {writer} does not write these keys of messages: {keys}"] if counts else []

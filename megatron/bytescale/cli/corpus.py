@@ -129,6 +129,8 @@ def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[s
     print_sizes(args, summary)
     print(f"answers    {summary.num_answer_tokens:,} tokens ({summary.num_answer_tokens / summary.num_tokens:.1%})")
     print(f"skipped    {summary.num_skipped_empty:,} empty, {summary.num_without_answer:,} without an answer")
+    for note in summary.notes:
+        print(note)
     if summary.num_bad:
         print(f"bad lines  {summary.num_bad:,}; the first: {summary.first_bad}")
     print(f"train with {' '.join(flags)}")

@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bytescale_ext.data.samples.chats import (
-    IGNORED,
-    Conversation,
-    conversations,
-    encode_by_megatron,
-    encode_by_template,
-)
+from bytescale_ext.data.samples.chat_templates import TemplateEncoder
+from bytescale_ext.data.samples.chats import IGNORED, Conversation, Encoded, MegatronEncoder, Message, conversations
 from tests.data.chats import chat, message
 
 
@@ -25,13 +20,27 @@ def line(*messages: dict[str, str]) -> bytes:
 
 def test_a_system_message_begins_a_new_conversation() -> None:
     first, second = chat("a", "b", "c", "d"), chat("e", "f", system="s")
-    assert conversations(line(*first, *second, *second), "f:1") == [first, second, second]
-    assert conversations(line(*first), "f:1") == [first]
+    parts = [Conversation(first), Conversation(second), Conversation(second)]
+    assert conversations(line(*first, *second, *second), "f:1") == parts
+    assert conversations(line(*first), "f:1") == parts[:1]
     assert conversations(b" \n", "f:1") == []
-    extra = json.dumps({"id": 7, "messages": [{**one, "name": "x"} for one in first]}).encode()
-    assert conversations(extra, "f:1") == [first]
     with_tool = [message("user", "u"), message("tool", "t"), message("assistant", "a")]
-    assert conversations(line(*with_tool), "f:1") == [with_tool]
+    assert conversations(line(*with_tool), "f:1") == [Conversation(with_tool)]
+
+
+def test_messages_and_tools_are_whole() -> None:
+    messages: list[Message] = [
+        {"role": "user", "name": "x", "content": [{"type": "text", "text": "u"}, "v"]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "reasoning_content": "r"},
+        {"role": "tool", "tool_call_id": "7", "content": ""},
+        {"role": "assistant", "content": "", "thinking": "t"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = {"id": 7, "messages": messages, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    whole = Conversation(messages, {"tools": tools, "enable_thinking": False})
+    assert conversations(json.dumps(given).encode(), "f:1") == [whole]
+    as_text = {**given, "tools": json.dumps(tools)}
+    assert conversations(json.dumps(as_text).encode(), "f:1") == [whole]
 
 
 BAD = {
@@ -39,9 +48,11 @@ BAD = {
     "no messages": (b'{"text": "a"}', r"f:3: no list under the key 'messages' \(found: \['text'\]\): give chats"),
     "a list": (b"[1]", r"f:3: no list under the key 'messages' \(found: list\)"),
     "no message": (b'{"messages": []}', "f:3: no list under the key 'messages'"),
-    "not a message": (b'{"messages": ["a"]}', "f:3: message 1 has no text under 'role' and 'content'"),
+    "not a message": (b'{"messages": ["a"]}', "f:3: message 1 has no text under 'role'"),
     "no content": (b'{"messages": [{"role": "user", "content": null}]}', "f:3: message 1 has no text under"),
-    "unknown role": (line(message("human", "a")), "f:3: message 1 has the role 'human': give one of system, user, as"),
+    "a number": (b'{"messages": [{"role": "user", "content": 5}]}', "f:3: message 1 has no text or list of parts"),
+    "no tools": (b'{"messages": [{"role": "user", "content": "a"}], "tools": [5]}', "f:3: 'tools' is no list of objec"),
+    "unknown role": (line(message("human", "a")), "f:3: message 1 has the role 'human': give one of system, developer"),
     "answer first": (line(message("assistant", "a")), "f:3: message 1 is an answer that follows no message of a user"),
     "answer twice": (line(*chat("a", "b"), message("assistant", "c")), "f:3: message 3 is an answer that follows no"),
     "answer to a system": (line(message("system", "a"), message("assistant", "c")), "f:3: message 2 is an answer"),
@@ -63,7 +74,7 @@ class Letters:
     is_fast = True
     chat_template: str | None = "by hand"
 
-    def apply_chat_template(self, conversation: Conversation, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize
         text = "".join(f"[{one['role'][0]}]{one['content']}." for one in conversation)
         return text + ("[a]" if add_generation_prompt else "")
@@ -75,35 +86,39 @@ class Letters:
         return {"input_ids": [ord(text[i]) for i in starts], "offset_mapping": [(i, i + 2) for i in starts]}
 
 
+def encoded(tokenizer: Any, messages: list[Message]) -> list[Encoded]:
+    """Return the documents of a chat."""
+    return TemplateEncoder(tokenizer)(Conversation(messages))
+
+
 def test_answers_are_what_a_template_writes_after_its_prompt() -> None:
-    encode = encode_by_template(Letters())
-    tokens, answers = encode(chat("hi", "yes", "so", "no!"))
+    tokens, answers = encoded(Letters(), chat("hi", "yes", "so", "no!"))[0]
     text = "[u]hi.[a]yes.[u]so.[a]no!."
     assert tokens.tolist() == [ord(text[i]) for i in range(0, len(text), 2)]
     spans = [found.span(1) for found in re.finditer(r"\[a\](.*?\.)", text)]
     assert answers.tolist() == [any(a <= i < b for a, b in spans) for i in range(0, len(text), 2)]
     assert 0 < answers.sum() < len(answers)
-    assert not encode(chat("hi"))[1].any()
+    assert not encoded(Letters(), chat("hi"))[0][1].any()
 
 
 def test_templates_that_hide_the_answers_are_refused() -> None:
     class Forgets(Letters):
         def apply_chat_template(
-            self, conversation: Conversation, *, tokenize: bool, add_generation_prompt: bool
+            self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool
         ) -> str:
             return super().apply_chat_template(
                 conversation[-2:], tokenize=tokenize, add_generation_prompt=add_generation_prompt
             )
 
-    with pytest.raises(ValueError, match="the chat template rewrites earlier messages"):
-        encode_by_template(Forgets())(chat("a", "b", "c", "d"))
-    assert encode_by_template(Forgets())(chat("a", "b"))[1].any()
+    with pytest.raises(ValueError, match=r"ends the prompt for message 4 with .* so the answer cannot be located"):
+        encoded(Forgets(), chat("a", "b", "c", "d"))
+    assert encoded(Forgets(), chat("a", "b"))[0][1].any()
     without, slow = Letters(), Letters()
     without.chat_template, slow.is_fast = None, False
     with pytest.raises(ValueError, match="the tokenizer has no chat template: add one"):
-        encode_by_template(without)
+        TemplateEncoder(without)
     with pytest.raises(ValueError, match="cannot say where its tokens are"):
-        encode_by_template(slow)
+        TemplateEncoder(slow)
 
 
 class Megatrons:
@@ -113,7 +128,7 @@ class Megatrons:
         self.targets, self.pad = targets, pad
 
     def tokenize_conversation(
-        self, conversation: Conversation, return_target: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, str]], return_target: bool, add_generation_prompt: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         assert return_target
         assert not add_generation_prompt
@@ -123,8 +138,12 @@ class Megatrons:
 
 def test_targets_of_megatrons_tokenizer() -> None:
     targets = [IGNORED, 5, 6, IGNORED, 9]
-    tokens, answers = encode_by_megatron(Megatrons(targets, pad=6))(chat("a"))
+    tokens, answers = MegatronEncoder(Megatrons(targets, pad=6))(Conversation(chat("a")))[0]
     assert (tokens.tolist(), answers.tolist()) == ([0, 1, 2, 3, 4], [False, True, False, False, True])
-    assert encode_by_megatron(Megatrons(targets, pad=None))(chat("a"))[1].tolist() == [False, True, True, False, True]
+    encode = MegatronEncoder(Megatrons(targets, pad=None))
+    assert encode(Conversation(chat("a")))[0][1].tolist() == [False, True, True, False, True]
+    assert encode.notes() == []
+    encode(Conversation([{"role": "user", "content": [{"text": "a"}], "name": "n"}], {"tools": [{}]}))
+    assert encode.notes() == ["WARNING: the prompt format does not write these keys of messages: name (1), tools (1)"]
     with pytest.raises(ValueError, match="the prompt format does not fit: expected turn tokens to match"):
-        encode_by_megatron(Megatrons(targets, None))(chat("odd"))
+        MegatronEncoder(Megatrons(targets, None))(Conversation(chat("odd")))

@@ -11,7 +11,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from bytescale_ext.data.corpus.mask_file import HEADER, MASK, write_header
-from bytescale_ext.data.samples.chats import EncodeChat, conversations, encode_by_megatron, encode_by_template
+from bytescale_ext.data.samples.chat_templates import TemplateEncoder
+from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
 from bytescale_ext.data.samples.sources import Entry, raw_contents
 from bytescale_ext.data.samples.texts import Tokenizer
 from megatron.bytescale.core.datasets.corpus import CorpusSummary, DocumentTally, build_megatron_tokenizer, whole_files
@@ -21,12 +22,17 @@ KINDS = ("SFTTokenizer", "HuggingFaceTokenizer")
 
 @dataclass(frozen=True, slots=True)
 class ConversationSummary(CorpusSummary):
-    """Counts of written and skipped conversations. ``num_skipped_empty`` counts blank lines."""
+    """Counts of written and skipped conversations. ``num_skipped_empty`` counts blank lines.
+
+    Attributes:
+        notes: lines about the methods that found the answers, and about what chat templates left out.
+    """
 
     num_answer_tokens: int
     num_without_answer: int
     num_bad: int
     first_bad: str
+    notes: list[str]
 
 
 @dataclass
@@ -39,7 +45,7 @@ class _Left:
     first_bad: str = ""
 
 
-def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, EncodeChat]:
+def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, ChatEncoder]:
     """Return a tokenizer built by Megatron, and the function that encodes conversations with it.
 
     ``settings``: fields of Megatron's ``TokenizerConfig``.
@@ -57,9 +63,9 @@ def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, EncodeChat]:
             and not tokenizer._tokenizer._tokenizer.chat_template
         ):
             raise ValueError(f"--tokenizer-model {model}: the tokenizer has no chat template, which 'default' takes")
-        return tokenizer, encode_by_megatron(tokenizer)
+        return tokenizer, MegatronEncoder(tokenizer)
     try:
-        return tokenizer, encode_by_template(tokenizer._tokenizer.tokenizer)
+        return tokenizer, TemplateEncoder(tokenizer._tokenizer.tokenizer)
     except ValueError as error:
         raise ValueError(f"--tokenizer-model {model}: {error}") from error
 
@@ -67,7 +73,7 @@ def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, EncodeChat]:
 def write_conversations(
     prefix: str,
     entries: Sequence[Entry],
-    tokenizer: tuple[Tokenizer, EncodeChat],
+    tokenizer: tuple[Tokenizer, ChatEncoder],
     *,
     skip_bad: bool = False,
     num_tokens: int | None = None,
@@ -113,6 +119,7 @@ def write_conversations(
         num_without_answer=left.without_answer,
         num_bad=left.bad,
         first_bad=left.first_bad,
+        notes=encode.notes(),
     )
 
 
@@ -123,14 +130,15 @@ def _add(builder: IndexedDatasetBuilder, masks: BinaryIO, tokens: np.ndarray, an
 
 
 def _encoded(
-    entries: Sequence[Entry], encode: EncodeChat, skip_bad: bool, tally: DocumentTally, left: _Left
+    entries: Sequence[Entry], encode: ChatEncoder, skip_bad: bool, tally: DocumentTally, left: _Left
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (token ids [n], answer mask [n]) of each conversation with an answer. Raises ValueError for a bad line."""
     for entry, raw in raw_contents(entries):
         tally.files.add(entry.path)
         where = f"{entry.path}:{entry.line}"
         try:
-            chats = [encode_at(where, encode, chat) for chat in conversations(raw, where)]
+            chats = conversations(raw, where)
+            documents = [document for chat in chats for document in encode_at(where, encode, chat)]
         except ValueError as error:
             if not skip_bad:
                 raise
@@ -138,7 +146,7 @@ def _encoded(
             left.first_bad = left.first_bad or str(error)
             continue
         tally.num_skipped_empty += not chats
-        for tokens, answers in chats:
+        for tokens, answers in documents:
             if not answers[1:].any():  # the first token is never a label
                 left.without_answer += 1
                 continue
@@ -146,8 +154,8 @@ def _encoded(
             yield tokens, answers
 
 
-def encode_at(where: str, encode: EncodeChat, chat: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids [n] and the answer mask [n] of a conversation; a ValueError starts with ``where``."""
+def encode_at(where: str, encode: ChatEncoder, chat: Conversation) -> list[Encoded]:
+    """Return the documents of a conversation; a ValueError starts with ``where``."""
     try:
         return encode(chat)
     except ValueError as error:

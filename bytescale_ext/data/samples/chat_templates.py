@@ -1,0 +1,353 @@
+"""Token ids of conversations by the chat template of a tokenizer, with a mask of the answers.
+
+The answers are found by the first of three methods that fits:
+
+- ``{% generation %}`` marks of the template, as in transformers' ``return_assistant_tokens_mask``;
+- rendering the conversation with and without each answer: the text after the prompt for the answer is the answer;
+- rendering each answer as inference would, if the template writes earlier messages in another way than the last (for
+  example without their reasoning): such answers become documents of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypedDict, cast
+
+import numpy as np
+
+from bytescale_ext.data.samples.chats import Conversation, Encoded, Message, text_of, unwritten_notes
+from bytescale_ext.json_input import json_value
+
+BY_MARKS: Final = "generation marks of the chat template"
+BY_PROMPTS: Final = "rendering with and without each answer"
+AS_INFERENCE: Final = "rendering each answer as inference does"
+_MARK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_OPENING: Final = re.compile(r"\s*<(\w+)>(\s*)")
+_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+_ANY_ANSWER: Final = "\N{BLACK SQUARE}"
+
+
+class Render(Protocol):
+    """Writes messages with a chat template, with or without the prompt for an answer."""
+
+    def __call__(self, messages: Sequence[Message], prompt: bool = False) -> str: ...
+
+
+class EncodedText(TypedDict):
+    """Token ids of a text, and the character range [start, stop) of each token."""
+
+    input_ids: list[int]
+    offset_mapping: list[tuple[int, int]]
+
+
+class MarkedTokens(TypedDict):
+    """Token ids of a conversation, and 1 for each token inside a generation mark, else 0."""
+
+    input_ids: list[int]
+    assistant_masks: list[int]
+
+
+class TemplateTokenizer(Protocol):
+    """Interface of a tokenizer of the transformers library, as far as it is used."""
+
+    is_fast: bool
+    chat_template: str | dict[str, str] | None
+
+    def apply_chat_template(self, conversation: list[Message], **settings: object) -> object: ...
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> EncodedText: ...
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The texts around an answer.
+
+    Attributes:
+        prompt: text that inference shows to the model.
+        text: the prompt, the answer, and what the template writes after a last answer.
+        stop: end of the answer in ``text``.
+    """
+
+    prompt: str
+    text: str
+    stop: int
+
+
+class TemplateEncoder:
+    """Encodes conversations with the chat template of a tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or cannot map tokens to characters.
+    """
+
+    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template: add one to its tokenizer_config.json, or use SFTTokenizer"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError("the tokenizer cannot say where its tokens are in a text: give one with a tokenizer.json")
+        self._tokenizer = tokenizer
+        added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = set(getattr(tokenizer, "all_special_ids", []))
+        self._special |= {token for token, value in added.items() if getattr(value, "special", False)}
+        self._added = {token: str(value) for token, value in added.items()}
+        self._methods: Counter[str] = Counter()
+        self._unwritten: Counter[str] = Counter()
+        self._without_end = 0
+        self._without_reasoning = 0
+
+    def __call__(self, conversation: Conversation) -> list[Encoded]:
+        """Return the documents of a conversation. Raises ValueError if an answer cannot be located."""
+        settings = dict(conversation.settings)
+
+        def render(messages: Sequence[Message], prompt: bool = False) -> str:
+            given = {**settings, "tokenize": False, "add_generation_prompt": prompt}
+            return str(self._tokenizer.apply_chat_template(list(messages), **given))
+
+        messages = _suited(conversation.messages, render)
+        text = render(messages)
+        for key in _unwritten_keys(messages, settings, text, render):
+            self._unwritten[key] += 1
+        if "tools" in settings and text == self._tokenizer.apply_chat_template(
+            list(messages), **{**settings, "tools": None, "tokenize": False, "add_generation_prompt": False}
+        ):
+            self._unwritten["tools"] += 1
+        marked = self._by_marks(messages, settings)
+        if marked is not None:
+            self._methods[BY_MARKS] += 1
+            return [marked]
+        documents = list(self._by_prompts(messages, text, render))
+        is_plain = len(documents) == 1 and documents[0][2]
+        self._methods[BY_PROMPTS if is_plain else AS_INFERENCE] += 1
+        return [(tokens, answers) for tokens, answers, _ in documents]
+
+    def notes(self) -> list[str]:
+        """Return lines about the methods, and about keys, reasoning and ends of turns that are missing."""
+        lines = [f"answers of {count:,} chats found by {method}" for method, count in self._methods.items()]
+        if self._without_reasoning:
+            lines.append(
+                f"{self._without_reasoning:,} answers have no reasoning, which the template's prompt begins: an empty "
+                "one is trained"
+            )
+        if self._without_end:
+            lines.append(f"WARNING: {self._without_end:,} answers end without a token that ends a turn")
+        return lines + unwritten_notes(self._unwritten, "chat template")
+
+    def _by_marks(self, messages: list[Message], settings: dict[str, object]) -> Encoded | None:
+        """Return the tokens and answers by the template's marks, or None without marks."""
+        get = getattr(self._tokenizer, "get_chat_template", None)
+        template = self._tokenizer.chat_template if get is None else get(tools=settings.get("tools"))
+        if not isinstance(template, str) or not _MARK.search(template):
+            return None
+        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = cast(MarkedTokens, self._tokenizer.apply_chat_template(messages, **{**settings, **asked}))
+        tokens, answers = np.array(encoded["input_ids"], dtype=np.int64), np.array(encoded["assistant_masks"], bool)
+        if not answers.any():
+            return None
+        lasts = np.flatnonzero(answers & ~np.append(answers[1:], False))
+        self._without_end += sum(not self._ends(int(tokens[last])) for last in lasts)
+        return tokens, answers
+
+    def _by_prompts(
+        self, messages: list[Message], whole: str, render: Render
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+        """Yield (token ids [n], answers [n], whether the text is the template's) of documents with all answers."""
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        remaining = {turn: self._answer(messages, turn, render) for turn in turns}
+        documents = [] if turns else [(*self._encoded(whole, [], None), True)]
+        text, is_plain = whole, True
+        while remaining:
+            last = max(remaining)
+            spans = self._spans(text, remaining)
+            if last not in spans:
+                text, is_plain = remaining[last].text, False
+                spans = {**self._spans(text, remaining), last: (len(remaining[last].prompt), remaining[last].stop)}
+            at_end = spans[last][1] == len(text)
+            following = self._following(messages[: last + 1], text, render) if at_end else None
+            documents.append((*self._encoded(text, sorted(spans.values()), following), is_plain))
+            remaining = {turn: answer for turn, answer in remaining.items() if turn not in spans}
+        yield from reversed(documents)
+
+    def _spans(self, text: str, answers: dict[int, _Answer]) -> dict[int, tuple[int, int]]:
+        """Return the ranges of the answers that a text shows as inference does."""
+        found = ((turn, self._span(text, answer)) for turn, answer in answers.items())
+        return {turn: span for turn, span in found if span is not None}
+
+    def _answer(self, messages: list[Message], turn: int, render: Render) -> _Answer:
+        """Return the texts of the answer at ``messages[turn]``. Raises ValueError if the prompt does not fit."""
+        prompt, text = render(messages[:turn], True), render(messages[: turn + 1])
+        if text.startswith(prompt):
+            return _Answer(prompt, text, len(text))
+        common = _common(prompt, text)
+        tag = prompt.rfind("<", 0, common)
+        if tag >= 0 and ">" not in prompt[tag:common]:  # two tags may begin with the same letters
+            common = tag
+        opened, rest = prompt[common:], text[common:]
+        opening = _OPENING.fullmatch(opened)
+        if opened.isspace():
+            return _Answer(prompt, prompt + rest, len(prompt) + len(rest))
+        if opening is None:
+            raise ValueError(
+                f"the chat template ends the prompt for message {turn + 1} with {opened[-40:]!r} and writes the "
+                f"message as {rest[:40]!r}, so the answer cannot be located: use another template"
+            )
+        reasoning = self._reasoning(messages[turn], opening, rest)
+        return _Answer(prompt, prompt + reasoning + rest, len(prompt) + len(reasoning) + len(rest))
+
+    def _reasoning(self, message: Message, opening: re.Match[str], rest: str) -> str:
+        """Return the reasoning of a message after its ``opening``, with the closing tag, if the template drops it."""
+        tag, blank = opening.groups()
+        closing = f"</{tag}>" + blank * 2
+        content = text_of(message.get("content"))
+        inside, closed, _ = content.partition(f"</{tag}>")
+        given = next((value for key in _REASONING if isinstance(value := message.get(key), str)), "")
+        if closed and f"</{tag}>" not in rest:
+            given = inside.strip().removeprefix(f"<{tag}>")
+        self._without_reasoning += not given.strip()
+        return f"{given.strip()}{blank}{closing}"
+
+    def _span(self, text: str, answer: _Answer) -> tuple[int, int] | None:
+        """Return the range of an answer in a text, or None if the text does not show the answer as inference does.
+
+        What the template writes only after a last answer may be missing, if a token before it ends the turn.
+        """
+        start = len(answer.prompt)
+        if not text.startswith(answer.prompt):
+            return None
+        if text.startswith(answer.text[: answer.stop]):
+            return start, answer.stop
+        common = _common(text, answer.text)
+        last, is_end = 0, False
+        for token, (begin, stop) in zip(*self._tokens(answer.text), strict=True):
+            if begin >= start and stop <= common and answer.text[begin:stop].strip():
+                last, is_end = stop, self._ends(token)
+            elif begin >= start and stop > common and not self._ends(token) and answer.text[begin:stop].strip():
+                return None  # more than marks differs
+        blank = common - len(answer.text[last:common].lstrip())
+        return (start, max(last, min(blank, common))) if is_end else None
+
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def _ends(self, token: int) -> bool:
+        """Return whether a token can end a turn: a special or added token other than a closing tag."""
+        return token in self._special or not self._added.get(token, "</").startswith("</")
+
+    def _following(self, messages: list[Message], text: str, render: Render) -> int | None:
+        """Return the token that the template writes before a next message of the user; None if there is no token."""
+        try:
+            longer = render([*messages, {"role": "user", "content": _ANY_ANSWER}])
+        except Exception:  # templates raise their own error types
+            return None
+        if not longer.startswith(text):
+            return None
+        tokens, offsets = self._tokens(longer)
+        return next((token for token, (start, _) in zip(tokens, offsets, strict=True) if start >= len(text)), None)
+
+    def _encoded(
+        self, text: str, spans: Sequence[tuple[int, int]], following: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids and answers, both [n], of a text with answers in ``spans``.
+
+        The token that ends a turn is a part of the answer, also if it begins the next message. ``following``: first
+        token of a next message; it is appended if nothing else ends the last answer.
+        """
+        tokens, offsets = self._tokens(text)
+        starts = np.array([start for start, _ in offsets], dtype=np.int64)
+        answers = np.zeros(len(tokens), dtype=bool)
+        for start, stop in spans:
+            inside = np.flatnonzero((starts >= start) & (starts < stop))
+            answers[inside] = True
+            shown = [place for place in inside.tolist() if text[slice(*offsets[place])].strip()]
+            if shown and self._ends(tokens[shown[-1]]):
+                continue
+            after = int(inside[-1]) + 1 if len(inside) else len(tokens)
+            if after < len(tokens) and self._ends(tokens[after]):
+                answers[after] = True
+            elif after == len(tokens) and following is not None and self._ends(following):
+                tokens, answers = [*tokens, following], np.append(answers, True)
+            else:
+                self._without_end += 1
+        return np.array(tokens, dtype=np.int64), answers
+
+
+def _common(a: str, b: str) -> int:
+    """Return the number of equal characters at the beginning of two texts."""
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _suited(messages: list[Message], render: Render) -> list[Message]:
+    """Return the messages in the first form that the template can write: as given, or with contents as plain texts,
+    or with arguments of calls as objects or as texts. Raises the template's error if it refuses all forms.
+    """
+    plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
+    forms = [messages, plain]
+    forms += [[_with_arguments(message, as_text) for message in form] for as_text in (False, True) for form in forms]
+    first: Exception | None = None
+    for number, form in enumerate(forms):
+        if number and form in forms[:number]:
+            continue
+        try:
+            text = render(form)
+        except Exception as error:  # templates raise their own error types
+            first = first or error
+            continue
+        if not any(_leaks(message.get("content"), text) for message in form):
+            return form
+    if first is None:
+        raise ValueError("the chat template writes lists of parts as Python code: give contents as text")
+    raise first
+
+
+def _leaks(content: object, text: str) -> bool:
+    """Return whether a template has written a list or None as Python does."""
+    return isinstance(content, list) and bool(content) and str(content) in text
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+    """Return a message whose calls have their arguments as JSON text, or as objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+
+    def converted(call: object) -> object:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            return call
+        arguments = function.get("arguments")
+        if as_text and isinstance(arguments, dict):
+            return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        if not as_text and isinstance(arguments, str):
+            try:
+                return {**call, "function": {**function, "arguments": json_value(arguments)}}
+            except ValueError:
+                return call
+        return call
+
+    return {**message, "tool_calls": [converted(call) for call in calls]}
+
+
+def _unwritten_keys(messages: list[Message], settings: dict[str, object], text: str, render: Render) -> Iterator[str]:
+    """Yield a key for each message whose value under that key does not change the text."""
+    for turn, message in enumerate(messages):
+        for key, value in message.items():
+            if key == "role" or value in (None, "", [], {}):
+                continue
+            if key == "content" and isinstance(value, str) and value.strip() in text:
+                continue
+            other: Message = {**message, "content": _ANY_ANSWER} if key == "content" else _without(message, key)
+            try:
+                if render([*messages[:turn], other, *messages[turn + 1 :]]) == text:
+                    yield key if key != "content" else f"content of {message['role']}"
+            except Exception:  # the template needs the key
+                continue
+
+
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
