@@ -20,7 +20,7 @@ from tests.bytescale.convert.models import MODELS, VOCAB, configuration_of
 from tests.e2e.corpora import write_documents
 from tests.e2e.hdp.test_models import PlainAttention
 from tests.e2e.once import once
-from tests.e2e.training import HDP, TRAIN, train
+from tests.e2e.training import HDP, TRAIN, train, train_ranks
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -262,9 +262,9 @@ def test_an_odd_vocabulary_trains_with_two_tensor_ranks(found: dict[str, Any], t
     words = [*found["kept"]["flags"], *TRAIN, *HDP, "--data-path", data, "--seq-length", 256]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 101, "--ckpt-format", "torch_dist"]
     words += ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 256, "--train-iters", 1]
-    ours = train(2, *words, "--global-batch-size", len(LENGTHS), "--load", load, "--save", save)
-    assert len(ours.losses) == 1
-    assert "the embedding has 102 rows for 101 tokens" in ours.text
+    first, last = train_ranks(2, *words, "--global-batch-size", len(LENGTHS), "--load", load, "--save", save)
+    assert len(last.losses) == 1
+    assert "the embedding has 102 rows for 101 tokens" in first.text
     back = run_ranks(back_from, 1, save, timeout=600)[0]
     assert back["vocab_size"] == 101
     assert back["rows"] == 101
