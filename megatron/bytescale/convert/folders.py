@@ -33,6 +33,8 @@ from megatron.bytescale.launch import TRACKER
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
+    from megatron.bytescale.convert.rotary import HuggingFaceConfig
+
 RELEASE = "release"  # Megatron's name for a checkpoint without an iteration, to start a training from
 SHARD = "5GB"
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # tensors with a row for each token
@@ -118,7 +120,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         tokenizer = options_of(args, TokenizerFolder)
         source = source_of([load, tokenizer.load_folder(), tokenizer.folder()])
         derived = configuration(options_of(args, TrainedModel))
-        config = derived if source is None else completed(derived, source)
+        config: HuggingFaceConfig = derived if source is None else completed(derived, source)
         model = build_model(args, None, on_cpu=True)
         read_weights(model, checkpoint, Heads(checkpoint, None, {}))
         tensors = to_hugging_face(layout_of(derived), without_padding(model.state_dict(), config["vocab_size"]))
