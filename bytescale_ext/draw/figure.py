@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from bytescale_ext.new_file import new_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -90,7 +92,8 @@ def set_rows(axes: Axes, numbers: range, name: str) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the path's suffix. Raises ValueError if the file cannot be written."""
     try:
-        figure.savefig(path)
+        with new_file(path, is_binary=True) as file:
+            figure.savefig(file, format=path.suffix.removeprefix("."))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot write the picture {path}: {error}") from error
 

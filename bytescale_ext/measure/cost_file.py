@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import SHAPE_NOT_IN_FILES, ModelCost
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
@@ -47,7 +48,7 @@ def read_cost(path: Path | str) -> ModelCost:
 
 def write_cost(path: Path | str, cost: ModelCost) -> None:
     """Write a cost file for ``read_cost``. Raises OSError if the file cannot be written."""
-    Path(path).write_text(json.dumps(cost.to_json(), indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(cost.to_json(), indent=2) + "\n")
 
 
 def shipped(name: str) -> ModelCost:

@@ -14,6 +14,7 @@ import torch
 
 from bytescale_ext.measure.stragglers import Straggler
 from bytescale_ext.measure.timeline import Phase, PhaseShard
+from bytescale_ext.new_file import appended
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 
@@ -314,7 +315,7 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        with appended(path) as file:
             file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
     except OSError as error:
         if path not in _WARNED:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
 from bytescale_ext.json_input import json_value, lines_of_text
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
 from bytescale_ext.plan.evaluate.replay import replay
@@ -189,7 +190,7 @@ def write_perfetto(phases: Sequence[Phase], path: str | Path) -> None:
                 joins.setdefault((phase.step, phase.kind, shard.seq), []).append((start - origin, phase.rank))
     events.extend(_flows(joins))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def _rank_files(directory: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import new_file
 from bytescale_ext.pickles import FileSlice, UntrustedClass, check_archive, check_pickle
 from megatron.bytescale.launch import TRACKER
 
@@ -328,9 +329,7 @@ def _whole_text(load: Path) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file atomically: it has either the old or the new content."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("w") as file:
+    with new_file(path) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(path)

@@ -35,6 +35,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bytescale_ext.new_file import appended
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
@@ -94,7 +96,7 @@ def claimed(name: str, folder: Path = _LOCKS) -> Iterator[bool]:
     """
     path = folder / f"emulated-cluster-{name}.lock"
     was_left = path.exists()
-    with path.open("a") as file:
+    with appended(path) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bytescale_ext.new_file import new_log
 from scripts.cluster.quotas import QuotaGroups
 from scripts.cluster.topology import Topology
 
@@ -120,7 +121,7 @@ def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: in
         with open(f"/var/run/netns/{topology.namespace(rank)}") as namespace:
             os.setns(namespace.fileno(), os.CLONE_NEWNET)
 
-    with launch.log(rank).open("wb") as log:
+    with new_log(launch.log(rank), is_binary=True) as log:
         if launch.is_warm:
             return _fork(lambda: _run_warm(launch.command, environment, log.fileno(), enter))
         return subprocess.Popen(

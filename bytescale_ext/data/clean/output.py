@@ -16,6 +16,7 @@ from datatrove.pipeline.base import PipelineStep
 from bytescale_ext.data.clean.duplicates import weights_of
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
+from bytescale_ext.new_file import new_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                 weight = self._weight(copies)
                 name = data_set_name(source, weight)
                 if name not in streams:
-                    streams[name] = (folder / f"{name}.jsonl").open("w", encoding="utf-8")
+                    streams[name] = new_log(folder / f"{name}.jsonl")
                 values = {"text": document.text, "id": document.id, "source": source, "copies": copies}
                 streams[name].write(json.dumps(values, ensure_ascii=True) + "\n")
                 tally.add(source, "kept", num_bytes=len(document.text.encode("utf-8", "surrogatepass")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,8 @@ from typing import Final
 import numpy as np
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
+
+from bytescale_ext.new_file import new_file
 
 # A stored document: hash of its text in two halves, bytes of its text, number of its source, hash of its name.
 ROW: Final = np.dtype([("high", "<u8"), ("low", "<u8"), ("length", "<u8"), ("source", "<u4"), ("name", "<u8")])
@@ -43,10 +44,8 @@ def hashes_of(text: str, size: int = 16) -> tuple[int, ...]:
 def save_array(path: Path, values: np.ndarray) -> None:
     """Write an array [n] to a temporary file, and rename it when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as stream:
+    with new_file(path, is_binary=True) as stream:
         np.save(stream, values)
-    os.replace(partial, path)
 
 
 class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
@@ -64,15 +63,13 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         """Yield the documents. A killed task leaves only temporary files."""
         path, rows = shelf_path(self.work, rank), []
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("w", encoding="utf-8") as stream:
+        with new_file(path) as stream:
             for document in data:
                 source = self.sources.index(str(document.metadata["source"]))
                 stream.write(json.dumps({"text": document.text, "id": document.id, "source": source}) + "\n")
                 length = len(document.text.encode("utf-8", "surrogatepass"))
                 rows.append((*hashes_of(document.text), length, source, *hashes_of(document.id, 8)))
                 yield document
-        os.replace(partial, path)
         save_array(rows_path(self.work, rank), np.array(rows, ROW))
 
 

@@ -23,6 +23,7 @@ from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.sentences import SentenceFilter, SentenceSignatures, sentence_config
 from bytescale_ext.data.clean.shelf import Shelve, Survivors
 from bytescale_ext.data.ray.session import ray_module, sigterm_kept, stay_on_loopback
+from bytescale_ext.new_file import appended
 
 EXECUTORS: Final = ("local", "ray", "slurm")
 Step = Callable[..., object]
@@ -162,7 +163,7 @@ def _log(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     before = os.dup(2)
-    with path.open("a", encoding="utf-8") as stream:
+    with appended(path) as stream:
         os.dup2(stream.fileno(), 2)
         try:
             with contextlib.redirect_stderr(stream):

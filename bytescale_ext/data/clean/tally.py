@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import write_text
 
 EXAMPLES: Final = 3
 _EXCERPT: Final = 120  # characters of an example
@@ -63,6 +63,4 @@ def merged(paths: Iterable[Path]) -> Tally:
 def write_whole(path: Path, text: str) -> None:
     """Write a text to a temporary file and rename it when it is complete. Creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, text)

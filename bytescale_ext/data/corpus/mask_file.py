@@ -18,6 +18,7 @@ import numpy as np
 from bytescale_ext.data.corpus.windows_file import sha256_of
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import write_text
 
 MASK: Final = ".mask.bin"
 HEADER: Final = ".mask.json"
@@ -53,7 +54,7 @@ def write_header(partial: str) -> MaskHeader:
         idx_sha256=sha256_of(partial + ".idx"),
         mask_sha256=sha256_of(partial + MASK),
     )
-    Path(partial + HEADER).write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n", encoding="utf-8")
+    write_text(partial + HEADER, json.dumps(dataclasses.asdict(header), indent=2) + "\n")
     return header
 
 

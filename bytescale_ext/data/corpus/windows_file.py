@@ -19,6 +19,7 @@ import numpy as np
 
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import new_file, private_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import ROW
 
 SUFFIX: Final = ".windows.npy"
@@ -63,21 +64,13 @@ def header_path(path: Path) -> Path:
 def save_windows(path: Path, table: np.ndarray, header: WindowsHeader) -> None:
     """Write a table of windows [rows] and its header. Each file is renamed when it is complete, the table last."""
     header_file = header_path(path)
-    partial = {
-        path: path.with_name(f".{path.name}.partial"),
-        header_file: header_file.with_name(f".{header_file.name}.partial"),
-    }
-    try:
-        with partial[path].open("wb") as stream:
+    with private_folder(path.parent, path.name) as folder:
+        with new_file(folder / path.name, is_binary=True) as stream:
             np.save(stream, table)
-        whole = dataclasses.replace(header, table_sha256=sha256_of(partial[path]))
-        partial[header_file].write_text(json.dumps(dataclasses.asdict(whole), indent=2) + "\n", encoding="utf-8")
+        whole = dataclasses.replace(header, table_sha256=sha256_of(folder / path.name))
         path.unlink(missing_ok=True)  # an old table must never have a new header
-        os.replace(partial[header_file], header_file)
-        os.replace(partial[path], path)
-    finally:
-        for temporary in partial.values():
-            temporary.unlink(missing_ok=True)
+        write_text(header_file, json.dumps(dataclasses.asdict(whole), indent=2) + "\n")
+        os.replace(folder / path.name, path)
 
 
 def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:

@@ -17,6 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from bytescale_ext.data.samples.texts import Encode, json_text
+from bytescale_ext.new_file import new_file
 
 # Limit of the special tokens that a tokenizer adds to a text, such as begin, end and end of document.
 MARK_TOKENS = 8
@@ -151,11 +152,9 @@ def save_index(file: Path, index: LineIndex) -> None:
     Raises:
         ValueError: the folder is not writable.
     """
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as stream:
+        with new_file(file, is_binary=True) as stream:
             np.savez(stream, **{field.name: getattr(index, field.name) for field in fields(LineIndex)})
-        os.replace(partial, file)
     except OSError as error:
         raise ValueError(f"--data-cache-path {file.parent} cannot be written ({error.strerror})") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bytescale_ext.data.samples.texts import json_text
+from bytescale_ext.new_file import check_writable_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +111,18 @@ def _file_bytes(path: Path) -> bytes:
         raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
 
 
-def checked_prefix(prefix: str, flag: str = "--output") -> str:
-    """Return the prefix of the unfinished files. Raises ValueError, which names the flag, if they cannot be written."""
+def checked_prefix(prefix: str, flag: str = "--output") -> Path:
+    """Return the path of a data set. Raises ValueError, which names the flag, if it cannot be written."""
     target = Path(prefix)
     if not target.name or prefix.endswith(("/", ".bin", ".idx")):
         raise ValueError(f"{flag} {prefix}: give a path that ends in a name, without .bin or .idx")
-    partial = str(target.with_name(f".{target.name}.partial"))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        Path(partial + ".bin").touch()
-        Path(partial + ".bin").unlink()
+        check_writable_folder(target.parent)
     except OSError as error:
         raise ValueError(
             f"{flag} {prefix}: cannot write to {target.parent} ({error.strerror}): change {flag}"
         ) from error
-    return partial
+    return target
 
 
 def _in_packages(path: Path) -> bool:

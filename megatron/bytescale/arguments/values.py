@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.options import options_of
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
@@ -184,11 +185,8 @@ def check_file(flag: str, path: Path) -> None:
 
 
 def _check_writable(flag: str, folder: Path) -> None:
-    probe = folder / f".writable-{os.environ.get('RANK', '0')}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        check_writable_folder(folder)
     except OSError as error:
         raise ValueError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from error
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import given_plan
@@ -207,6 +208,6 @@ def table_text(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
 def write(path: Path, value: StepMemoryJson) -> None:
     """Write a plan file. Raises ValueError if it cannot be written."""
     try:
-        path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(value) + "\n")
     except OSError as error:
         raise ValueError(f"--output {path} cannot be written ({error.strerror})") from error

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
+from bytescale_ext.new_file import write_text
 from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.convert.arguments import TrainedModel, configuration
@@ -191,7 +192,7 @@ def _save(model: MegatronModule, args: argparse.Namespace, output: Path) -> None
     folder.mkdir()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     dist_checkpointing.save(state, str(folder), content_metadata=kept)
-    (output / TRACKER).write_text(RELEASE)
+    write_text(output / TRACKER, RELEASE)
 
 
 def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -202,7 +203,7 @@ def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         library("safetensors.torch").save_file(parts, folder / name, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, output: Path) -> None:

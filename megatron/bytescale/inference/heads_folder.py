@@ -20,6 +20,7 @@ import torch
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.convert.products import join_qkv, split_qkv
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import write_text
 from megatron.bytescale.inference.new_folder import new_folder
 
 FORMAT = "bytescale draft heads 1"
@@ -97,7 +98,7 @@ def write_folder(
     }
     with new_folder(folder) as part:
         library.save_file(plain, part / TENSORS, metadata={"format": "pt"})
-        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_text(part / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def is_folder_of_heads(folder: Path) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -253,8 +252,7 @@ def join_processes(on_cpu: bool) -> None:
     if process_count() > 1:
         torch.distributed.init_process_group(backend)
     else:
-        file = tempfile.NamedTemporaryFile(delete=False).name
-        torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:

@@ -5,7 +5,6 @@ All policies share weights, kernels, loss and layer objects, so only the policy 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -119,9 +118,8 @@ def build_model(
 
     device = torch.device("cpu" if stand_ins is not None else "cuda")
     if not torch.distributed.is_initialized():
-        file = tempfile.NamedTemporaryFile(delete=False).name
         backend = "gloo" if stand_ins is not None else "nccl"
-        torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)

@@ -19,6 +19,7 @@ from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.mix.curves import LEAST_STEPS, Proposal, propose
 from bytescale_ext.data.mix.weights import MixturePart
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import new_log
 
 STEP_TOKENS: Final = 4096
 _SECONDS_OF_A_STEP: Final = 60
@@ -103,7 +104,7 @@ def _run(
 
 def _train(command: Sequence[str], log: Path, steps: int) -> None:
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ}
-    with log.open("w") as output:
+    with new_log(log) as output:
         try:
             limit = _START_SECONDS + _SECONDS_OF_A_STEP * steps
             subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=limit, check=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.measure.progress import peak_flops
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.search.explore import (
     Candidate,
     Exploration,
@@ -278,7 +279,7 @@ def write_script(args: argparse.Namespace, best: ScoredStrategy, row: StrategyRo
     write_costs(cost_path(args.output), best.task, best.strategy)
     run = ScriptedRun.of(args.model_flags, best.task, best.strategy, cost_path(args.output))
     text = script_text(run, args.ranks, args.ranks_per_node, args.launcher, comments)
-    args.output.write_text(text, encoding="utf-8")
+    write_text(args.output, text)
     args.output.chmod(0o755)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.json_input import json_value, lines_of_text
 from bytescale_ext.measure.fit import rank_correlation
+from bytescale_ext.new_file import new_log, write_text
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import ScoredStrategy
 from bytescale_ext.plan.search.task import Task
@@ -174,7 +175,7 @@ def by_script(
 ) -> Verified:
     """Run the script of a training with ``words`` as its arguments; see ``measured``."""
     script = folder / "launch.sh"
-    script.write_text(script_text(run, args.ranks, args.ranks_per_node, "torchrun", []), encoding="utf-8")
+    write_text(script, script_text(run, args.ranks, args.ranks_per_node, "torchrun", []))
     return measured(["bash", str(script), *words], folder, row)
 
 
@@ -182,7 +183,7 @@ def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
     """Run a training and return its row with the measurements of ``folder``/metrics.jsonl, or with its failure."""
     log = folder / "log.txt"
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable}
-    with log.open("w") as output:
+    with new_log(log) as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
         try:
             code = process.wait(MOST_SECONDS)

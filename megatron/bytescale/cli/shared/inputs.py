@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from pathlib import Path
 from typing import Final, NoReturn
+
+from bytescale_ext.new_file import check_writable_folder
 
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_TOKENS: Final = 1 << 40
@@ -87,13 +90,13 @@ def check_writable(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> Non
         raise ValueError(f"{flag} {path}: give a name that ends with {', '.join(suffixes[:-1])} or {suffixes[-1]}")
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
-    is_new = not path.exists()
     try:
-        path.open("ab").close()
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        else:
+            check_writable_folder(path.parent)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written ({error.strerror})") from error
-    if is_new:
-        path.unlink(missing_ok=True)
 
 
 def check_picture(flag: str, path: Path | None) -> None:

@@ -15,6 +15,7 @@ from bytescale_ext.data.samples.chat_templates import TemplateEncoder
 from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
 from bytescale_ext.data.samples.sources import Entry, raw_contents
 from bytescale_ext.data.samples.texts import Tokenizer
+from bytescale_ext.new_file import new_file
 from megatron.bytescale.core.datasets.corpus import CorpusSummary, DocumentTally, build_megatron_tokenizer, whole_files
 
 KINDS = ("SFTTokenizer", "HuggingFaceTokenizer")
@@ -100,7 +101,7 @@ def write_conversations(
     with whole_files(prefix, (MASK, HEADER)) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
-            with open(partial + MASK, "wb") as masks:
+            with new_file(partial + MASK, is_binary=True) as masks:
                 for tokens, answers in _encoded(entries, encode, skip_bad, tally, left):
                     _add(builder, masks, tokens, answers)
                     if num_tokens is not None and sum(tally.lengths) >= num_tokens:

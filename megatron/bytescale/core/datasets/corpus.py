@@ -28,6 +28,7 @@ from bytescale_ext.data.samples.texts import (
     Tokenizer,
     encoder,
 )
+from bytescale_ext.new_file import private_folder
 
 BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
 
@@ -143,17 +144,14 @@ def whole_files(prefix: str, beside: Sequence[str] = ()) -> Iterator[str]:
 
     ``beside``: suffixes of further files, after ``.bin`` and ``.idx``.
     """
-    partial = checked_prefix(prefix)
-    suffixes = (".bin", *beside, ".idx")
-    try:
+    target = checked_prefix(prefix)
+    with private_folder(target.parent, target.name) as folder:
+        partial = str(folder / target.name)
         yield partial
         # Remove the old index first, so that an old index never describes new data.
         Path(prefix + ".idx").unlink(missing_ok=True)
-        for suffix in suffixes:
+        for suffix in (".bin", *beside, ".idx"):
             os.replace(partial + suffix, prefix + suffix)
-    finally:
-        for suffix in suffixes:
-            Path(partial + suffix).unlink(missing_ok=True)
 
 
 class DocumentTally:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.training.utils import print_rank_0
 
 from bytescale_ext.activation.trace import AllocationTrace, watch_passes
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.memory.check import check_covers, check_two_level_plan
 from bytescale_ext.plan.memory.passes import plan_step
 from bytescale_ext.plan.memory.placement import liveness_bound
@@ -79,7 +80,7 @@ class StepRecorder:
         dist.all_gather_object(everyones, mine)
         if dist.get_rank() == 0:
             plans = PlanFile.of(dict(plan for plan in everyones if plan is not None))
-            self.target.path.write_text(json.dumps(plans.to_json()) + "\n", encoding="utf-8")
+            write_text(self.target.path, json.dumps(plans.to_json()) + "\n")
         print_rank_0(f"> bytescale: memory plans written to {self.target.path}")
 
     def planned(self, trace: AllocationTrace) -> StepMemory:

@@ -1,0 +1,94 @@
+"""Writes files in folders that others may share: under a name that nobody can guess, or never through a link.
+
+A link that somebody else planted under the name of a file would let them choose what we overwrite. So a file is created
+exclusively under a random name and renamed when it is complete. Only this module creates files for writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str], is_binary: bool = False) -> Iterator[IO[Any]]:
+    """Yield a new file, text in UTF-8 by default, which replaces ``path`` when it is complete.
+
+    After an error ``path`` keeps its content. A link at ``path`` is replaced, and its target stays as it is. A device
+    or a pipe is written in place. Raises OSError if the file cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with _stream(os.open(path, os.O_WRONLY | os.O_CLOEXEC), is_binary) as stream:
+            yield stream
+        return
+    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
+    try:
+        handle = os.open(part, _NEW, 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        with _stream(handle, is_binary) as stream:
+            yield stream
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text, complete or not at all. Raises OSError if it cannot be written."""
+    with new_file(path) as file:
+        file.write(text)
+
+
+def new_log(path: str | os.PathLike[str], is_binary: bool = False) -> IO[Any]:
+    """Replace the file at ``path`` by an empty one, and return it opened: a log that grows under its own name.
+
+    Raises OSError if somebody else creates the file at the same time, or it cannot be written.
+    """
+    path = Path(path)
+    path.unlink(missing_ok=True)
+    return _stream(os.open(path, _NEW, 0o666), is_binary)
+
+
+def appended(path: str | os.PathLike[str]) -> IO[Any]:
+    """Open a text file to append to it. Raises OSError for a link, a pipe, or a file that cannot be written."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    if stat.S_ISFIFO(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.ENXIO, "is a pipe", str(path))
+    return _stream(handle, is_binary=False)
+
+
+@contextlib.contextmanager
+def private_folder(parent: str | os.PathLike[str], name: str) -> Iterator[Path]:
+    """Yield a new folder in ``parent`` that only this user can enter, and remove it at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{name[:100]}.", suffix=".partial", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_writable_folder(folder: Path) -> None:
+    """Create a folder if needed, and a file in it that is removed. Raises OSError if this fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".writable-", dir=folder)
+    os.close(handle)
+    os.unlink(name)
+
+
+def _stream(handle: int, is_binary: bool) -> IO[Any]:
+    return os.fdopen(handle, "wb") if is_binary else os.fdopen(handle, "w", encoding="utf-8")

@@ -1,0 +1,88 @@
+"""Files that others have planted links for: targets of links stay as they are."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.new_file import appended, check_writable_folder, new_file, new_log, private_folder, write_text
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A file of the victim, to which ``link`` in the same folder leads."""
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / "link").symlink_to(target)
+    return target
+
+
+def test_a_link_is_replaced_and_its_target_stays(target: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    write_text(link, "new\u2028")
+    assert link.read_text("utf-8") == "new\u2028"
+    assert not link.is_symlink()
+    link.unlink()
+    link.symlink_to(target)
+    with new_log(link) as log:
+        log.write("line")
+    assert link.read_text() == "line"
+    link.unlink()
+    link.symlink_to(target)
+    with pytest.raises(OSError, match=r"symbolic links|Too many"):
+        appended(link)
+    assert target.read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "link"}
+
+
+def test_a_file_is_whole_or_old(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with pytest.raises(TypeError), new_file(path) as file:
+        file.writelines(["half", 1])
+    assert path.read_text() == "old"
+    with new_file(path, is_binary=True) as file:
+        file.write(b"new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match=str(tmp_path / "none" / "file")):
+        write_text(tmp_path / "none" / "file", "")
+
+
+def test_the_mode_is_the_users(tmp_path: Path) -> None:
+    write_text(tmp_path / "file", "")
+    (tmp_path / "plain").write_text("")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_pipes_are_written_in_place(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "text")
+    reader.join(60)
+    assert read == ["text"]
+    with pytest.raises(OSError, match=r"pipe|No such device"):  # without a reader it would wait for ever
+        appended(pipe)
+
+
+def test_appended_lines_follow_each_other(tmp_path: Path) -> None:
+    for line in ("one\n", "two\n"):
+        with appended(tmp_path / "log") as file:
+            file.write(line)
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+
+
+def test_a_private_folder_is_removed(tmp_path: Path) -> None:
+    with private_folder(tmp_path, "name") as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").write_text("")
+    with pytest.raises(ZeroDivisionError), private_folder(tmp_path, "name"):
+        print(1 / 0)
+    check_writable_folder(tmp_path / "new" / "deep")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "new"]
