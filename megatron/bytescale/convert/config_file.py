@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.json_input import json_value
+from bytescale_ext.new_file import write_text
 from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.convert.library import library
 from megatron.bytescale.convert.rotary import HuggingFaceConfig, of_every_version, rope_of
@@ -102,4 +103,4 @@ def write_config(config: HuggingFaceConfig, folder: Path) -> None:
     own = {name: value for name, value in config.items() if name not in _WRITTEN_ANEW}
     dtypes = {"dtype": config["dtype"], "torch_dtype": config["dtype"]}
     values = {**written, **own, **of_every_version(config["rope_parameters"]), **dtypes}
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
+    write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

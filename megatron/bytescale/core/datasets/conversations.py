@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -124,7 +124,7 @@ def write_conversations(
     )
 
 
-def _add(builder: IndexedDatasetBuilder, masks: BinaryIO, tokens: np.ndarray, answers: np.ndarray) -> None:
+def _add(builder: IndexedDatasetBuilder, masks: IO[bytes], tokens: np.ndarray, answers: np.ndarray) -> None:
     """Append a document, and one mask byte for each of its tokens; both arrays are [n]."""
     builder.add_document(tokens, [len(tokens)])
     masks.write(answers.astype(np.uint8).tobytes())
