@@ -3,9 +3,17 @@
 The new tokens are a slice of a prompt or a tree of guesses. The cache is one block without a mask, which a kernel of
 the table computes. A slice is a causal block for the same kernel. The few scores of a tree are computed here. The two
 results are joined by their log-sum-exp.
+
+A GPU computes one tile of queries of a head with one of its multiprocessors, so a few new tokens over a long cache
+would use few of them. There the cache is divided into pieces, which are documents of one kernel call with the same
+queries, and their results are joined as well (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Final
 
 import torch
 
@@ -14,6 +22,12 @@ from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import merge_
+
+MOST_NEW_TOKENS: Final = 64
+"""The most new tokens for which the cache is divided; more fill a GPU without it."""
+PIECE_KEYS: Final = 1024
+"""The fewest keys of a piece."""
+MOST_PIECES: Final = 16
 
 
 def cached_attention(
@@ -39,9 +53,47 @@ def cached_attention(
     if not length:
         return out
     total = out.to(accumulation_dtype(q.dtype))
-    block = AttentionBlock(new, CuSeqlens((0, length)), causal=False, scale=scale)
-    merge_(total, lse, *kernel.forward(q, k[:length], v[:length], block))
+    num_pieces = num_cache_pieces(num_new, length) if q.is_cuda else 1
+    merge_(total, lse, *cache_attention(q, k[:length], v[:length], kernel, scale, num_pieces))
     return total.to(q.dtype)
+
+
+def num_cache_pieces(num_new: int, length: int) -> int:
+    """Return the number of pieces into which a GPU divides a cache of ``length`` keys for ``num_new`` queries."""
+    return 1 if num_new > MOST_NEW_TOKENS else max(1, min(MOST_PIECES, length // PIECE_KEYS))
+
+
+def cache_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, scale: float, num_pieces: int
+) -> Output:
+    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of queries that see all keys, in one call of the kernel.
+
+    Args:
+        q: queries, [t, heads, dim].
+        k: keys, [length, kv_heads, dim].
+        v: values, in the shape of ``k``.
+        kernel: attention kernel from the table.
+        scale: factor of the scores.
+        num_pieces: number of pieces that the keys are divided into, at most ``length``. With more than one, ``out`` has
+            the accumulation dtype.
+    """
+    num_new = q.shape[0]
+    block = _block_of_pieces(num_new, k.shape[0], num_pieces, scale)
+    if num_pieces == 1:
+        return kernel.forward(q, k, v, block)
+    out, lse = kernel.forward(q.repeat(num_pieces, 1, 1), k, v, block)
+    of_pieces = lse.unflatten(1, (num_pieces, num_new))
+    total = of_pieces.logsumexp(1)
+    shares = (of_pieces - total[:, None]).exp().permute(1, 2, 0)[..., None]  # [pieces, t, heads, 1]
+    return (out.to(lse.dtype).unflatten(0, (num_pieces, num_new)) * shares).sum(0), total
+
+
+@lru_cache(maxsize=256)  # all layers of a pass have equal blocks, whose offsets are copied to the device once
+def _block_of_pieces(num_new: int, length: int, num_pieces: int, scale: float) -> AttentionBlock:
+    """Return the block whose documents are the pieces of a cache, each with all new tokens."""
+    sizes = [length // num_pieces + (piece < length % num_pieces) for piece in range(num_pieces)]
+    cu_q = CuSeqlens(tuple(range(0, num_new * num_pieces + 1, num_new)))
+    return AttentionBlock(cu_q, CuSeqlens(tuple(accumulate(sizes, initial=0))), causal=False, scale=scale)
 
 
 def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> Output:
@@ -53,5 +105,5 @@ def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: t
     dtype = accumulation_dtype(q.dtype)
     keys, values = (tensor.to(dtype).repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), keys) * scale
-    scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1)

@@ -19,7 +19,7 @@ class Sampler:
     Attributes:
         temperature: temperature of the softmax; 0 takes the most likely token.
         vocab: size of the vocabulary; logits beyond it are padding.
-        generator: source of random numbers on the CPU.
+        generator: source of random numbers on the device of the logits.
     """
 
     temperature: float
@@ -27,9 +27,10 @@ class Sampler:
     generator: torch.Generator
 
     def __call__(self, logits: torch.Tensor) -> list[int]:
-        """Return one token per row of logits [n, v]."""
-        scores = logits[:, : self.vocab].float().cpu()
+        """Return one token per row of logits [n, v]. Only the tokens are copied to the host."""
+        scores = logits[:, : self.vocab].float()
         if not self.temperature:
-            return [int(token) for token in scores.argmax(-1)]
+            return list(map(int, scores.argmax(-1).tolist()))
         probabilities = (scores / self.temperature).softmax(-1)
-        return [int(token) for token in torch.multinomial(probabilities, 1, generator=self.generator)]
+        tokens = torch.multinomial(probabilities, 1, generator=self.generator)
+        return list(map(int, tokens[:, 0].tolist()))

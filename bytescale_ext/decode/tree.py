@@ -156,9 +156,12 @@ def _best_children(
 ) -> tuple[list[int], list[int], list[float]]:
     """Return the best children of some nodes: rows of their parents, tokens and joint log-probabilities.
 
+    The device of ``log_probs`` finds each node's best children. Only these are copied to the host.
+
     ``log_probs``: log-probabilities of the children, [n, v]; ``joint``: joint log-probabilities of the nodes, [n].
     """
-    values, ids = log_probs.float().cpu().topk(min(shape.width, log_probs.shape[1]), dim=1)
+    best_of_nodes = log_probs.float().topk(min(shape.width, log_probs.shape[1]), dim=1)
+    values, ids = best_of_nodes.values.cpu(), best_of_nodes.indices.cpu()
     before = values.exp().cumsum(1) - values.exp()
     total = (values + joint[:, None]).masked_fill(before >= shape.top_p, -torch.inf).flatten()
     best = total.topk(min(shape.width, total.numel()))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from bytescale_ext.attention.kernels.contract import Output
 from bytescale_ext.attention.kernels.table import choose_kernel
-from bytescale_ext.decode.attention import cached_attention, tree_attention
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.decode.attention import cache_attention, cached_attention, num_cache_pieces, tree_attention
 from bytescale_ext.decode.tree import TokenTree
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
@@ -60,3 +65,37 @@ def test_the_log_sum_exp_of_a_tree() -> None:
     _, lse = tree_attention(q, k, v, torch.eye(3, dtype=torch.bool), SCALE)
     scores = torch.einsum("qhd,qhd->hq", q, k.repeat_interleave(HEADS // KV_HEADS, dim=1)) * SCALE
     torch.testing.assert_close(lse, scores)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 3, 37])
+def test_pieces_of_a_cache_are_joined(num_pieces: int) -> None:
+    kernel = choose_kernel("cpu", torch.float64, DIM)[0]
+    q, k, v = inputs(5, 37)
+    expected, expected_lse = kernel.forward(q, k[:37], v[:37], one_block(5, 37))
+    out, lse = cache_attention(q, k[:37], v[:37], kernel, SCALE, num_pieces)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def one_block(num_new: int, length: int) -> AttentionBlock:
+    return AttentionBlock(CuSeqlens((0, num_new)), CuSeqlens((0, length)), causal=False, scale=SCALE)
+
+
+def test_only_few_tokens_over_a_long_cache_are_divided() -> None:
+    assert [num_cache_pieces(20, length) for length in (1, 1023, 2048, 5000, 32768)] == [1, 1, 2, 4, 16]
+    assert num_cache_pieces(65, 32768) == 1
+
+
+def test_layers_share_the_offsets_of_a_block() -> None:
+    seen = []
+    reference = choose_kernel("cpu", torch.float64, DIM, "reference")[0]
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        seen.append(block)
+        return reference.forward(q, k, v, block)
+
+    kernel = dataclasses.replace(reference, forward=forward)
+    q, k, v = inputs(5, 37)
+    for _ in range(2):
+        cache_attention(q, k[:37], v[:37], kernel, SCALE, 3)
+    assert seen[0] is seen[1]

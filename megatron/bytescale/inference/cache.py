@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bytescale_ext.decode.attention import cached_attention
+from bytescale_ext.parallel.upload import upload
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 
@@ -38,9 +39,10 @@ class KeyValueCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Accept these rows of the last forward pass, in this order, and drop the others."""
         if list(rows) != list(range(len(rows))):
-            index = torch.tensor(rows) + self.length
+            device = next(iter(self.layers.values())).device
+            index = upload(torch.tensor(rows) + self.length, device)
             for both in self.layers.values():
-                both[:, self.length : self.length + len(rows)] = both[:, index.to(both.device)]
+                both[:, self.length : self.length + len(rows)] = both[:, index]
         self.length += len(rows)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from bytescale_ext.decode.sampler import Sampler
 from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_trees
+from bytescale_ext.parallel.upload import upload
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
 from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
 from megatron.bytescale.inference.cache import DecodeParams, KeyValueCache, NewTokens
@@ -106,10 +107,10 @@ class Passes:
 
     def check(self, texts: Sequence[Text], trees: Sequence[TokenTree]) -> list[list[int]]:
         """Run the model on each text's tree; return its newly accepted tokens: accepted guesses, and one more token."""
-        pieces = [
-            Piece(text, tree.tokens, [text.cache.length + depth for depth in tree.depths], tree.visible())
-            for text, tree in zip(texts, trees, strict=True)
-        ]
+        pieces = []
+        for text, tree in zip(texts, trees, strict=True):
+            positions = [text.cache.length + depth for depth in tree.depths]
+            pieces.append(Piece(text, tree.tokens, positions, upload(tree.visible(), self.device)))
         hidden, output = self._run(pieces)
         chosen, start, accepted, kept = self.choose(self._logits(torch.cat(output))), 0, [], []
         for text, tree, states in zip(texts, trees, hidden, strict=True):
@@ -130,8 +131,8 @@ class Passes:
         hook = norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0]))
         counts = [len(piece.tokens) for piece in pieces]
         parts = [NewTokens(piece.text.cache, len(piece.tokens), piece.visible) for piece in pieces]
-        places = torch.tensor([place for piece in pieces for place in piece.positions], device=self.device)
-        ids = torch.tensor([token for piece in pieces for token in piece.tokens], device=self.device)
+        places = self._on_device([place for piece in pieces for place in piece.positions])
+        ids = self._on_device([token for piece in pieces for token in piece.tokens])
         try:
             after = self.model(
                 ids[None], places[None], None, packed_seq_params=DecodeParams(positions=places, parts=parts),
@@ -149,8 +150,12 @@ class Passes:
 
     def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Embed tokens with the output layer's weight: [n, 1, h]."""
-        ids = torch.tensor(tokens, device=self.device)[None]
+        ids = self._on_device(tokens)[None]
         return embed_by_output(ids, self.weight, self.model.output_layer.tp_group, scatter=False)
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return integers as int64 [n] on the device, without a wait of the host."""
+        return upload(torch.tensor(numbers, dtype=torch.int64), self.device)
 
     def _draft_states(
         self, texts: Sequence[Text], hidden: Sequence[torch.Tensor], following: Sequence[Sequence[int]]
@@ -161,7 +166,7 @@ class Passes:
         counts = [len(tokens) for tokens in following]
         caches = [text.draft_cache for text in texts]
         places = [cache.length + row for cache, count in zip(caches, counts, strict=True) for row in range(count)]
-        positions = torch.tensor(places, device=self.device)
+        positions = self._on_device(places)
         rotary = getattr(self.model, "rotary_pos_emb", None)
         states = self.heads.states(
             torch.cat(list(hidden))[:, None],

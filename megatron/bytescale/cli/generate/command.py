@@ -98,7 +98,8 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
     from megatron.bytescale.inference.engine import Generation, GenerationRequest, described
 
     texts = Texts(training, args.trust_remote_code)
-    choose = Sampler(args.temperature, texts.vocab, torch.Generator().manual_seed(args.seed))
+    generator = torch.Generator(next(decoder.model.parameters()).device).manual_seed(args.seed)
+    choose = Sampler(args.temperature, texts.vocab, generator)
     request = GenerationRequest(args.max_tokens, choose, shape, texts.end, args.batch)
     shows = sys.stderr.isatty() and (args.json or not sys.stdout.isatty())  # otherwise the text shows the progress
     out, log = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
