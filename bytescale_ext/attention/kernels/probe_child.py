@@ -1,6 +1,6 @@
-"""The probe of a kernel whose errors end the process: prints why the kernel is unfit, or nothing.
+"""The probe of a kernel whose errors may end the process: prints why the kernel is unfit, or nothing.
 
-python -m bytescale_ext.attention.kernels.probe_child NAME DEVICE DTYPE HEAD_DIM [windows]
+python -m bytescale_ext.attention.kernels.probe_child NAME DEVICE DTYPE HEAD_DIM VALUE_DIM [windows]
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from bytescale_ext.attention.kernels.table import kernel_table, probe_here
 
 
-def main(name: str, device: str, dtype: str, head_dim: str, *windows: str) -> None:
+def main(name: str, device: str, dtype: str, head_dim: str, value_dim: str, *windows: str) -> None:
     """Probe the kernel of a name. Raises StopIteration if the kernel is unknown."""
     kernel = next(row for row in kernel_table() if row.name == name)
-    why_not = probe_here(kernel, torch.device(device), getattr(torch, dtype), int(head_dim), bool(windows))
+    widths = int(head_dim), int(value_dim)
+    why_not = probe_here(kernel, torch.device(device), getattr(torch, dtype), widths, bool(windows))
     print(why_not or "")
 
 

@@ -17,18 +17,40 @@ NAME = "doctor"
 HELP = "print installed packages, the attention kernel and the backend with reasons, features and patches"
 EXAMPLE = "bytescale doctor --dtype bf16 --head-dim 128"
 
-_PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-attn", "apex", "nvidia-nccl-cu13")
+GPUS = {"sm80": 8, "sm90": 9, "sm100": 10, "sm120": 12}
+"""Generation of GPUs -> its major compute capability."""
+
+_PACKAGES = (
+    "megatron-core",
+    "torch",
+    "numpy",
+    "transformer-engine",
+    "flash-attn",
+    "flash-attn-4",
+    "apex",
+    "nvidia-nccl-cu13",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """The attention kernel for a type and a head width, with the reasons."""
+    """The attention kernel for a type and a head width, with the reasons.
+
+    Attributes:
+        kernel: kernel on this device.
+        reason: reason of the choice.
+        dtype, head_dim: type and width of a head.
+        not_chosen: reasons against better kernels.
+        on_gpus: generation of GPUs -> the kernel there with the packages that are installed here, and with all
+            packages, if all pass their probes.
+    """
 
     kernel: str
     reason: str
     dtype: str
     head_dim: int
     not_chosen: dict[str, str]
+    on_gpus: dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +141,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
     """Return the report of this machine. Without a GPU, the stand-ins for CUDA must be installed."""
     import torch
 
-    from bytescale_ext.attention.kernels.table import choose_kernel
+    from bytescale_ext.attention.kernels.table import choose_kernel, expected_kernels
     from megatron.bytescale import status
     from megatron.bytescale.features import refusals
 
@@ -127,6 +149,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
     dtype_name = args.dtype or ("fp32" if on_cpu else "bf16")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
     kernel, reason, considered = choose_kernel(device, dtype, args.head_dim)
+    on_gpus = {name: expected_kernels(major, dtype, args.head_dim) for name, major in GPUS.items()}
     patches = status()
     return DoctorReport(
         python=platform.python_version(),
@@ -134,7 +157,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
         device="cpu" if on_cpu else torch.cuda.get_device_name(),
         backend="gloo" if on_cpu else "nccl",
         backend_reason=("--cpu was given" if args.cpu else "torch sees no GPU") if on_cpu else "torch sees a GPU",
-        attention=AttentionReport(kernel.name, reason, dtype_name, args.head_dim, dict(considered)),
+        attention=AttentionReport(kernel.name, reason, dtype_name, args.head_dim, dict(considered), on_gpus),
         features=features_report(),
         refusals={row.flag: row.instead[ALWAYS] for row in refusals() if ALWAYS in row.instead},
         patches=patches,
@@ -183,6 +206,9 @@ def text_of(report: DoctorReport, with_flags: bool = False, with_refusals: bool 
         f"attention  {attention.kernel} for {attention.dtype}, head width {attention.head_dim} ({attention.reason})",
     ]
     lines += [f"           not {name}: {why}" for name, why in attention.not_chosen.items()]
+    for gpu, (here, best) in attention.on_gpus.items():
+        packages = "" if here == best else f", with its package {best}"
+        lines.append(f"  on {gpu:6} {here}{packages}")
     lines += ["", f"{'feature':12} {'switched on by':24} flags patches refusals  (--flags and --refusals list them)"]
     for feature in report.features:
         counts = f"{len(feature.flags):5} {len(feature.patches):7} {len(feature.refusals):8}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
+import tomllib
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from bytescale_ext.attention.kernels.contract import Saved
-from bytescale_ext.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FlashAttn, call_by_name
+from bytescale_ext.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttn, call_by_name
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
@@ -24,12 +28,23 @@ BLOCKS = [
 ]
 
 
-def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert FLASH_ATTN_2.missing() == "the package flash_attn is not installed"
-    assert FLASH_ATTN_3.missing() == "the package flash_attn_interface is not installed"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert FLASH_ATTN_2.missing() is FLASH_ATTN_3.missing() is None
+def test_packages_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
+    assert [package.missing() for package in packages] == [
+        "the package flash_attn is not installed",
+        "the package flash_attn_interface is not installed",
+        "the package flash_attn.cute is not installed",
+    ]
+    monkeypatch.syspath_prepend(tmp_path)
+    for place, missing in (
+        ("flash_attn/cute/interface.py", [True, True, False]),  # version 4 alone, in a package without __init__.py
+        ("flash_attn_interface.py", [True, False, False]),
+        ("flash_attn/flash_attn_interface.py", [False, False, False]),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("raise AssertionError('it was imported')")
+        importlib.invalidate_caches()
+        assert [package.missing() is not None for package in packages] == missing
 
 
 def block_from(
@@ -80,7 +95,7 @@ class Version3(types.ModuleType):
         self, q, k, v, k_new, v_new, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
         causal, window_size=(-1, -1), softcap=0.0, num_splits=1,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert (k_new, v_new, qv, num_splits) == (None, None, None, 1)
+        assert (k_new, v_new, qv, num_splits) == (None, None, None, 1 if causal else 0)
         assert (max_seqlen_q, max_seqlen_k) == (7, 7)
         block = block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale, *window_size)
         return *reference_forward(q, k, v, block), None, None
@@ -134,3 +149,83 @@ def test_custom_operators_are_called_by_name() -> None:
 
     result = call_by_name(operator, {"q": torch.ones(2), "scale": 2.0, "v": None})
     assert result.tolist() == [2.0, 2.0]
+
+
+RECORDED = tomllib.loads((Path(__file__).parent / "signatures.toml").read_text(encoding="utf-8"))["function"]
+PACKAGES = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
+# What each call must say, under one of these names.
+NEEDED = {
+    "offsets of queries": ("cu_seqlens_q",),
+    "offsets of keys": ("cu_seqlens_k",),
+    "longest queries": ("max_seqlen_q",),
+    "longest keys": ("max_seqlen_k",),
+    "scale": ("softmax_scale",),
+    "causal": ("causal", "is_causal"),
+    "window": ("window_size_left",),
+    "end of the window": ("window_size_right",),
+}
+
+
+class Stub(types.ModuleType):
+    """A module with functions of recorded signatures, which note their arguments and return empty outputs."""
+
+    def __init__(self, package: FlashAttn) -> None:
+        super().__init__(package.module)
+        self.calls: dict[str, dict[str, object]] = {}
+        self.optional: dict[str, set[str]] = {}
+        for row in RECORDED:
+            if row["package"] == package.package:
+                self.add(row["name"], row["parameters"])
+
+    def add(self, name: str, recorded: str) -> None:
+        parameters = [one.strip() for one in recorded.split(",")]
+        self.optional[name] = {one.split("=")[0].rstrip("?") for one in parameters if "=" in one or one.endswith("?")}
+        places = [
+            inspect.Parameter(one.split("=")[0].rstrip("?"), inspect.Parameter.KEYWORD_ONLY, default=None)
+            if "=" in one
+            else inspect.Parameter(one.rstrip("?"), inspect.Parameter.KEYWORD_ONLY)
+            for one in parameters
+        ]
+
+        def function(**arguments: object) -> tuple[torch.Tensor, ...]:
+            function.__signature__.bind(**arguments)
+            self.calls[name] = arguments
+            return tuple(torch.empty(0) for _ in range(4))
+
+        function.__signature__ = inspect.Signature(places)  # type: ignore[attr-defined]
+        setattr(self, name, function)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.package)
+@pytest.mark.parametrize("window", [None, 3], ids=["all keys", "window"])
+def test_calls_fit_the_recorded_signatures(
+    monkeypatch: pytest.MonkeyPatch, package: FlashAttn, window: int | None
+) -> None:
+    stub, block = Stub(package), block_of([7, 2], window=window)
+    for part in range(1, package.module.count(".") + 1):
+        monkeypatch.setitem(sys.modules, package.module.rsplit(".", part)[0], types.ModuleType("parent"))
+    monkeypatch.setitem(sys.modules, package.module, stub)
+    q, k, v, dout = block_tensors(block, torch.float32)
+    package.forward(q, k, v, block)
+    package.backward(dout, Saved(q, k, v, q, torch.zeros(q.shape[1], q.shape[0])), block)
+    forward, backward = stub.calls[package.forward_name], stub.calls[package.backward_name]
+    for name, call in stub.calls.items():
+        for meaning, names in NEEDED.items():
+            assert any(one in call for one in names), (name, meaning)
+        nones = {argument for argument, value in call.items() if value is None}
+        assert nones <= stub.optional[name], nones - stub.optional[name]
+        left = call["window_size_left"]
+        assert left == (package.no_window if window is None else 3)
+    assert all(backward[one] is not None for one in ("dout", "out", "dq", "dk", "dv"))
+    assert ("lse" in backward) != ("softmax_lse" in backward)
+    assert "deterministic" in backward
+    assert forward.get("return_lse", True)
+
+
+def test_few_queries_let_version_3_divide_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub(FLASH_ATTN_3)
+    monkeypatch.setitem(sys.modules, FLASH_ATTN_3.module, stub)
+    for block, num_splits in ((block_of([3], [90], causal=False), 0), (block_of([90], causal=False), 1)):
+        q, k, v, _ = block_tensors(block, torch.float32)
+        FLASH_ATTN_3.forward(q, k, v, block)
+        assert stub.calls["_flash_attn_forward"]["num_splits"] == num_splits

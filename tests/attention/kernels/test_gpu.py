@@ -10,7 +10,7 @@ import torch
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
-from bytescale_ext.attention.kernels.table import Kernel, choose_kernel, kernel_table, probe
+from bytescale_ext.attention.kernels.table import Kernel, choose_kernel, generation_of, kernel_table, probe
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, block_of, kernel_named, run_round, whole
@@ -27,7 +27,7 @@ def kernel(name: str, dtype: torch.dtype, head_dim: int) -> Kernel:
     """Return the kernel of this name; skip the test if its package is missing. A failed probe fails the test."""
     row = kernel_named(name)
     device = torch.device("cuda")
-    if why_not := row.why_not(device, dtype, head_dim) or row.wrong_generation(device):
+    if why_not := row.why_not(device, dtype, head_dim) or row.why_not_on(generation_of(device), (head_dim, head_dim)):
         pytest.skip(f"{name}: {why_not}")
     assert probe(row, device, dtype, head_dim) is None
     return row

@@ -14,6 +14,7 @@ from bytescale_ext.attention.kernels.table import (
     KernelCalls,
     choose_kernel,
     counting,
+    expected_kernels,
     kernel_table,
     probe,
 )
@@ -61,7 +62,7 @@ def test_choice_on_cpu(dtype: torch.dtype, name: str) -> None:
 
 def test_a_kernel_can_be_named() -> None:
     assert choose_kernel("cpu", torch.float32, 8, name="reference").kernel.name == "reference"
-    with pytest.raises(ValueError, match="choose one of flash_attn_3, flash_attn, torch_flash"):
+    with pytest.raises(ValueError, match="choose one of flash_attn_3, flash_attn, flash_attn_4, torch_flash"):
         choose_kernel("cpu", torch.float32, 8, name="flash")
     with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
         choose_kernel("cpu", torch.bfloat16, 8, name="torch_flash")
@@ -104,6 +105,7 @@ def test_choice_on_cuda_without_packages(
 ) -> None:
     """The probe needs a device, so only its inputs in the table are tested."""
     probed: list[str] = []
+    monkeypatch.setattr(table, "generation_of", lambda device: None)
     monkeypatch.setattr(table, "probe", lambda kernel, *_: probed.append(kernel.name))
     monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
     choice = choose_kernel("cuda", dtype, head_dim)
@@ -113,6 +115,7 @@ def test_choice_on_cuda_without_packages(
 
 def test_cuda_never_falls_back_to_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference keeps queries x keys scores: inputs that no other kernel takes are refused in one line."""
+    monkeypatch.setattr(table, "generation_of", lambda device: None)
     monkeypatch.setattr(table, "probe", lambda *_: None)
     monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
     with pytest.raises(
@@ -133,6 +136,7 @@ def test_the_kernel_joins_blocks_as_the_device_does_best(monkeypatch: pytest.Mon
     def fused(totals: Output, part: Output, rows: Rows) -> None:
         raise AssertionError("not called")
 
+    monkeypatch.setattr(table, "generation_of", lambda device: None)
     monkeypatch.setattr(table, "probe", lambda *_: None)
     for choice in (JoinChoice(fused, None), JoinChoice(join_, "triton is broken")):
         monkeypatch.setattr(table, "choose_join", lambda *_, choice=choice: choice)
@@ -249,27 +253,120 @@ def test_a_kernel_that_ends_its_process_is_passed_over(tmp_path: Path, monkeypat
 
 @pytest.mark.ranks
 def test_a_probe_in_a_child_process_returns_its_verdict() -> None:
-    good = dataclasses.replace(kernel_named("cpu_flash"), errors_exit=True)
+    good = dataclasses.replace(kernel_named("cpu_flash"), is_probed_apart=True)
     assert probe(good, CPU, torch.bfloat16, 64, windows=True) is None
 
 
 def test_the_child_process_prints_why_a_kernel_is_unfit(capsys: pytest.CaptureFixture[str]) -> None:
-    probe_child.main("flash_attn", "cpu", "bfloat16", "64")
+    probe_child.main("flash_attn", "cpu", "bfloat16", "64", "64")
     assert capsys.readouterr().out.startswith("its probe failed: ModuleNotFoundError: No module named 'flash_attn'")
-    probe_child.main("cpu_flash", "cpu", "float32", "16", "windows")
+    probe_child.main("cpu_flash", "cpu", "float32", "16", "16", "windows")
     assert capsys.readouterr().out == "\n"
 
 
-def test_flash_attention_3_runs_on_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = kernel_named("flash_attn_3")
-    for capability, why_not in {
-        (8, 0): None,
-        (9, 0): None,
-        (10, 0): "supports compute capability 8 and 9, not 10.0",
-        (12, 1): "supports compute capability 8 and 9, not 12.1",
-    }.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
-        assert row.wrong_generation(CUDA) == why_not
-    assert row.wrong_generation(CPU) is None
-    assert "not 12.1" in str(probe(row, CUDA, torch.bfloat16, 64))
-    assert kernel_named("torch_flash").wrong_generation(CUDA) is None
+def on_generation(monkeypatch: pytest.MonkeyPatch, generation: int, *installed: str) -> None:
+    """Let CUDA devices have a compute capability, all probes pass, and only some packages be installed."""
+    rows = [
+        dataclasses.replace(row, missing=lambda name=row.name: None if name in installed else f"no {name}")
+        if row.name.startswith("flash_attn")
+        else row
+        for row in kernel_table()
+    ]
+    monkeypatch.setattr(table, "kernel_table", lambda: rows)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    monkeypatch.setattr(table, "probe_here", lambda *_: None)
+    monkeypatch.setattr(table, "_probe_in_child", lambda *_: None)
+    monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
+
+
+PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4")
+
+
+@pytest.mark.parametrize(
+    ("generation", "head_dim", "installed", "name"),
+    [
+        (8, 128, PACKAGES, "flash_attn_3"),
+        (9, 128, PACKAGES, "flash_attn_3"),
+        (9, 256, PACKAGES[::2], "flash_attn_4"),
+        (9, 128, (), "torch_flash"),
+        (10, 128, PACKAGES, "flash_attn_4"),
+        (10, 128, PACKAGES[:2], "torch_cudnn"),
+        (10, 192, PACKAGES, "flash_attn"),  # version 4 has 192 only with values of 128, cuDNN at most 128
+        (10, 256, PACKAGES, "flash_attn_4"),
+        (10, 256, (), "torch_flash"),
+        (12, 128, PACKAGES, "flash_attn"),
+        (12, 128, PACKAGES[2:], "flash_attn_4"),
+        (12, 128, (), "torch_flash"),
+    ],
+)
+def test_the_generation_orders_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, generation: int, head_dim: int, installed: tuple[str, ...], name: str
+) -> None:
+    on_generation(monkeypatch, generation, *installed)
+    assert choose_kernel("cuda", torch.bfloat16, head_dim).kernel.name == name
+    assert expected_kernels(generation, torch.bfloat16, head_dim)[0] == name
+
+
+def test_expected_kernels_with_all_packages() -> None:
+    found = {major: expected_kernels(major, torch.bfloat16, 128)[1] for major in (8, 9, 10, 12)}
+    assert found == {8: "flash_attn_3", 9: "flash_attn_3", 10: "flash_attn_4", 12: "flash_attn"}
+    assert expected_kernels(9, torch.float32, 128)[1] == "torch_efficient"
+
+
+def test_generations_and_widths_that_a_kernel_lacks() -> None:
+    three, four = kernel_named("flash_attn_3"), kernel_named("flash_attn_4")
+    assert three.why_not_on(10, (64, 64)) == "supports compute capability 8, 9, not 10"
+    assert three.why_not_on(None, (64, 64)) is None
+    assert four.why_not_on(8, (64, 64)) == "supports compute capability 9, 10, 11, 12, not 8"
+    assert four.why_not_on(10, (192, 192)) == (
+        "on compute capability 10 it does not support head dim 192, values of 192"
+    )
+    assert four.why_not_on(10, (192, 128)) is four.why_not_on(9, (192, 192)) is None
+
+
+def test_values_are_not_padded_where_the_kernel_takes_two_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_generation(monkeypatch, 10, "flash_attn_4")
+    found = choose_kernel("cuda", torch.bfloat16, 192, value_dim=128)
+    assert found.kernel.name == "flash_attn_4"
+    assert "values of 128 are not padded" in found.reason
+    on_generation(monkeypatch, 10, "flash_attn")
+    assert "padded" not in choose_kernel("cuda", torch.bfloat16, 192, value_dim=128).reason
+
+
+def test_a_kernel_without_padding_keeps_the_contract() -> None:
+    seen = []
+    reference = kernel_named("reference")
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        seen.append(v.shape[2])
+        out, lse = reference.forward(q, k, torch.nn.functional.pad(v, (0, q.shape[2] - v.shape[2])), block)
+        return out[..., : v.shape[2]], lse
+
+    def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+        seen.extend(x.shape[2] for x in (dout, saved.v, saved.out))
+        missing = (0, saved.q.shape[2] - saved.v.shape[2])
+        dout, v, out = (torch.nn.functional.pad(x, missing) for x in (dout, saved.v, saved.out))
+        dq, dk, dv = reference.backward(dout, saved._replace(v=v, out=out), block)
+        return dq, dk, dv[..., : saved.v.shape[2]]
+
+    kernel = dataclasses.replace(
+        reference, name="two widths", forward=forward, backward=backward, narrow_values=((24, 16),)
+    )
+    assert probe(kernel, CPU, torch.float32, 24, value_dim=16) is None
+    assert set(seen) == {16}
+    seen.clear()
+    assert probe(kernel, CPU, torch.float32, 24, value_dim=8) is None  # it would be padded
+    assert set(seen) == {24}
+
+
+def test_a_gpu_is_probed_at_the_edges_of_tiles_and_with_a_long_document() -> None:
+    few, many = (table.probe_blocks(0.1, True, on_gpu) for on_gpu in (False, True))
+    assert many[: len(few)] == few
+    lengths = {length for block in many[len(few) :] for length in block.cu_q.lengths}
+    assert {63, 64, 65, 127, 128, 129, 1025} <= lengths
+
+
+def test_the_blocks_for_gpus_fit_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = table.probe_blocks(16**-0.5, True, True)
+    monkeypatch.setattr(table, "probe_blocks", lambda scale, windows, on_gpu: blocks)
+    assert probe(kernel_named("cpu_flash"), CPU, torch.float32, 16) is None

@@ -52,6 +52,7 @@ def test_text_and_json() -> None:
         "backend    gloo (--cpu was given)",
         "attention  cpu_flash for fp32, head width 64 (the first kernel of the table",
         "not torch_flash: runs on cuda, not on cpu",
+        "  on sm80   torch_efficient\n",
         "training_log                                  untouched",
     ):
         assert words in short
@@ -69,6 +70,12 @@ def test_text_and_json() -> None:
     attention = report["attention"]
     assert (attention["kernel"], attention["dtype"], attention["head_dim"]) == ("cpu_flash", "bf16", 32)
     assert "flash_attn" in attention["not_chosen"]
+    assert attention["on_gpus"] == {
+        "sm80": ["torch_flash", "flash_attn_3"],
+        "sm90": ["torch_flash", "flash_attn_3"],
+        "sm100": ["torch_cudnn", "flash_attn_4"],
+        "sm120": ["torch_flash", "flash_attn"],
+    }
     by_name = {feature["name"]: feature for feature in report["features"]}
     assert "megatron.training.training:training_log" in by_name["hdp"]["patches"]
     assert by_name["slices"]["refusals"]["--qk-clip"] == "remove it, or train without --seq1f1b-slices"

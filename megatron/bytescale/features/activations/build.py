@@ -68,7 +68,7 @@ def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> lis
     """Hook in ``ModelConfig.pre_wrap_hooks``: choose the attention kernel."""
     shape = runtime.run.shape
     inputs = (runtime.device, runtime.run.process.dtype, shape.head_dim)
-    kernel, reason, _ = choose_kernel(*inputs, windows=shape.window is not None)
+    kernel, reason, _ = choose_kernel(*inputs, windows=shape.window is not None, value_dim=shape.value_dim)
     runtime.add_parts(kernel=kernel)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     return model_chunks

@@ -134,8 +134,9 @@ def train_on_answers(training: Training, runtime: Runtime) -> Training:
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Choose the kernel and create the ring communicator. Every process calls it before DDP wraps the model."""
     run = runtime.run
-    inputs = (runtime.device, run.process.dtype, run.shape.head_dim)
-    kernel, reason, _ = choose_kernel(*inputs, runtime.hdp.kernel, windows=run.shape.window is not None)
+    shape = run.shape
+    inputs = (runtime.device, run.process.dtype, shape.head_dim, runtime.hdp.kernel, shape.window is not None)
+    kernel, reason, _ = choose_kernel(*inputs, value_dim=shape.value_dim)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     counted, calls = counting(kernel)
     comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
