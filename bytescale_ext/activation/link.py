@@ -218,8 +218,9 @@ class CudaLink:
             self._freeing.append((ticket, part))
 
     def take_stall_seconds(self) -> float:
-        """See ``Link``. Synchronizes with the device."""
-        torch.cuda.synchronize()
+        """See ``Link``. The host waits until the compute stream has passed the last of these waits."""
+        if self._stalls:
+            self._stalls[-1][1].synchronize()
         seconds = sum(begin.elapsed_time(end) for begin, end in self._stalls) / 1e3
         self._stalls.clear()
         return float(seconds)

@@ -138,8 +138,10 @@ def test_stalls_are_what_the_compute_stream_waits(link: CudaLink, monkeypatch: p
         def elapsed_time(self, end: Timer) -> float:
             return 250.0
 
+        def synchronize(self) -> None:
+            NOTES.append("host waits for a time")
+
     monkeypatch.setattr(torch.cuda, "Event", Timer)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     link.wait(link.read([], None))
     assert link.take_stall_seconds() == 0.0  # it was not requested
     link.timed = True
@@ -149,5 +151,7 @@ def test_stalls_are_what_the_compute_stream_waits(link: CudaLink, monkeypatch: p
     link.wait(None)
     link.write([], [])
     link.settle()
+    NOTES.clear()
     assert link.take_stall_seconds() == 0.5
     assert link.take_stall_seconds() == 0.0
+    assert NOTES == ["host waits for a time"]

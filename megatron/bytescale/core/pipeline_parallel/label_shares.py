@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.parallel.upload import upload
 from megatron.bytescale.runtime import LabelShares
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def label_shares(runtime: Runtime) -> LabelShares:
             counts[0] += packed.loss_mask.sum()
             if packed.future is not None:
                 counts[1] += (packed.future[:, 0] >= 0).sum()
-    counts = counts.to(runtime.device)
+    counts = upload(counts, runtime.device)
     torch.distributed.all_reduce(counts)
     labels, guesses = counts.float()
     return LabelShares(labels / step.num_tokens, labels / guesses.clamp_min(1.0))

@@ -17,6 +17,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.func import functional_call
 
+from bytescale_ext.parallel.upload import upload
 from bytescale_ext.plan.experts.placement import EMPTY, PlacementPlan
 
 Weights = Sequence[torch.Tensor]
@@ -195,7 +196,7 @@ def grouped_pass(
         tokens: hidden states [tokens, hidden] in slot order.
         probs: probability of each token, [tokens].
     """
-    ends = sizes[: len(experts)].cumsum(0).to(tokens.device, torch.int32)
+    ends = upload(sizes[: len(experts)].cumsum(0, dtype=torch.int32), tokens.device)
     first, second = (GroupedLinear(torch.stack(weights), ends) for weights in zip(*experts, strict=True))
     grouped = SimpleNamespace(
         config=expert.config, activation_func=expert.activation_func, linear_fc1=first, linear_fc2=second

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bytescale_ext.parallel.upload import upload
 from bytescale_ext.plan.experts.placement import EMPTY, PARTS, PlacementPlan
 
 
@@ -52,7 +53,7 @@ class SlotTable:
             where[shared],
             torch.from_numpy(plan.parts()).cumsum(0)[:, shared],
         )
-        return cls(plan, *(array.to(device) for array in arrays))
+        return cls(plan, *(upload(array, device) for array in arrays))
 
     def in_slots(
         self, probs: torch.Tensor, chosen: torch.Tensor, group: torch.distributed.ProcessGroup
@@ -67,7 +68,8 @@ class SlotTable:
             counts = [torch.empty_like(self.shared) for _ in range(group.size())]
             torch.distributed.all_gather(counts, mine.sum(0), group=group)
             slots = slots.index_copy(1, self.shared, self.destinations(mine, torch.stack(counts), group.rank()))
-        in_slot = chosen[:, self.experts] & (slots[:, self.experts] == torch.arange(len(self.experts)).to(slots.device))
+        numbers = torch.arange(len(self.experts), device=slots.device)
+        in_slot = chosen[:, self.experts] & (slots[:, self.experts] == numbers)
         return torch.where(in_slot, probs[:, self.experts], 0.0), in_slot
 
     def destinations(self, chosen: torch.Tensor, counts: torch.Tensor, source: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from bytescale_ext.config.memory.tables import HostTables
 from bytescale_ext.data.loading.step import StepBatch
+from bytescale_ext.parallel.upload import upload
 from bytescale_ext.states.cache import RowCache
 from bytescale_ext.states.rows import RowTable
 from bytescale_ext.states.sharded import ShardedRows
@@ -64,13 +65,8 @@ class HostTable:
         if not training:  # rows that left the cache are sent, as after a training step
             self._send(rows[:0], values[:0].numpy())
         self._step_rows = rows
-        self._names = self._on_device(torch.from_numpy(rows))
-        self._values = self._on_device(values).requires_grad_()
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        self._names = upload(torch.from_numpy(rows), self.device)
+        self._values = upload(values, self.device).requires_grad_()
 
     def stage(self, rows: np.ndarray, group: torch.distributed.ProcessGroup) -> None:
         """Prefetch the next step's rows int64 [n], ascending, over a separate group of the same ranks. Collective."""
