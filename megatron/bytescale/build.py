@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import Folders, make_folders
 from megatron.bytescale.checkpoints import LoadedCheckpoints, check_loaded, use_last_whole
 from megatron.bytescale.convert.source import keep_source
+from megatron.bytescale.core.parallel_state import connect_groups_of_steps
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.buffer_types import BufferTypes
@@ -37,6 +39,7 @@ def build(args: Any, runtime: Runtime) -> Training:
         types = BufferTypes()
         training.model.pre_wrap_hooks.append(types.note)
         training.model.post_wrap_hooks.append(types.restore)
+        training.model.post_wrap_hooks.append(partial(connect_groups_of_steps, device=runtime.device))
     if training.dataset_provider is stock.dataset_provider:
         with refusals_of_megatron():
             stock.dataset_config()

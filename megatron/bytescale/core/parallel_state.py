@@ -1,11 +1,15 @@
 """Process groups of HDP: one communicator for rings of all sizes, and links between pipeline stages.
 
 The HDP ranks are Megatron's dp x cp domain.
+
+NCCL creates the communicator of a group in the first call of the group, and all members wait there for each other. In a
+step, where ranks run their passes in different orders, such waits can deadlock. So all communicators of a step are
+created before the first step, in the same order on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -13,6 +17,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from bytescale_ext.parallel.p2p import RingComm
 
@@ -39,7 +44,7 @@ def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
     one shared communicator a ring would queue behind a reduction that waits for this same ring.
     """
     mine = tuple(dist.get_process_group_ranks(hdp_group()))
-    comm = RingComm(own_groups([mine], timeout_minutes)[mine], hdp_rank(), hdp_size())
+    comm = RingComm(own_groups([mine], device, timeout_minutes)[mine], hdp_rank(), hdp_size())
     comm.warm_up(device)
     return comm
 
@@ -52,7 +57,7 @@ class StageLinks:
     after: dist.ProcessGroup | None
 
 
-def create_stage_links(timeout_minutes: float) -> StageLinks:
+def create_stage_links(device: torch.device, timeout_minutes: float) -> StageLinks:
     """Create a process group for each pair of neighbouring stages. Every process of the job must call it.
 
     NCCL runs the exchanges of one group in order. On the pipeline's own group, a missing input would therefore delay
@@ -60,7 +65,10 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     mine = [pair for pair in pairwise(stages) if dist.get_rank() in pair]
-    groups = own_groups(mine, timeout_minutes)
+    groups = own_groups(mine, device, timeout_minutes)
+    for pair in mine:
+        for link in (pair, pair[::-1]):
+            _send_first(link, groups[pair], device)
     before, after = (next((groups[pair] for pair in mine if pair[end] == dist.get_rank()), None) for end in (1, 0))
     return StageLinks(before, after)
 
@@ -92,18 +100,59 @@ def create_virtual_links(device: torch.device, timeout_minutes: float) -> Virtua
     mine, groups_of_links = dist.get_rank(), []
     for around in (stages, stages[::-1]):  # outputs, gradients
         links = [link for link in zip(around, [*around[1:], around[0]], strict=True) if mine in link]
-        groups = own_groups(links, timeout_minutes)
-        for source, target in sorted(links):  # the same order on all processes
-            act, other = (dist.isend, target) if mine == source else (dist.irecv, source)
-            operation = dist.P2POp(act, torch.zeros(1, device=device), other, groups[source, target])
-            for work in dist.batch_isend_irecv([operation]):
-                work.wait()
+        groups = own_groups(links, device, timeout_minutes)
+        for link in sorted(links):  # the same order on all processes
+            _send_first(link, groups[link], device)
         groups_of_links += [next(groups[link] for link in links if link[end] == mine) for end in (1, 0)]
     return VirtualLinks(*groups_of_links)
 
 
-def own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups of the rank tuples ``mine``. All processes create all groups, in the same order.
+def _send_first(link: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Send a number from the first rank of a link to the second, which connects them. Both ranks call it."""
+    source, target = link
+    act, other = (dist.isend, target) if dist.get_rank() == source else (dist.irecv, source)
+    for work in dist.batch_isend_irecv([dist.P2POp(act, torch.zeros(1, device=device), other, group)]):
+        work.wait()
+
+
+def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Create the communicators of groups. Each group's members call it; common groups have the same order on all."""
+    if device.type == "cuda":  # gloo connects when a group is made
+        for group in groups:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.device) -> list[torch.nn.Module]:
+    """Hook in ``ModelConfig.post_wrap_hooks``: connect Megatron's groups that steps use. Collective, all processes.
+
+    Megatron makes some twenty groups. A communicator takes device memory, so unused groups are left out.
+    """
+    config = get_model_config(model_chunks[0])
+    groups = [
+        hdp_group(),
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ]
+    if getattr(getattr(model_chunks[0], "ddp_config", None), "use_distributed_optimizer", False):
+        groups.append(parallel_state.get_intra_distributed_optimizer_instance_group())
+    if config.num_moe_experts is not None:
+        groups += [
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_and_model_parallel_group(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(with_egtp_remat=True),
+            parallel_state.get_expert_data_parallel_group(),
+        ]
+    if config.pipeline_model_parallel_size > 1 and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+        groups.append(parallel_state.get_embedding_group())
+    connect(groups, device)
+    return model_chunks
+
+
+def own_groups(
+    mine: Sequence[tuple[int, ...]], device: torch.device, timeout_minutes: float
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return the connected process groups of the rank tuples ``mine``. All processes create all, in the same order.
 
     A process waits only for the members of its own groups. With ``use_local_synchronization`` each process would create
     only its own groups. But torch then names a group after its ranks and the number of groups of the process, which
@@ -113,4 +162,5 @@ def own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[
     dist.all_gather_object(everyones, mine)
     in_order = sorted({ranks for wanted in everyones for ranks in wanted})
     groups = {ranks: dist.new_group(list(ranks), timeout=timedelta(minutes=timeout_minutes)) for ranks in in_order}
+    connect((groups[ranks] for ranks in in_order if ranks in mine), device)
     return {ranks: groups[ranks] for ranks in mine}

@@ -41,10 +41,12 @@ class FetchAhead:
     chunks: dict[int, list[PlacedMoELayer]] = field(default_factory=dict)
     is_training: bool = True
 
-    def join(self, model_chunks: list[torch.nn.Module], timeout_minutes: float) -> list[torch.nn.Module]:
+    def join(
+        self, model_chunks: list[torch.nn.Module], device: torch.device, timeout_minutes: float
+    ) -> list[torch.nn.Module]:
         """Hook in ``ModelConfig.pre_wrap_hooks``: create the communicator for weights. Collective, all processes."""
         ranks = tuple(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
-        self.placements.weights_group = own_groups([ranks], timeout_minutes)[ranks]
+        self.placements.weights_group = own_groups([ranks], device, timeout_minutes)[ranks]
         return model_chunks
 
     def wrap(self, forward: ForwardStep) -> ForwardStep:

@@ -129,7 +129,8 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
         f"{config.num_ranks} ranks, placement {config.placing.placement}"
     )
     training = after_steps(training, (ahead := FetchAhead(placements)).forget)
-    training.model.pre_wrap_hooks.append(partial(ahead.join, timeout_minutes=runtime.run.process.timeout_minutes))
+    timeout_minutes = runtime.run.process.timeout_minutes
+    training.model.pre_wrap_hooks.append(partial(ahead.join, device=runtime.device, timeout_minutes=timeout_minutes))
     return training.wrap_layer_spec(partial(with_slots, placements=placements)).wrap_forward_step(ahead.wrap)
 
 

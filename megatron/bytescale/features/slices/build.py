@@ -69,7 +69,7 @@ def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig)
     if current(Messages).overlap_p2p_comm:
         runtime.add_parts(links=create_virtual_links(runtime.device, runtime.run.process.timeout_minutes))
     elif config.receives_ahead:
-        runtime.add_parts(links=create_stage_links(runtime.run.process.timeout_minutes))
+        runtime.add_parts(links=create_stage_links(runtime.device, runtime.run.process.timeout_minutes))
     if config.num_stages == 1:
         print_rank_0(
             "> bytescale: a single pipeline stage has no idle time for slices to fill. With --recompute-granularity "
