@@ -98,6 +98,11 @@ CASES = (
          "--host-memory-gb 0.02"),
     Case("recomputation", 2, f"{TWO} --recompute-granularity full --recompute-method uniform "
          "--recompute-num-layers 1"),
+    Case("memo in pipelines", 2,
+         f"{PP2} --activation-policy memo --swap-fraction 0.4 --host-memory-gb 0.02"),
+    Case("gradients in host memory", 2, f"{TWO} {PAGED} --state-stage 2 --use-distributed-optimizer"),
+    Case("window of layers", 2,
+         f"{TWO} --num-layers 4 {PAGED} --state-stage 3 --state-window-layers 2 --use-distributed-optimizer"),
     Case("pages without locks", 1, f"{ONE} {PAGED} --state-update-steps 1"),
     Case("loss in chunks, float32 sums", 2, f"{TWO} --chunked-cross-entropy 32 "
          "--accumulate-allreduce-grads-in-fp32"),

@@ -19,7 +19,7 @@ class Mutant:
         function: its name, with the class of a method.
         line: text in its source, which must be there once.
         instead: text in its place.
-        is_seen: whether a training of the tests needs the line.
+        case: name of the training that needs the line.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Mutant:
     function: str
     line: str
     instead: str = "pass"
-    is_seen: bool = True
+    case: str = "memo and pages"
 
     def install(self) -> None:
         """Replace the function in this process, in every module that has imported it."""
@@ -52,7 +52,8 @@ MUTANTS = (
     Mutant("computing does not wait for copies", LINK, "CudaLink.wait", "compute.wait_event(ticket)"),
     Mutant("writes do not wait for computing", LINK, "CudaLink.write", f"self.to_host.{ON_COMPUTING}"),
     Mutant("reads do not wait for computing", LINK, "CudaLink.read", f"self.to_device.{ON_COMPUTING}"),
-    Mutant("reads do not wait for writes", LINK, "CudaLink.read", "self.to_device.wait_event(written)", is_seen=False),
+    Mutant("reads do not wait for writes", LINK, "CudaLink.read", "self.to_device.wait_event(written)",
+           case="memo in pipelines"),
     Mutant("sources are not held", LINK, "CudaLink.write", "self._held.append((done, held))"),
     Mutant("the host does not wait for copies", "bytescale_ext.states.adam", "wait_on_host", "ticket.synchronize()"),
-)
+)  # fmt: skip

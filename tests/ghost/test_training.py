@@ -12,7 +12,7 @@ from tests.e2e.once import once
 from tests.e2e.training import step_losses
 from tests.ghost.cases import CASES, STEPS, Case
 from tests.ghost.devices import needs_ghosts
-from tests.ghost.order import Event, HostWait, Step, read_traces, stuck_runs
+from tests.ghost.order import Event, HostWait, Init, Step, read_traces, stuck_runs
 from tests.ghost.training import train_on_cpus, train_on_ghosts
 from tests.sample import sampled
 
@@ -27,8 +27,7 @@ WAITS = {
     "bytescale_ext/measure/metrics.py:work_seconds": END_OF_STEP,
     "megatron/bytescale/features/experts/loads.py:__call__": END_OF_STEP,
     "megatron/bytescale/features/experts/loads.py:step_loads": END_OF_STEP,
-    "megatron/bytescale/core/transformer/moe/slots.py:in_slots": "sizes of the all-to-all of replicated experts",
-    "megatron/bytescale/core/transformer/moe/slots.py:<genexpr>": "sizes of the all-to-all of replicated experts",
+    "bytescale_ext/parallel/agreement.py:compare_plans": "before one step in 100: do all ranks have the same plan?",
     "megatron/bytescale/core/models/common/embeddings/host_table.py:end_step": "gradients of a table in host memory",
 }
 
@@ -62,6 +61,14 @@ def test_losses_equal_cpu_ranks(case: Case, corpus: Path, tmp_path: Path) -> Non
     train_on_cpus(case.num_ranks, *case.argv(corpus, tmp_path))
     assert found.losses == pytest.approx(step_losses(tmp_path), rel=case.tolerance)
     assert len(found.losses) == STEPS
+
+
+@each_case
+def test_no_communicator_is_created_in_a_step(case: Case, corpus: Path) -> None:
+    """Creation waits for all members, which may be in different passes."""
+    for events in run_on_ghosts(case, corpus).traces.values():
+        late = [event for event in events[events.index(Step(1)) :] if isinstance(event, Init)]
+        assert late == []
 
 
 @each_case
