@@ -8,13 +8,14 @@ unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.bytescale import check_megatron_version, cpu, install
 from megatron.bytescale.arguments.bad_input import one_line_errors
-from megatron.bytescale.faults import named_faults
+from megatron.bytescale.faults import check_watchdog, named_faults, told_before_the_watchdog
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -40,6 +41,8 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         from megatron.bytescale.training.initialize import stand_alone
         from megatron.bytescale.training.pretrain_arguments import pretrain_config
 
+        if not on_cpu:
+            check_watchdog()
         args = parse(sys.argv, on_cpu)
         runtime = Runtime.of(resolve(args))
         install(runtime)
@@ -48,7 +51,8 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
             training = adapt(training, runtime)
         config = pretrain_config(args, training.model)
     stand_alone()
-    with named_faults(), command_line(without_fractions(sys.argv)):
+    watch = contextlib.nullcontext() if on_cpu else told_before_the_watchdog(runtime.run.process.timeout_minutes)
+    with named_faults(), watch, command_line(without_fractions(sys.argv)):
         pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 
 

@@ -84,6 +84,10 @@ check_out
 
 # Micro-batches differ in size; expandable segments leave less memory unused between blocks.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# The watchdog of NCCL writes the last calls of each rank to these files (docs/guide/faults.md).
+mkdir -p "$OUT/nccl"
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000}
+export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUT/nccl/rank_}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # with more threads than cores, ranks wait for each other
 log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
 mkfifo "$log.pipe"

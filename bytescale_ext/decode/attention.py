@@ -24,9 +24,9 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import merge_
 
 MOST_NEW_TOKENS: Final = 64
-"""The most new tokens for which the cache is divided; more fill a GPU without it."""
+"""Largest number of new tokens over a divided cache; more tokens fill a GPU without pieces."""
 PIECE_KEYS: Final = 1024
-"""The fewest keys of a piece."""
+"""Smallest number of keys of a piece."""
 MOST_PIECES: Final = 16
 
 

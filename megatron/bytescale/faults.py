@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import sys
 import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from bytescale_ext.parallel.faults import PeerLost, failure_text, is_peer_error
+from bytescale_ext.parallel.flight import Lookout, OpenCall, place_of_host
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import Interruptions, TrainingProgress
 
@@ -34,6 +37,33 @@ def named_faults() -> Iterator[None]:
         if any(frame.name == "save_checkpoint" for frame in traceback.extract_tb(error.__traceback__)):
             raise SaveFailed(f"{_when()}: {_save_text(error)}") from error
         raise
+
+
+@contextlib.contextmanager
+def told_before_the_watchdog(timeout_minutes: float) -> Iterator[None]:
+    """Print the last line of a rank whose NCCL calls do not end, before torch's watchdog ends the process."""
+    with Lookout(60 * timeout_minutes, _tell):
+        yield
+
+
+def _tell(call: OpenCall, seconds: float) -> None:
+    text = f"the {call} has not ended for {seconds:.0f} s; the host is in {place_of_host()}"
+    print(f"PeerLost: {_when()}: {text}. {_advice()}", file=sys.stderr, flush=True)
+
+
+WATCHDOG_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+ENDING = ("1", "3")
+"""Values with which the watchdog ends the process."""
+
+
+def check_watchdog() -> None:
+    """Raise ValueError for settings with which a rank that has lost a peer hangs, or goes on with wrong numbers."""
+    for name in WATCHDOG_VARIABLES:
+        value = os.environ.get(name)
+        if value is not None and value not in ENDING:
+            raise ValueError(
+                f"{name}={value}: a rank that has lost a peer would hang or go on with wrong numbers; unset it"
+            )
 
 
 def _save_text(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bytescale_ext.parallel.faults import PeerLost, exchange_error
-from megatron.bytescale.faults import named_faults
+from megatron.bytescale.faults import check_watchdog, named_faults
 from tests.harness import run_ranks
 
 CLOSED = "[pair.cc:553] Connection closed by peer [10.0.0.7]:58513.\nGood luck"
@@ -79,3 +79,13 @@ def test_a_failed_save_names_its_folder_and_what_is_free_there(said: dict[str, s
 def test_other_errors_pass(said: dict[str, str]) -> None:
     assert said["other"] == "RuntimeError: shapes differ"
     assert said["value"] == "ValueError: gloo is the name of a file"
+
+
+def test_a_watchdog_that_does_not_end_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("1", "3"):
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+        check_watchdog()
+    for value in ("0", "2"):
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+        with pytest.raises(ValueError, match=f"^TORCH_NCCL_ASYNC_ERROR_HANDLING={value}: a rank .* unset it$"):
+            check_watchdog()

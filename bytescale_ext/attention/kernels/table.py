@@ -41,7 +41,7 @@ BLACKWELL: Final = (10, 11)
 LATENT_WIDTHS: Final = (192, 128)
 """Widths of DeepSeek's latent attention."""
 STANDARD_WIDTH: Final = 128
-"""Widths up to this one are supported by every generation of a kernel."""
+"""Largest width that a kernel supports on all its generations of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def probe_blocks(scale: float, windows: bool, on_gpu: bool) -> list[AttentionBlo
 
     They are three documents, one causal document, and a rectangle, whose ``out`` and ``lse`` are over more keys than
     the kernel is given. Windows add three documents, and documents with keys before their first query. A GPU adds
-    documents that end beside the edge of a tile, and a long document.
+    documents that end at the edges of tiles, and a long document.
     """
     packed, whole, part = CuSeqlens((0, 5, 6, 38)), CuSeqlens((0, 38)), CuSeqlens((0, 21))
     blocks = [

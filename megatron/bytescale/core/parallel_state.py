@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
     one shared communicator a ring would queue behind a reduction that waits for this same ring.
     """
     mine = tuple(dist.get_process_group_ranks(hdp_group()))
-    comm = RingComm(own_groups([mine], device, timeout_minutes)[mine], hdp_rank(), hdp_size())
+    comm = RingComm(own_groups("RINGS", [mine], device, timeout_minutes)[mine], hdp_rank(), hdp_size())
     comm.warm_up(device)
     return comm
 
@@ -65,7 +66,7 @@ def create_stage_links(device: torch.device, timeout_minutes: float) -> StageLin
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     mine = [pair for pair in pairwise(stages) if dist.get_rank() in pair]
-    groups = own_groups(mine, device, timeout_minutes)
+    groups = own_groups("STAGE_LINK", mine, device, timeout_minutes)
     for pair in mine:
         for link in (pair, pair[::-1]):
             _send_first(link, groups[pair], device)
@@ -100,7 +101,7 @@ def create_virtual_links(device: torch.device, timeout_minutes: float) -> Virtua
     mine, groups_of_links = dist.get_rank(), []
     for around in (stages, stages[::-1]):  # outputs, gradients
         links = [link for link in zip(around, [*around[1:], around[0]], strict=True) if mine in link]
-        groups = own_groups(links, device, timeout_minutes)
+        groups = own_groups("STAGE_LINK", links, device, timeout_minutes)
         for link in sorted(links):  # the same order on all processes
             _send_first(link, groups[link], device)
         groups_of_links += [next(groups[link] for link in links if link[end] == mine) for end in (1, 0)]
@@ -150,7 +151,7 @@ def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.d
 
 
 def own_groups(
-    mine: Sequence[tuple[int, ...]], device: torch.device, timeout_minutes: float
+    name: str, mine: Sequence[tuple[int, ...]], device: torch.device, timeout_minutes: float
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return the connected process groups of the rank tuples ``mine``. All processes create all, in the same order.
 
@@ -161,6 +162,7 @@ def own_groups(
     everyones: list[Sequence[tuple[int, ...]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     in_order = sorted({ranks for wanted in everyones for ranks in wanted})
-    groups = {ranks: dist.new_group(list(ranks), timeout=timedelta(minutes=timeout_minutes)) for ranks in in_order}
+    settings: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes), "group_desc": f"BYTESCALE_{name}"}
+    groups = {ranks: dist.new_group(list(ranks), **settings) for ranks in in_order}
     connect((groups[ranks] for ranks in in_order if ranks in mine), device)
     return {ranks: groups[ranks] for ranks in mine}

@@ -35,7 +35,7 @@ def make_links(rank: int, world: int) -> list[tuple[int, ...]]:
 
     dist.new_group = new_group
     mine = [pair for pair in pairwise(STAGES) if rank in pair]
-    groups = parallel_state.own_groups(mine, torch.device("cpu"), timeout_minutes=5.0)
+    groups = parallel_state.own_groups("TEST", mine, torch.device("cpu"), timeout_minutes=5.0)
     for ranks, group in groups.items():
         total = torch.tensor(rank)
         dist.all_reduce(total, group=group)

@@ -46,7 +46,7 @@ class FetchAhead:
     ) -> list[torch.nn.Module]:
         """Hook in ``ModelConfig.pre_wrap_hooks``: create the communicator for weights. Collective, all processes."""
         ranks = tuple(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
-        self.placements.weights_group = own_groups([ranks], device, timeout_minutes)[ranks]
+        self.placements.weights_group = own_groups("REPLICAS", [ranks], device, timeout_minutes)[ranks]
         return model_chunks
 
     def wrap(self, forward: ForwardStep) -> ForwardStep:
