@@ -226,7 +226,7 @@ def settle_current_stream() -> None:
 
 def _copy_waits(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> bool:
     """Return whether the host waits for a copy: if it is blocking, or if the memory of the host is pageable."""
-    if target.is_cuda == source.is_cuda:
+    if target.is_cuda == source.is_cuda or not target.numel():
         return False
     return not (non_blocking and (source if target.is_cuda else target).is_pinned())
 

@@ -29,6 +29,9 @@ WAITS = {
     "megatron/bytescale/features/experts/loads.py:step_loads": END_OF_STEP,
     "bytescale_ext/parallel/agreement.py:compare_plans": "before one step in 100: do all ranks have the same plan?",
     "megatron/bytescale/core/models/common/embeddings/host_table.py:end_step": "gradients of a table in host memory",
+    "megatron/bytescale/core/distributed/param_and_grad_buffer.py:scale_gradients": "the divisor of host gradients",
+    "bytescale_ext/states/collectives.py:reduce_scatter": "host gradients, reduced after the backward pass",
+    "bytescale_ext/states/collectives.py:gather": "host parameters, gathered after the update",
 }
 
 pytestmark = [pytest.mark.ranks, needs_ghosts]

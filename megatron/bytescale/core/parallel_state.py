@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from bytescale_ext.parallel.p2p import RingComm
@@ -143,11 +144,21 @@ def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.d
             parallel_state.get_expert_tensor_and_model_parallel_group(),
             parallel_state.get_expert_tensor_model_pipeline_parallel_group(with_egtp_remat=True),
             parallel_state.get_expert_data_parallel_group(),
+            parallel_state.get_tensor_and_context_parallel_group(),
         ]
+        if sums_over_all_tokens(config):
+            groups.append(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
     if config.pipeline_model_parallel_size > 1 and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
         groups.append(parallel_state.get_embedding_group())
     connect(groups, device)
     return model_chunks
+
+
+def sums_over_all_tokens(config: TransformerConfig) -> bool:
+    """Return whether routers of experts sum over the tokens of all data-parallel ranks."""
+    balancing = config.moe_router_load_balancing_type
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    return bool("global_aux_loss" in kinds or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias)
 
 
 def own_groups(

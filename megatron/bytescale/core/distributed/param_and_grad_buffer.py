@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 
 from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.parallel.upload import upload
 from bytescale_ext.states.collectives import ChunkedCollectives
 from bytescale_ext.states.gradients import GradientSums, host_block
 from bytescale_ext.states.window import LayerWindow
@@ -208,6 +209,6 @@ def taking_gradients(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
             if not gradients:
                 return []
             norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-            return list(norms.to(self.host_gradients.device).split(1))
+            return list(upload(norms, self.host_gradients.device).split(1))
 
     return TakingGradients
