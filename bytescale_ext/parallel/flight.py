@@ -25,6 +25,8 @@ PATIENCE: Final = 0.9
 """Share of the timeout after which an open call is told."""
 LOOKS: Final = 40
 """Number of looks within the timeout."""
+STANDSTILL: Final = 0.5
+"""Share of the timeout without progress after which the flight recorder is read, which takes time in long records."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,14 @@ class Lookout:
 
     Args:
         timeout_seconds: timeout of the process groups.
+        progress: function that returns a value which changes as the run goes on, such as the number of the step.
         tell: function that receives the call and its age in seconds. It is called once.
     """
 
-    def __init__(self, timeout_seconds: float, tell: Callable[[OpenCall, float], None]) -> None:
-        self._timeout, self._tell = timeout_seconds, tell
+    def __init__(
+        self, timeout_seconds: float, progress: Callable[[], object], tell: Callable[[OpenCall, float], None]
+    ) -> None:
+        self._timeout, self._progress, self._tell = timeout_seconds, progress, tell
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lookout", daemon=True)
 
@@ -121,8 +126,15 @@ class Lookout:
         self._thread.join()
 
     def _watch(self) -> None:
+        last, since = None, time.monotonic()
         while not self._is_over.wait(self._timeout / LOOKS):
-            call = oldest_open_call(recorded_calls()) if dist.is_initialized() else None
+            if not dist.is_initialized():
+                continue
+            if (now := self._progress()) != last:
+                last, since = now, time.monotonic()
+            if time.monotonic() - since < STANDSTILL * self._timeout:
+                continue
+            call = oldest_open_call(recorded_calls())
             if call is not None and (seconds := time.time() - call.begun) >= PATIENCE * self._timeout:
                 self._tell(call, seconds)
                 return

@@ -42,7 +42,7 @@ def named_faults() -> Iterator[None]:
 @contextlib.contextmanager
 def told_before_the_watchdog(timeout_minutes: float) -> Iterator[None]:
     """Print the last line of a rank whose NCCL calls do not end, before torch's watchdog ends the process."""
-    with Lookout(60 * timeout_minutes, _tell):
+    with Lookout(60 * timeout_minutes, lambda: current(TrainingProgress).curr_iteration, _tell):
         yield
 
 

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def gpu_parser(text: str, has_quick: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the options of every GPU bench, and ``--quick`` on request."""
+def gpu_parser(text: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every GPU bench."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: only to test the script")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    if has_quick:
-        parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, also on a GPU")
     return parser
 
 
@@ -24,8 +23,7 @@ def parse_on_gpu(parser: argparse.ArgumentParser, words: Sequence[str] | None = 
     """Parse the command line; end the program if it asks for a GPU and there is none."""
     args = parser.parse_args(words)
     if args.device == "cuda" and not torch.cuda.is_available():
-        quick = "--quick " if "quick" in args else ""
-        parser.error(f"there is no GPU; --device cpu {quick}runs tiny sizes")
+        parser.error("there is no GPU; --device cpu --quick runs tiny sizes")
     return args
 
 

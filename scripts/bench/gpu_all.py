@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/bench/gpu_all.py --dry-run     # the predicted minutes of each command
     .venv/bin/python scripts/bench/gpu_all.py               # run what fits; a second call continues
+    .venv/bin/python -m tests.ghost.run scripts/bench/gpu_all.py --quick    # rehearse it without a GPU
 
 Each command has its own process and is ended after ``--budget-per-command`` minutes. A command that would not end
 within ``--minutes`` is not started, but shorter commands after it are. The folder ``--output`` has the output and the
@@ -190,12 +191,13 @@ def main() -> int:
     parser.add_argument("--budget-per-command", type=float, default=9.0, metavar="M", help="minutes (%(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", help="folder of results (runs/gpu)")
     parser.add_argument("--again", action="store_true", help="run finished commands again")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to rehearse the run; it measures nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the predicted minutes of each command")
     parser.add_argument(
         "--activation-gb", type=float, default=70.0, help="memory for activations, in predictions (%(default)s)"
     )
     args = parser.parse_args()
-    commands, limits = gpu_commands(args.activation_gb), Limits(args.minutes, args.budget_per_command)
+    commands, limits = gpu_commands(args.activation_gb, args.quick), Limits(args.minutes, args.budget_per_command)
     print(plan_text(commands, limits))
     if args.dry_run:
         return 0

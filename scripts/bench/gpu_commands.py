@@ -41,11 +41,11 @@ TRAINING_STEPS, TRAINING_TOKENS, TRAINING_RATE = 10, 16 * 16384, 200e12
 """Steps of ``gpu_training.py``, tokens of its largest step, and a cautious FLOP/s of whole steps."""
 
 
-def gpu_commands(device_gb: float) -> list[Command]:
-    """Return the commands in order."""
+def gpu_commands(device_gb: float, is_quick: bool = False) -> list[Command]:
+    """Return the commands in order. ``is_quick``: with tiny sizes, which say nothing about speed."""
 
     def python(name: str, *words: str) -> tuple[str, ...]:
-        return (sys.executable, str(BENCH / name), *words, "--json")
+        return (sys.executable, str(BENCH / name), *words, *(["--quick"] if is_quick else []), "--json")
 
     def arms(length: int) -> Command:
         words = python("activation/gpu_activations.py", "--lengths", str(length))

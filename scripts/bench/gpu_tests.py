@@ -1,8 +1,9 @@
 """Run the tests that need a GPU: kernels, streams, model states, and a training with each feature.
 
-    .venv/bin/python scripts/bench/gpu_tests.py [--json]
+    .venv/bin/python scripts/bench/gpu_tests.py [--quick] [--json]
 
-The exit code is 0 even if tests fail, so that the figures are kept. The log has the failures.
+The exit code is 0 even if tests fail, so that the figures are kept. The log has the failures. ``--quick`` leaves out
+the trainings.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> None:
     """Run pytest, print its output and, with ``--json``, one JSON object as the last line."""
     args = parse_on_gpu(gpu_parser(str(__doc__).splitlines()[0]))
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=", "-rfEs", "--tb=short"]
+    words += ["--ignore=tests/e2e"] if args.quick else []
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     lines = []

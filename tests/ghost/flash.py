@@ -34,13 +34,13 @@ def forward(
     window_size_right: int | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the output [rows, heads, width], the log-sum-exp [heads, rows], and three tensors for random numbers."""
+    """Return the output [rows, heads, width of values], the log-sum-exp [heads, rows], and three random states."""
     check(query, key, value)
     assert cum_seq_q is not None, "only documents of different lengths are played"
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rows, keys, values = (alias(one).float() for one in (query, key, value))
     repeats = query.shape[1] // key.shape[1]
-    output = torch.full(query.shape, float("nan"), dtype=query.dtype)
+    output = torch.full((*query.shape[:2], value.shape[2]), float("nan"), dtype=query.dtype)
     sums = torch.full((query.shape[1], query.shape[0]), float("nan"))
     for start, end, first, last in documents(cum_seq_q, cum_seq_k, max_q, max_k):
         if start == end:

@@ -3,7 +3,7 @@
     .venv/bin/python -m tests.ghost.run -m pytest -m gpu tests/e2e/runs/test_gpu_features.py
     .venv/bin/python -m tests.ghost.run scripts/bench/gpu_all.py --minutes 30
 
-The arguments are those of the interpreter. GHOST_DEVICES gives the number of GPUs (1).
+Arguments are passed to the interpreter. GHOST_DEVICES gives the number of GPUs (1).
 """
 
 from __future__ import annotations

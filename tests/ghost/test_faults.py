@@ -22,7 +22,7 @@ TIMEOUT_MINUTES = 1
 
 
 def train_until_a_rank_stops(folder: str) -> None:
-    """Entry in which rank 1 stops in a ring of the second step. The errors of each rank go to a file."""
+    """Entry that stops rank 1 in a ring of the second step, and writes the errors of each rank to a file."""
     import os
     import sys
 

@@ -58,12 +58,14 @@ def test_a_call_is_told_once_and_only_late(monkeypatch: pytest.MonkeyPatch) -> N
     is_told, begun = threading.Event(), int(time.time())
     monkeypatch.setattr(flight.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(flight, "recorded_calls", lambda: recorded(call("all_reduce", begun, "started")))
-    with Lookout(1000.0, lambda *of_call: told.append(of_call)):
+    with Lookout(1000.0, lambda: 1, lambda *of_call: told.append(of_call)):
         pass
     assert told == []
     monkeypatch.setattr(flight, "recorded_calls", lambda: recorded(call("all_reduce", begun - 100, "started")))
-    with Lookout(0.4, lambda *of_call: (told.append(of_call), is_told.set())):
+    steps = iter(range(30))  # the first steps go on
+    with Lookout(0.4, lambda: next(steps, None), lambda *of_call: (told.append(of_call), is_told.set())):
         assert is_told.wait(60)
+        assert next(steps, None) is None
     ((open_call, seconds),) = told
     assert open_call.operation == "all_reduce"
     assert 99 < seconds < 200

@@ -255,7 +255,7 @@ def row_text(row: dict[str, Any]) -> str:
 
 def parse() -> tuple[Settings, argparse.Namespace]:
     """Return the settings of the command line."""
-    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser = gpu_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--host-bound", action="store_true", help="a 3B model with little host memory; no sweep")
     parser.add_argument("--all", action="store_true", help="every arm and length, sweep and search (hours)")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence")

@@ -146,7 +146,7 @@ def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) 
 
 def main() -> None:
     """Measure, print, and write the cost file."""
-    parser = gpu_parser("Measure the link to host memory and a layer's time against length.", has_quick=True)
+    parser = gpu_parser("Measure the link to host memory and a layer's time against length.")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="of each measurement (%(default)s)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes that copy together (one for each GPU)")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write a cost file")

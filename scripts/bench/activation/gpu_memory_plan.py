@@ -158,7 +158,7 @@ def row_text(row: dict[str, Any]) -> str:
 
 def options() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser = gpu_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--seq-length", type=int, default=LONGEST, help="tokens of the longest step (%(default)s)")
     parser.add_argument("--host-memory-gb", type=float, default=80.0, help="host memory for activations (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of an arm (%(default)s)")

@@ -304,15 +304,16 @@ def table(settings: Settings, rows: Sequence[Row], by_width: dict[int, dict[str,
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Return the command line and the sizes that it asks for."""
-    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser = gpu_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--kernel", help="kernel of the table to measure (the fastest that runs)")
     options = parse_on_gpu(parser, arguments)
     device = torch.device(options.device)
-    if device.type == "cuda":
-        lengths, repeats, check = ((8192,), 3, 2048) if options.quick else ((32768, 131072), 10, 4096)
-        return options, Settings(device, torch.bfloat16, lengths, (1, 2, 4, 8), lengths[0], check, 32, 8, 128, repeats)
+    on_cuda, widths = device.type == "cuda", (1, 2, 4, 8)
+    if on_cuda and not options.quick:
+        return options, Settings(device, torch.bfloat16, (32768, 131072), widths, 32768, 4096, 32, 8, 128, 10)
     lengths, repeats = ((192,), 1) if options.quick else ((512, 2048), 5)
-    return options, Settings(device, torch.float32, lengths, (1, 2, 4, 8), lengths[0], 128, 4, 2, 64, repeats)
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    return options, Settings(device, dtype, lengths, widths, lengths[0], 128, 4, 2, 64, repeats)
 
 
 def main(arguments: Sequence[str]) -> None:

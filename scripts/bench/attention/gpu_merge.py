@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> None:
     if why_not is not None:
         print(f"no fused kernel: {why_not}")
     ways = {"torch": join_, **({} if why_not else {"fused": join})}
-    rows = measure(device, TOKENS if args.device == "cuda" else TINY_TOKENS, ways)
+    rows = measure(device, TINY_TOKENS if args.quick or args.device == "cpu" else TOKENS, ways)
     for row in rows:
         print(
             f"{row['num_rows']:8} rows in {row['intervals']} interval(s), {row['way']:6} {row['milliseconds']:9.3f} ms "

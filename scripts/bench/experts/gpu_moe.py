@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +121,8 @@ def main(words: Sequence[str]) -> None:
     """Measure and print."""
     args = parse_on_gpu(gpu_parser(str(__doc__).splitlines()[0]), words)
     settings = ON_CUDA if args.device == "cuda" else TINY
+    if args.quick:
+        settings = replace(TINY, device=settings.device, dtype=settings.dtype)
     results = {"balanced": balanced(settings), "busy": busy(settings)}
     for name, figures in results.items():
         print(f"{name:9}" + "  ".join(f"{key} {value:,.3f}" for key, value in figures.items()))

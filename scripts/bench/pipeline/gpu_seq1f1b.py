@@ -26,10 +26,10 @@ LENGTHS = (32768, 131072)
 def main(words: Sequence[str]) -> None:
     """Measure and print."""
     args = parse_on_gpu(gpu_parser(str(__doc__).splitlines()[0]), words)
-    if args.device == "cuda":
-        figures = overheads(Sizes(4096, 32, 16384), LENGTHS, "cuda", torch.bfloat16)
-    else:
-        figures = overheads(Sizes(16, 2, 32), (256,), "cpu", torch.float32)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    is_tiny = args.quick or args.device == "cpu"
+    sizes, lengths = (Sizes(16, 2, 32), (256,)) if is_tiny else (Sizes(4096, 32, 16384), LENGTHS)
+    figures = overheads(sizes, lengths, args.device, dtype)
     for name, value in figures.items():
         print(f"{name:12} tokens/slices: {value:+.1%}")
     if args.json:

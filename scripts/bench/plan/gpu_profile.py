@@ -23,11 +23,11 @@ from scripts.demo import MODEL as DEMO_MODEL
 TINY = ["--max-tokens", "256", "--repeats", "1"]
 
 
-def profile_command(output: Path, on_cpu: bool) -> list[str]:
+def profile_command(output: Path, on_cpu: bool, is_tiny: bool = False) -> list[str]:
     """Return the command. The last value of a repeated flag counts."""
     command = [*BYTESCALE, "profile", "--json", "--output", str(output)]
-    if on_cpu:
-        return [*command, *TINY, "--cpu", "--", *DEMO_MODEL, *CONTEXT]
+    if on_cpu or is_tiny:
+        return [*command, *TINY, *(["--cpu"] if on_cpu else []), "--", *DEMO_MODEL, *CONTEXT]
     of_model = MODEL[: MODEL.index("--hdp-tokens-per-rank")]  # the other flags do not change a layer
     return [*command, "--", *DEMO_MODEL, *of_model, "--bf16"]
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser = gpu_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="cost file to write")
     args = parse_on_gpu(parser)
-    figures = figures_of(printed_by(profile_command(args.output.resolve(), args.device == "cpu")))
+    figures = figures_of(printed_by(profile_command(args.output.resolve(), args.device == "cpu", args.quick)))
     print(f"{args.output}: largest error of unseen lengths {figures['largest_error']:.1%}")
     if args.json:
         print(json.dumps(figures))

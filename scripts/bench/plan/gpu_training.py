@@ -64,7 +64,7 @@ def figures_of(printed: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Train, print, and with ``--json`` end with one JSON object."""
-    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser = gpu_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--fp8", metavar="RECIPE", help="train in FP8: tensorwise, blockwise or mxfp8")
     parser.add_argument("--steps", type=int, default=10, help=f"steps; the first {WARM_UP} warm up (%(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo", help="of the corpora (runs/demo)")

@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def options() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = gpu_parser(str(__doc__).splitlines()[0], has_quick=True)
+    parser = gpu_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--parameters", type=float, default=2e9, help="28 bytes each, for both arms (2e9: 56 GB)")
     parser.add_argument("--page-mb", type=float, default=4.0, help="size of a page in MiB (4)")
     parser.add_argument("--repeats", type=int, default=5, help="steps of each arm (5)")

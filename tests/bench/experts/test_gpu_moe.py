@@ -35,4 +35,4 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
         gpu_moe.main([])
-    assert "there is no GPU; --device cpu runs tiny sizes" in capsys.readouterr().err
+    assert "there is no GPU; --device cpu --quick runs tiny sizes" in capsys.readouterr().err
