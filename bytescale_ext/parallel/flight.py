@@ -11,10 +11,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,26 @@ LOOKS: Final = 40
 """Number of looks within the timeout."""
 STANDSTILL: Final = 0.5
 """Share of the timeout without progress after which the flight recorder is read, which takes time in long records."""
+
+
+class Entry(TypedDict):
+    """A call in the flight recorder: the part of torch's record that is read here."""
+
+    profiling_name: str
+    process_group: tuple[str, str]
+    pg_id: int
+    p2p_seq_id: int
+    is_p2p: bool
+    state: str
+    retired: bool
+    time_created_ns: int
+
+
+class Recorded(TypedDict, total=False):
+    """The flight recorder's calls, and the members of each group as text."""
+
+    entries: list[Entry]
+    pg_config: dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -49,20 +69,22 @@ class OpenCall:
         return f"{self.operation} of {self.group} with {named_ranks(self.ranks)}"
 
 
-def recorded_calls() -> dict[str, Any]:
+def recorded_calls() -> Recorded:
     """Return the flight recorder's calls and groups; no calls without NCCL. Stacks are left out, as they need locks."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    found: dict[str, Any] = {} if dump is None else pickle.loads(dump(True, False, False))
-    return found
+    if dump is None:
+        return {}
+    recorded: Recorded = pickle.loads(dump(True, False, False))
+    return recorded
 
 
-def oldest_open_call(recorded: Mapping[str, Any]) -> OpenCall | None:
+def oldest_open_call(recorded: Recorded) -> OpenCall | None:
     """Return the oldest recorded call that has not ended, or None.
 
     The messages of a batch are recorded one by one, but only a following entry for the whole batch ever ends.
     """
-    entries = recorded.get("entries", ())
-    messages: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    entries = recorded.get("entries", [])
+    messages: dict[tuple[int, int], list[Entry]] = {}
     batches = {_place(entry) for entry in entries if entry["profiling_name"] == "nccl:coalesced"}
     for entry in entries:
         if entry["is_p2p"]:
@@ -76,11 +98,11 @@ def oldest_open_call(recorded: Mapping[str, Any]) -> OpenCall | None:
     return None
 
 
-def _place(entry: Mapping[str, Any]) -> tuple[int, int]:
+def _place(entry: Entry) -> tuple[int, int]:
     return entry["pg_id"], entry["p2p_seq_id"]
 
 
-def _open_call(entry: Mapping[str, Any], parts: list[Mapping[str, Any]], groups: Mapping[str, Any]) -> OpenCall:
+def _open_call(entry: Entry, parts: list[Entry], groups: dict[str, dict[str, str]]) -> OpenCall:
     name, description = entry["process_group"]
     members = [int(rank) for rank in re.findall(r"\d+", groups.get(name, {}).get("ranks", ""))]
     peers = {

@@ -85,8 +85,12 @@ class Kernel:
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return why the kernel does not support such inputs, or None. Looks for packages, does not use the device."""
-        if device.type not in self.devices:
-            return f"runs on {'/'.join(self.devices)}, not on {device.type}"
+        return self.why_not_on_type(device.type, dtype, head_dim)
+
+    def why_not_on_type(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return why the kernel does not support such inputs on a type of device, see ``why_not``."""
+        if device_type not in self.devices:
+            return f"runs on {'/'.join(self.devices)}, not on {device_type}"
         if dtype not in self.dtypes:
             return f"supports {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
         if head_dim % self.head_dim_multiple or head_dim > self.largest_head_dim:
@@ -158,31 +162,8 @@ def counting(kernel: Kernel) -> tuple[Kernel, KernelCalls]:
 def kernel_table() -> tuple[Kernel, ...]:
     """Return all kernels, best first. The last is ``reference``, which supports everything; on CUDA only by name."""
     operator = torch_ops.missing_operator
-    packages = {
-        name: _cuda_kernel(name, package.missing, package.forward, package.backward)
-        for name, package in (
-            ("flash_attn_3", FLASH_ATTN_3),
-            ("flash_attn", FLASH_ATTN_2),
-            ("flash_attn_4", FLASH_ATTN_4),
-        )
-    }
     return (
-        replace(
-            packages["flash_attn_3"],
-            generations=(8, 9),
-            first_on=(HOPPER,),
-            narrow_values=(LATENT_WIDTHS,),
-            is_probed_apart=True,  # a failed launch calls exit(1) instead of raising
-        ),
-        packages["flash_attn"],
-        replace(
-            packages["flash_attn_4"],
-            generations=(HOPPER, *BLACKWELL, 12),
-            first_on=(HOPPER, *BLACKWELL),
-            widths_on=dict.fromkeys(BLACKWELL, (LATENT_WIDTHS, (256, 256))),
-            narrow_values=(LATENT_WIDTHS,),
-            is_probed_apart=True,  # its kernels are compiled here; a fault of one would break CUDA in this process
-        ),
+        *_package_kernels(),
         _cuda_kernel(
             "torch_flash",
             operator("_flash_attention_forward", "_flash_attention_backward"),
@@ -229,6 +210,36 @@ def kernel_table() -> tuple[Kernel, ...]:
     )
 
 
+def _package_kernels() -> tuple[Kernel, ...]:
+    """Return the rows of the flash-attn packages."""
+    version_3, version_2, version_4 = (
+        _cuda_kernel(name, package.missing, package.forward, package.backward)
+        for name, package in (
+            ("flash_attn_3", FLASH_ATTN_3),
+            ("flash_attn", FLASH_ATTN_2),
+            ("flash_attn_4", FLASH_ATTN_4),
+        )
+    )
+    return (
+        replace(
+            version_3,
+            generations=(8, 9),
+            first_on=(HOPPER,),
+            narrow_values=(LATENT_WIDTHS,),
+            is_probed_apart=True,  # a failed launch calls exit(1) instead of raising
+        ),
+        version_2,
+        replace(
+            version_4,
+            generations=(HOPPER, *BLACKWELL, 12),
+            first_on=(HOPPER, *BLACKWELL),
+            widths_on=dict.fromkeys(BLACKWELL, (LATENT_WIDTHS, (256, 256))),
+            narrow_values=(LATENT_WIDTHS,),
+            is_probed_apart=True,  # its kernels are compiled here, and a faulty kernel breaks CUDA in its process
+        ),
+    )
+
+
 def _cuda_kernel(
     name: str,
     missing: Callable[[], str | None],
@@ -257,14 +268,17 @@ def expected_kernels(generation: int, dtype: torch.dtype, head_dim: int) -> tupl
     Returns:
         The kernel with the packages that are installed here, and the kernel with all packages.
     """
-    device, widths = torch.device("cuda"), (head_dim, head_dim)
-    named = [
+    rows = [
         kernel
         for kernel in ordered_kernels(generation)
-        if "cuda" not in kernel.by_name_on and kernel.why_not_on(generation, widths) is None
+        if "cuda" not in kernel.by_name_on and kernel.why_not_on(generation, (head_dim, head_dim)) is None
     ]
-    with_all = next(k for k in named if replace(k, missing=lambda: None).why_not(device, dtype, head_dim) is None)
-    return next(k for k in named if k.why_not(device, dtype, head_dim) is None).name, with_all.name
+    whole = [replace(kernel, missing=lambda: None) for kernel in rows]
+    here, best = (
+        next(row.name for row in table if row.why_not_on_type("cuda", dtype, head_dim) is None)
+        for table in (rows, whole)
+    )
+    return here, best
 
 
 def choose_kernel(
