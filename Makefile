@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest transformers4 docs gpu-rehearsal pins clean
+.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest transformers4 megatron next docs gpu-rehearsal pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -19,6 +19,8 @@ help:
 	@echo "make test-all  everything: make test, all twins, and all comparisons with the reference model"
 	@echo "make twins  train a scaled-down twin of each recipe for 5 steps and print the losses (2 minutes)"
 	@echo "make gpu-rehearsal  train each feature on ghost GPUs: torch's CUDA wheel on the CPU (needs a C compiler)"
+	@echo "make megatron VERSION=0.19.0  the main tests with another release of Megatron"
+	@echo "make next MEGATRON=PATH  the main tests with a source tree of Megatron"
 	@echo "make docs   build the documentation as a site in site/"
 	@echo "make setup  create .venv with pinned dependencies"
 
@@ -105,6 +107,30 @@ transformers4: $(STAMP)
 	$(BIN)/python -m tests.bytescale.convert.exchange read .venv-transformers4/exchange/4
 	OMP_NUM_THREADS=1 .venv-transformers4/bin/python -m pytest -n 0 -m "" tests/bytescale/convert -k "not training_begins"
 
+# Oracles, pipelines, resumption, checkpoints of stock Megatron, and the patch table.
+MEGATRON_TESTS := tests/e2e/hdp/test_oracle.py tests/e2e/hdp/test_pipelines.py tests/e2e/hdp/test_moe.py \
+  tests/e2e/slices/test_seq1f1b.py tests/e2e/states/test_paged.py tests/e2e/runs/test_resume.py \
+  tests/e2e/runs/test_stock.py tests/bytescale/test_patches.py
+
+# Not a part of `make test`: these tests with another release of Megatron, in an environment of its own.
+megatron:
+	$(MAKE) setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-megatron
+	$(BIN)/uv pip install --quiet --python .venv-megatron/bin/python -r <(sed 's/^megatron-core==.*/megatron-core==$(VERSION)/' requirements.txt)
+	$(BIN)/uv pip install --quiet --python .venv-megatron/bin/python --no-deps --editable .
+	OMP_NUM_THREADS=1 .venv-megatron/bin/python -m pytest -n 2 --dist loadfile $(MEGATRON_TESTS)
+
+# Not a part of `make test`: these tests with the source tree of Megatron in $(MEGATRON), which builds its own helpers.
+next:
+	test -f "$(MEGATRON)/megatron/core/package_info.py"
+	$(MAKE) setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-megatron
+	$(BIN)/uv pip install --quiet --python .venv-megatron/bin/python pybind11 setuptools -r <(grep -v '^megatron-core==' requirements.txt)
+	$(BIN)/uv pip install --quiet --python .venv-megatron/bin/python --no-deps --editable .
+	PATH="$(CURDIR)/.venv-megatron/bin:$$PATH" $(MAKE) -C "$(MEGATRON)/megatron/core/datasets" \
+	  LIBEXT="$$(.venv-megatron/bin/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")"
+	PYTHONPATH="$(MEGATRON)" OMP_NUM_THREADS=1 .venv-megatron/bin/python -m pytest -n 2 --dist loadfile $(MEGATRON_TESTS)
+
 # Uses no network; a broken link or a page that mkdocs.yml lacks is an error.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -113,4 +139,4 @@ pins: $(STAMP)
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python requirements.in -o requirements.txt
 
 clean:
-	rm -rf .venv .venv-newest .venv-transformers4 runs data build site ./*.egg-info
+	rm -rf .venv .venv-newest .venv-transformers4 .venv-megatron runs data build site ./*.egg-info

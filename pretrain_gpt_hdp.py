@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron.bytescale import check_megatron_version, cpu, install
+from megatron.bytescale import cpu, install
 from megatron.bytescale.arguments.bad_input import one_line_errors
 from megatron.bytescale.faults import check_watchdog, named_faults, told_before_the_watchdog
+from megatron.bytescale.versions import check_megatron_version
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime

@@ -6,24 +6,11 @@ Importing this package imports neither Megatron nor torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Installation
     from megatron.bytescale.runtime import Runtime
-
-MEGATRON_VERSION = "0.19.2"
-
-
-def check_megatron_version() -> None:
-    """Raise ValueError if the installed Megatron is not the supported version, before it is imported."""
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        version = "not installed"
-    if version != MEGATRON_VERSION:
-        raise ValueError(f"megatron-core is {version}; install megatron-core=={MEGATRON_VERSION}")
 
 
 def install(runtime: Runtime | None) -> Installation:

@@ -21,16 +21,19 @@ from megatron.bytescale.core.optimizer.optimizer import paged
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
-from megatron.bytescale.registry import Patch
+from megatron.bytescale.registry import Patch, Source
 from megatron.bytescale.training.initialize import (
     wrap_compile_helpers,
     wrap_set_jit_fusion_options,
     wrap_warmup_jit_function,
 )
 from megatron.bytescale.training.training import wrap_check_checkpoint_args, wrap_training_log
+from megatron.bytescale.versions import TESTED
 
 ALWAYS, CPU, HDP, MULTI_TOKEN = "always", "cpu", "hdp", "multi_token"
 SCULPT, SLICES, STATES = "sculpt", "slices", "states"
+NEXT = ("0.20.0",)  # the main branch of NVIDIA/Megatron-LM at d98e8a64 of 2026-08-22
+ALL = TESTED + NEXT
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -38,35 +41,35 @@ PATCHES: tuple[Patch, ...] = (
         wrap=wrap_compile_helpers,
         features=(ALWAYS,),
         why="it would end every run from the PyPI wheel, which has the built helper but no Makefile",
-        source_hash="84029a50ae8c",
+        sources=(Source("84029a50ae8c", ALL),),
     ),
     Patch(
         target="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
         wrap=wrap_get_cuda_rng_state,
         features=(CPU,),
         why="it reads CUDA's generator through torch's C++ bindings, which allow no stand-in",
-        source_hash="aa26caaa069c",
+        sources=(Source("aa26caaa069c", ALL),),
     ),
     Patch(
         target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         wrap=wrap_set_cuda_rng_state,
         features=(CPU,),
         why="it sets CUDA's generator through torch's C++ bindings, which allow no stand-in",
-        source_hash="b179c9d95438",
+        sources=(Source("b179c9d95438", ALL),),
     ),
     Patch(
         target="megatron.training.initialize:_warmup_jit_function",
         wrap=wrap_warmup_jit_function,
         features=(CPU,),
         why="it warms up fused CUDA kernels; no flag turns it off",
-        source_hash="e7c1707d8b9b",
+        sources=(Source("e7c1707d8b9b", ALL),),
     ),
     Patch(
         target="megatron.training.initialize:set_jit_fusion_options",
         wrap=wrap_set_jit_fusion_options,
         features=(HDP,),
         why="its warm-up makes tensors of --seq-length rows, the longest context; no flag turns it off",
-        source_hash="fe3ec3dcf2af",
+        sources=(Source("fe3ec3dcf2af", ALL),),
         aliases=("megatron.training.training",),
     ),
     Patch(
@@ -74,59 +77,59 @@ PATCHES: tuple[Patch, ...] = (
         wrap=wrap_check_checkpoint_args,
         features=(HDP, SCULPT),
         why="only it sees a checkpoint's own counts; a hook after loading sees only the sum",
-        source_hash="4c636308e56b",
+        sources=(Source("4c636308e56b", TESTED), Source("3686ceb294bc", NEXT)),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         wrap=wrap_get_forward_backward_func,
         features=(HDP, SLICES),
         why="train_step and evaluate pass one num_microbatches for all ranks, and no argument reorders slices",
-        source_hash="9d8e0a75be40",
+        sources=(Source("9d8e0a75be40", ALL),),
         aliases=("megatron.core.pipeline_parallel", "megatron.training.training"),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
         features=(SLICES,),
         why="no argument gives a longer warm-up or another order of backward passes",
-        source_hash="772d6b7d8182",
+        sources=(Source("772d6b7d8182", TESTED), Source("b2582d25713c", NEXT)),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
         features=(SLICES,),
         why="no argument gives a longer warm-up or another order of backward passes",
-        source_hash="091263d1c27e",
+        sources=(Source("091263d1c27e", TESTED), Source("f772f7d344ef", NEXT)),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_step",
         features=(SLICES,),
         why="the schedules call it by name; slices keep its input and output until their backward pass",
-        source_hash="24c526af4445",
+        sources=(Source("24c526af4445", TESTED), Source("d24e8a478a19", NEXT)),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
         features=(SLICES,),
         why="the schedules call it by name, for the oldest forward pass; slices run backward last slice first",
-        source_hash="435628e2479e",
+        sources=(Source("435628e2479e", TESTED), Source("b767f2485190", NEXT)),
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_pp_rank_microbatches",
         features=(SLICES,),
         why="the schedules call it by name; slices need a longer warm-up",
-        source_hash="78a8e057bdbb",
+        sources=(Source("78a8e057bdbb", ALL),),
     ),
     Patch(
         target="megatron.training.training:training_log",
         wrap=wrap_training_log,
         features=(HDP,),
         why="the log line has no hook, and its interval decides when figures are gathered",
-        source_hash="5e34a182d566",
+        sources=(Source("5e34a182d566", TESTED), Source("03adda0fdaca", NEXT)),
     ),
     Patch(
         target="megatron.core.optimizer:get_megatron_optimizer",
         wrap=wrap_get_megatron_optimizer,
         features=(HDP, STATES),
         why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook runs before",
-        source_hash="b473223298c4",
+        sources=(Source("b473223298c4", TESTED), Source("a4db1e83c8df", NEXT)),
         aliases=("megatron.training.training",),
     ),
     Patch(
@@ -134,21 +137,21 @@ PATCHES: tuple[Patch, ...] = (
         wrap=wrap_set_main_param_and_optimizer_states,
         features=(HDP, STATES),
         why="without TransformerEngine it reads a step that the sharded tensors lack; no hook skips it",
-        source_hash="40cab7846597",
+        sources=(Source("40cab7846597", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
         wrap=wrap_load_state_dict,
         features=(HDP, STATES),
         why="a checkpoint with another number of parts ends in a KeyError; Megatron's optimizers have no load hooks",
-        source_hash="403774c7dde1",
+        sources=(Source("403774c7dde1", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
         wrap=wrap_clip_grad_by_total_norm_fp32,
         features=(STATES,),
         why="it refuses gradients in host memory (--state-stage 2 and 3); optimizers call it by name",
-        source_hash="cf07b488fb76",
+        sources=(Source("cf07b488fb76", ALL),),
         aliases=("megatron.core.optimizer.optimizer", "megatron.core.models.mimo.optimizer"),
     ),
     Patch(
@@ -156,77 +159,77 @@ PATCHES: tuple[Patch, ...] = (
         subclass=paged,
         features=(STATES,),
         why="its float32 copies and states are in pages; Megatron builds the optimizer from a fixed list of classes",
-        source_hash="efe6cb1a7919",
+        sources=(Source("efe6cb1a7919", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
         subclass=paged,
         features=(STATES,),
         why="its float32 copies and states are in pages; Megatron builds the optimizer from a fixed list of classes",
-        source_hash="654c9c1dbd22",
+        sources=(Source("654c9c1dbd22", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:FP32Optimizer",
         subclass=taking_gradients,
         features=(STATES,),
         why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
-        source_hash="5ebce57749fd",
+        sources=(Source("5ebce57749fd", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
         subclass=taking_gradients,
         features=(STATES,),
         why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
-        source_hash="ab71156b7e57",
+        sources=(Source("ab71156b7e57", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
         subclass=taking_gradients,
         features=(STATES,),
         why="its gradients come from host memory from stage 2 on; Megatron calls no hook before it takes them",
-        source_hash="ab71156b7e57",
+        sources=(Source("ab71156b7e57", ALL),),
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",
         subclass=HostBuffer,
         features=(STATES,),
         why="its gradients are in host memory from stage 2 on; DDP creates the buffer itself",
-        source_hash="dcb6b346c84b",
+        sources=(Source("dcb6b346c84b", ALL),),
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
         subclass=HostBucketGroup,
         features=(STATES,),
         why="it reduces gradients from host memory in chunks; DDP creates the groups itself",
-        source_hash="7e3601700d1a",
+        sources=(Source("7e3601700d1a", ALL),),
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
         subclass=OrderedBucketGroup,
         features=(HDP,),
         why="its overlapped reduction waits for exchanges of rings; DDP creates the groups itself and has no hook",
-        source_hash="fa31a42a7368",
+        sources=(Source("fa31a42a7368", ALL),),
     ),
     Patch(
         target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
         subclass=flushing,
         features=(STATES,),
         why="late updates end before a save or an evaluation; Megatron calls no hook before either",
-        source_hash="9701d6398952",
+        sources=(Source("9701d6398952", ALL),),
     ),
     Patch(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",
         subclass=LaterTokenLayer,
         features=(MULTI_TOKEN,),
         why="it shifts rows beyond the ends of documents; no layer spec names the layer's class",
-        source_hash="308b3cf67932",
+        sources=(Source("308b3cf67932", TESTED), Source("1abfb71d9bf7", NEXT)),
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter",
         subclass=DocumentRouter,
         features=(MULTI_TOKEN,),
         why="the layer inside multi-token prediction takes its router from Megatron's spec of a plain layer",
-        source_hash="2b2fbd0022a9",
+        sources=(Source("2b2fbd0022a9", TESTED), Source("eb26c11f1d78", NEXT)),
     ),
 )
 

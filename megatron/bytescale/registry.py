@@ -1,10 +1,11 @@
 """Checks, replaces and restores functions of Megatron, for all features.
 
-A ``Patch`` row names one function, gives the reason why no hook of Megatron suffices, and contains the hash of the
-source that it was written for. A row can also name a class: objects of a run then become objects of our subclass
-(``specialize``), and the hash covers the methods that the subclass overrides. ``Installation`` checks all rows against
-the installed Megatron before it applies the first row. No other code sets an attribute of Megatron's functions and
-classes, or the class of an object (tests/test_layout.py, tests/bytescale/test_patches.py).
+A ``Patch`` row names one function, gives the reason why no hook of Megatron suffices, and lists the sources that the
+row was read against: the hash of each, and the versions of Megatron that have it. A row can also name a class: objects
+of a run then become objects of our subclass (``specialize``), and the hash covers the methods that the subclass
+overrides. ``Installation`` checks all rows against the installed Megatron before it applies the first row. No other
+code sets an attribute of Megatron's functions and classes, or the class of an object (tests/test_layout.py,
+tests/bytescale/test_patches.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.bytescale.versions import REMEDY, installed_megatron
+
 Function = Callable[..., Any]
 Holder = types.ModuleType | type  # owner of a function
 Subclass = type | Callable[[type], type]  # a subclass, or a function that makes one from a Megatron class
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source text of a row's function or class, which the row was read against.
+
+    Attributes:
+        source_hash: first 12 hex digits of the sha256 of the text (see ``hash_of``).
+        versions: versions of megatron-core that have this text.
+    """
+
+    source_hash: str
+    versions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Patch:
         target: the definition, "module:function", "module:Class.method" or "module:Class".
         features: names of the features that need the row.
         why: reason why no argument, callable, spec or call site suffices.
-        source_hash: first 12 hex digits of the sha256 of the source that the row was written for (see ``hash_of``).
+        sources: source texts that the row was read against, for all versions; another text is refused.
         wrap: (original, runtime) -> replacement. None: the function stays, and ``copy_with_names`` runs a copy of it,
             or replaces its name in such a copy.
         aliases: other modules that import the same function by ``from ... import``.
@@ -43,10 +59,15 @@ class Patch:
     target: str
     features: tuple[str, ...]
     why: str
-    source_hash: str
+    sources: tuple[Source, ...]
     wrap: Callable[[Function, Any], Function] | None = None
     aliases: tuple[str, ...] = ()
     subclass: Subclass | None = None
+
+    @property
+    def versions_of(self) -> dict[str, tuple[str, ...]]:
+        """The versions of megatron-core that have each source, by its hash."""
+        return {source.source_hash: source.versions for source in self.sources}
 
 
 def source_hash(function: Function) -> str:
@@ -108,9 +129,7 @@ def resolve_target(target: str) -> tuple[Holder, str, Function]:
         owner = functools.reduce(getattr, classes, importlib.import_module(module_name))
         return owner, attribute, vars(owner)[attribute]
     except (ImportError, AttributeError, KeyError) as error:
-        raise ValueError(
-            f"{target} is not in the installed Megatron ({error}); install megatron-core==0.19.2"
-        ) from error
+        raise ValueError(f"{target} is not in megatron-core {installed_megatron()} ({error}); {REMEDY}") from error
 
 
 def check_patch(patch: Patch) -> None:
@@ -119,10 +138,10 @@ def check_patch(patch: Patch) -> None:
     if inspect.unwrap(function) is not function:  # the wrapper would hide another source
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
     installed = hash_of(patch, function)
-    if installed != patch.source_hash:
+    if installed not in patch.versions_of:
         raise ValueError(
-            f"{patch.target} has source hash {installed}, the patch was written for {patch.source_hash}; "
-            "install megatron-core==0.19.2, or review the row in megatron/bytescale/patches.py"
+            f"{patch.target} of megatron-core {installed_megatron()} has the source hash {installed}, which its row in "
+            f"megatron/bytescale/patches.py does not have; {REMEDY}"
         )
     for alias in patch.aliases:
         if getattr(importlib.import_module(alias), attribute, None) is not function:
@@ -183,8 +202,9 @@ def describe(patch: Patch) -> str:
     state = "replaced" if original is not function else "copied" if patch.wrap is None else "untouched"
     if patch.subclass is not None:
         state = "specialized"
-    if hash_of(patch, original) != patch.source_hash:
-        state = f"unknown source {hash_of(patch, original)}"
+    found = hash_of(patch, original)
+    if found not in patch.versions_of:
+        state = f"unknown source {found}"
     name, features = patch.target.partition(":")[2], ", ".join(patch.features)
     holders = ", ".join((patch.target.replace(":", "."), *patch.aliases))
-    return f"{name:45} {state:10} {patch.source_hash}  {features}: {patch.why} [{holders}]"
+    return f"{name:45} {state:10} {found}  {features}: {patch.why} [{holders}]"

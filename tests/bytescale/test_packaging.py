@@ -109,7 +109,7 @@ def test_metadata(wheel: Path, names: set[str]) -> None:
 
     assert "bytescale = megatron.bytescale.cli:main" in read("entry_points.txt")
     metadata = read("METADATA")
-    assert "Requires-Dist: megatron-core==0.19.2" in metadata
+    assert "Requires-Dist: megatron-core<0.20,>=0.19.0" in metadata
     for extra in ("ray", "solver", "tokenizers", "gpu", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
     for field in ("Author", "Keywords", "Classifier", "Project-URL", "Description-Content-Type"):

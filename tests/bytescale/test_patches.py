@@ -236,7 +236,7 @@ def refuse_changed_rows(rank: int, world: int) -> None:
     from dataclasses import replace
 
     from megatron.bytescale import patches
-    from megatron.bytescale.registry import Installation
+    from megatron.bytescale.registry import Installation, Source
     from tests.e2e.preload import STAND_INS
 
     assert STAND_INS is not None
@@ -245,9 +245,9 @@ def refuse_changed_rows(rank: int, world: int) -> None:
     rows = patches.rows_of("always", "cpu", "hdp", "slices", "states", "multi_token")
     assert tuple(rows) == patches.PATCHES
     for index, row in enumerate(rows):
-        changed = [*rows[:index], replace(row, source_hash="0123456789ab"), *rows[index + 1 :]]
+        changed = [*rows[:index], replace(row, sources=(Source("0123456789ab", ("0.1",)),)), *rows[index + 1 :]]
         installation = Installation()
-        with pytest.raises(ValueError, match=f"{row.target} has source hash .* written for 0123456789ab"):
+        with pytest.raises(ValueError, match=f"{row.target} of megatron-core .* has the source hash .*patches.py"):
             installation.install(changed, None)
         assert installation.names() == []
         now = callables_of_megatron()

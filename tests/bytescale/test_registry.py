@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.registry import Installation, Patch, check_patch, describe, source_hash, specialize
+from megatron.bytescale.registry import Installation, Patch, Source, check_patch, describe, source_hash, specialize
+from megatron.bytescale.versions import TESTED, installed_megatron
 
 
 def shout(words: str) -> str:
@@ -40,9 +42,13 @@ def modules() -> Iterator[dict[str, types.ModuleType]]:
         del sys.modules[name]
 
 
+def source(*hashes: str) -> tuple[Source, ...]:
+    return tuple(Source(one, (f"0.{number}",)) for number, one in enumerate(hashes))
+
+
 def row(target: str = "upstream:shout", function: Callable[..., Any] = shout, **changes: Any) -> Patch:
-    values = {"wrap": wrap_twice, "features": ("loud", "proud"), "why": "no hook", "source_hash": source_hash(function),
-              "aliases": ("holder",)}  # fmt: skip
+    values = {"wrap": wrap_twice, "features": ("loud", "proud"), "why": "no hook",
+              "sources": source(source_hash(function)), "aliases": ("holder",)}  # fmt: skip
     return Patch(target, **{**values, **changes})
 
 
@@ -77,11 +83,17 @@ def assert_untouched(modules: dict[str, Any], installation: Installation) -> Non
 def test_another_source_refuses_before_anything_is_replaced(modules: dict[str, Any]) -> None:
     installation = Installation()
     with pytest.raises(ValueError, match="whisper") as refusal:
-        installation.install((ROWS[0], row("upstream:whisper", whisper, source_hash="0123456789ab")), ">")
+        installation.install((ROWS[0], row("upstream:whisper", whisper, sources=source("0123456789ab"))), ">")
     message = str(refusal.value)
-    for words in ("upstream:whisper", "0123456789ab", source_hash(whisper), "install megatron-core==", "patches.py"):
+    version = re.escape(str(installed_megatron()))
+    assert re.match(f"upstream:whisper of megatron-core {version} has the source hash {source_hash(whisper)}", message)
+    for words in ("patches.py", f"install megatron-core=={TESTED[-1]}", "docs/guide/upgrade.md", "make next"):
         assert words in message
     assert_untouched(modules, installation)
+
+
+def test_a_row_takes_the_source_that_is_installed(modules: dict[str, Any]) -> None:
+    check_patch(row(sources=source("0123456789ab", source_hash(shout))))
 
 
 def test_an_alias_that_holds_another_function_refuses_before_anything_is_replaced(modules: dict[str, Any]) -> None:
@@ -103,7 +115,7 @@ def test_an_alias_without_the_function_is_refused(modules: dict[str, Any]) -> No
 @pytest.mark.parametrize("target", ["upstream:sing", "no_such_module:shout"])
 def test_what_is_not_there_is_named(modules: dict[str, Any], target: str) -> None:
     installation = Installation()
-    with pytest.raises(ValueError, match=f"{target} is not in the installed Megatron .*install megatron-core=="):
+    with pytest.raises(ValueError, match=f"{target} is not in megatron-core .*install megatron-core=="):
         installation.install((*ROWS, row(target)), ">")
     assert_untouched(modules, installation)
 
@@ -122,14 +134,14 @@ def test_a_second_install_is_refused_and_the_first_stays(modules: dict[str, Any]
 
 def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
     line = describe(ROWS[0])
-    for words in ("shout", "untouched", ROWS[0].source_hash, "loud, proud: no hook", "[upstream.shout, holder]"):
+    for words in ("shout", "untouched", source_hash(shout), "loud, proud: no hook", "[upstream.shout, holder]"):
         assert words in line
     installation = Installation()
     installation.install(ROWS, ">")
     assert " replaced " in describe(ROWS[0])
     installation.uninstall()
     assert " untouched " in describe(ROWS[0])
-    assert f"unknown source {source_hash(shout)}" in describe(row(source_hash="0" * 12))
+    assert f"unknown source {source_hash(shout)}" in describe(row(sources=source("0" * 12)))
     modules["upstream"].shout = whisper
     assert f"unknown source {source_hash(whisper)}" in describe(ROWS[0])
 
@@ -157,10 +169,10 @@ def test_a_row_of_a_class_depends_on_the_methods_that_its_subclass_overrides(mod
     ring = "    def ring(self) -> str:\n        return self.pitch"
     sources = [ring if name == "ring" else "" for name in sorted(vars(LoudBell))]
     expected = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
-    bell_row = row("upstream:Bell", wrap=None, aliases=(), subclass=LoudBell, source_hash=expected)
+    bell_row = row("upstream:Bell", wrap=None, aliases=(), subclass=LoudBell, sources=source(expected))
     check_patch(bell_row)
-    with pytest.raises(ValueError, match=f"upstream:Bell has source hash {expected}, the patch was written for 0"):
-        check_patch(replace(bell_row, source_hash="0" * 12))
+    with pytest.raises(ValueError, match=f"upstream:Bell of megatron-core .* has the source hash {expected}, which"):
+        check_patch(replace(bell_row, sources=source("0" * 12)))
     assert " specialized " in describe(bell_row)
 
 

@@ -37,6 +37,7 @@ from megatron.bytescale.cli.generate import command as generate
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 from megatron.bytescale.cli.states import command as states
+from megatron.bytescale.versions import installed_megatron
 
 COMMANDS = (
     train,
@@ -143,5 +144,7 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         names = ("bytescale-megatron", "megatron-core", "torch")
-        print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
+        versions = {name: importlib.metadata.version(name) for name in names}
+        versions["megatron-core"] = str(installed_megatron())
+        print(", ".join(f"{name} {version}" for name, version in versions.items()))
         parser.exit()

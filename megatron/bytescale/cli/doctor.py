@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from megatron.bytescale.arguments.refusals import ALWAYS
 from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.cli.shared.options import add_cpu, add_json
+from megatron.bytescale.versions import TESTED, installed_megatron
 
 NAME = "doctor"
 HELP = "print installed packages, the attention kernel and the backend with reasons, features and patches"
@@ -188,6 +189,8 @@ def features_report() -> list[FeatureReport]:
 
 
 def _version(package: str) -> str | None:
+    if package == "megatron-core":  # a source tree on the path counts
+        return installed_megatron()
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -199,6 +202,7 @@ def text_of(report: DoctorReport, with_flags: bool = False, with_refusals: bool 
     attention = report.attention
     lines = [f"python     {report.python}"]
     lines += [f"{name:20} {version or 'not installed'}" for name, version in report.packages.items()]
+    lines.append(f"{'tested with':20} megatron-core {', '.join(TESTED)}")
     lines += [
         "",
         f"device     {report.device}",
