@@ -2,10 +2,14 @@
 
 A gradient is copied to slots of pinned memory, which overlaps with computation. One thread adds the slots to the sum in
 order of arrival. The order and precision of the additions are the same as on a device, so the sums are bitwise equal.
+
+Gradients arrive in hooks of autograd, whose current stream is the stream on which Megatron built its DDP modules. The
+copies take part in the order of the stream that computes instead: a gradient's memory is used again in this order.
 """
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -33,6 +37,7 @@ class GradientSums:
         memory = host_block(NUM_SLOTS * slot_bytes, torch.uint8, on_cuda)
         self.slots = memory.view(NUM_SLOTS, slot_bytes)
         self._link = make_link(HostArena(memory), on_cuda)
+        self._compute = torch.cuda.default_stream() if on_cuda else None
         self._thread = ThreadPoolExecutor(1, "gradients")
         self._additions: list[Future[None] | None] = [None] * NUM_SLOTS  # the last addition of each slot
         self._next = 0
@@ -54,11 +59,18 @@ class GradientSums:
         for number, (_, part) in zip(numbers, pieces, strict=True):
             self._wait(number)
             targets.append(self.slots[number].view(gradient.dtype)[: part.numel()])
-        ticket = self._link.write(
-            [(target, part) for target, (_, part) in zip(targets, pieces, strict=True)], [gradient]
-        )
+        pairs = [(target, part) for target, (_, part) in zip(targets, pieces, strict=True)]
+        with self._computing():
+            ticket = self._link.write(pairs, [gradient, *(part for _, part in pieces)])
         for number, target, (total, _) in zip(numbers, targets, pieces, strict=True):
             self._additions[number] = self._thread.submit(_add, total, target, ticket)
+
+    def _computing(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the stream that computes is current, after the work of the hook's stream."""
+        if self._compute is None:
+            return contextlib.nullcontext()
+        self._compute.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._compute)
 
     def _wait(self, number: int) -> None:
         """Wait until a slot is free. Re-raises the exception of its addition."""

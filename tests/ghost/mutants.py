@@ -55,5 +55,8 @@ MUTANTS = (
     Mutant("reads do not wait for writes", LINK, "CudaLink.read", "self.to_device.wait_event(written)",
            case="memo in pipelines"),
     Mutant("sources are not held", LINK, "CudaLink.write", "self._held.append((done, held))"),
+    Mutant("gradients leave in the order of their hooks", "bytescale_ext.states.gradients", "GradientSums._computing",
+           "return torch.cuda.stream(self._compute)", "return contextlib.nullcontext()",
+           case="gradients in host memory"),
     Mutant("the host does not wait for copies", "bytescale_ext.states.adam", "wait_on_host", "ticket.synchronize()"),
 )  # fmt: skip
