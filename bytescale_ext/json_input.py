@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+_LARGEST = 1 << 63
 Pairs = Callable[[list[tuple[str, object]]], object]
 """Makes the value of a JSON object from its (name, value) pairs."""
 
@@ -16,6 +17,28 @@ def json_value(text: str | bytes, object_pairs_hook: Pairs | None = None) -> Any
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def json_settings(text: str | bytes) -> Any:
+    """Return a JSON value whose integers fit into 64 bits, for settings, costs and plans.
+
+    Raises ValueError as ``json_value``, and for integers above 2^63.
+    """
+    try:
+        return json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) > _LARGEST:
+        raise ValueError(f"the number {text[:20]}{'...' * (len(text) > 20)} is larger than 2^63")
+    return int(text)
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped, so that a file's name cannot write to a terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def lines_of_text(text: str) -> list[str]:

@@ -9,6 +9,7 @@ feature.
 from __future__ import annotations
 
 import _compat_pickle
+import errno
 import io
 import os
 import pickle
@@ -249,10 +250,10 @@ class FileSlice(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position in the slice, and return it. Raises ValueError before the slice."""
+        """Move to a position in the slice, and return it. Raises OSError before the slice."""
         position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if position < 0:
-            raise ValueError("before the start of the file")
+            raise OSError(errno.EINVAL, "before the start of the file")
         self._position = position
         return position
 

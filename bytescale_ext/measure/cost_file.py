@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import SHAPE_NOT_IN_FILES, ModelCost
@@ -16,6 +17,12 @@ from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 
 FLAGS: Final = ("shape.gated", "shape.latent.has_norms", "shape.latent.is_plain")
 """Boolean entries of a cost file."""
+
+MOST: Final = 1 << 40
+"""Upper bound of sizes."""
+
+LARGEST: Final = 1e15
+"""Upper bound of costs, so that their products are finite."""
 
 SHIPPED: Final = Path(__file__).parent / "costs"
 """Folder of the cost files that are part of the package."""
@@ -28,7 +35,7 @@ def read_cost(path: Path | str) -> ModelCost:
         ValueError: the file cannot be read, or an entry is missing, unknown, negative or of the wrong type.
     """
     try:
-        value = json_value(Path(path).read_text(encoding="utf-8"))
+        value = json_settings(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cost file {path}: {error.strerror}; `bytescale profile` writes one") from None
     except ValueError as error:  # bad JSON, or not UTF-8
@@ -108,6 +115,17 @@ def _checked_entries(value: object, kind: type, where: str) -> dict[str, object]
     return value
 
 
+def _numbers(entries: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of all entries except sizes and flags of the shape, which have other checks."""
+    for name, value in entries.items():
+        if isinstance(value, dict) and name != "shape":
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield from ((f"{prefix}{name}", item) for item in value)
+        elif name != "shape":
+            yield f"{prefix}{name}", value
+
+
 def _check_types(entries: dict[str, object], shape: dict[str, object], latent: dict[str, object]) -> None:
     """Raise ValueError for a size that is not a large enough integer, a flag that is not Boolean, or text that is not.
 
@@ -121,11 +139,16 @@ def _check_types(entries: dict[str, object], shape: dict[str, object], latent: d
     optional.add("shape.latent.query_rank")
     for name, size in sizes.items():
         least = 0 if name in optional else 1
+        if isinstance(size, int) and size > MOST:
+            raise ValueError(f"{name} is {size}; it must be at most 2^40")
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ValueError(f"{name} is {json.dumps(size)}; it must be a whole number, at least {least}")
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name} is {json.dumps(flag)}; it must be true or false")
+    for name, number in _numbers(entries):
+        if isinstance(number, bool) or (isinstance(number, int | float) and not 0 <= number <= LARGEST):
+            raise ValueError(f"{name} is {json.dumps(number)}; it must be a number from 0 to {LARGEST:g}")
     for name in ("device", "dtype", "source"):
         if not isinstance(entries[name], str):
             raise ValueError(f"{name} is {json.dumps(entries[name])}; it must be text")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
-from bytescale_ext.json_input import json_value, lines_of_text
+from bytescale_ext.json_input import json_settings, lines_of_text
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
@@ -19,6 +19,7 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch
 from bytescale_ext.plan.step.plan import StepPlan
 
 KINDS: Final = ("forward", "backward", "reduce", "optimizer", "wait")
+LARGEST_TIME: Final = 1e15  # seconds
 COMPUTE_KINDS: Final = ("forward", "backward")
 _FILE_NAME = re.compile(r"rank(\d+)\.jsonl")
 
@@ -199,9 +200,9 @@ def _rank_files(directory: Path) -> list[Path]:
     files = {int(match[1]): path for path in directory.iterdir() if (match := _FILE_NAME.fullmatch(path.name))}
     if not files:
         raise ValueError(f"{directory} contains no rank0.jsonl, rank1.jsonl, ...; did the run write its timeline?")
-    missing = sorted(set(range(max(files) + 1)) - set(files))
-    if missing:
-        raise ValueError(f"{directory} has rank{max(files)}.jsonl but no files of ranks {missing[:8]}")
+    if max(files) >= len(files):
+        missing = [rank for rank in range(len(files) + 8) if rank not in files and rank < max(files)][:8]
+        raise ValueError(f"{directory} has rank{str(max(files))[:20]}.jsonl but no files of ranks {missing}")
     return [files[rank] for rank in range(len(files))]
 
 
@@ -210,8 +211,8 @@ def _read_file(path: Path, rank: int) -> Iterator[Phase]:
         if not line.strip():
             continue
         try:
-            phase = _phase_from_json(json_value(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            phase = _phase_from_json(json_settings(line))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} line {number} is not a phase: {type(error).__name__}: {error}") from error
         if phase.rank != rank:
             raise ValueError(f"{path} line {number} is a phase of rank {phase.rank}")
@@ -241,8 +242,8 @@ def _phase_from_json(value: _PhaseJson) -> Phase:
     )
     if phase.kind not in KINDS:
         raise ValueError(f"kind {phase.kind!r} is not one of {', '.join(KINDS)}")
-    if not phase.start <= phase.stop:
-        raise ValueError(f"start {phase.start} is after stop {phase.stop}")
+    if not -LARGEST_TIME < phase.start <= phase.stop < LARGEST_TIME:
+        raise ValueError(f"start {phase.start} is after stop {phase.stop}, or one of them is too large")
     if any(shard.tokens < 1 for shard in shards):
         raise ValueError("a shard has no tokens")
     return phase

@@ -67,6 +67,8 @@ def read_record(path: Path) -> Record | None:
             raise ValueError(f"{path} is not a page file: remove it or give another folder")
         _, _, pages, copies, page_bytes, _ = _HEADER.unpack(head)
         layout = FileLayout(pages, copies, page_bytes)
+        if not 0 < NUM_VERSIONS * layout.record_bytes <= os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path} is cut short or damaged: remove it or give another folder")
         file.seek(0)
         records = [_parse_record(file.read(layout.record_bytes), version) for version in range(NUM_VERSIONS)]
     return max((record for record in records if record is not None), key=lambda record: record.step, default=None)

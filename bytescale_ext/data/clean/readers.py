@@ -17,6 +17,9 @@ from bytescale_ext.data.clean.recipe import Recipe, Source, files_of
 from bytescale_ext.data.clean.tally import Tally
 from bytescale_ext.json_input import json_value
 
+MOST_BYTES: Final = 128 << 20
+"""Longest document that is read: a small compressed file can hold one of any length."""
+_TOO_LONG: Final = f"a document of more than {MOST_BYTES >> 20} MiB"
 _HTML: Final = ("text/html", "application/xhtml+xml")
 _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
 
@@ -123,12 +126,25 @@ def _opened(path: Path, compression: str | None) -> IO[bytes]:
 def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
     number = 0
     try:
-        with _opened(path, "infer") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
+        with _opened(path, "infer") as stream:
+            for number, line in enumerate(_lines(stream), 1):
+                if line is None:
+                    yield BadRecord("broken", f"{path}:{number}", _TOO_LONG)
+                elif line.strip():
                     yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
-    except (OSError, EOFError) as error:
+    except Exception as error:  # each compression has errors of its own
         yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield the lines of a file, and None for each line of more than ``MOST_BYTES``, which is never held whole."""
+    while line := stream.readline(MOST_BYTES + 1):
+        if len(line) <= MOST_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(1 << 20)
+        yield None
 
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
@@ -145,26 +161,34 @@ def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
 
 
 def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
-    from pyarrow import ArrowInvalid
+    from pyarrow import types
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as opened:
             columns, rows = opened.schema_arrow.names, opened.metadata.num_rows
-    except (ArrowInvalid, OSError) as error:
+            kind = opened.schema_arrow.field(key).type if columns.count(key) == 1 else None
+    except Exception as error:  # pyarrow raises many types
         yield BadRecord("broken", str(path), f"not a Parquet file ({error})")
         return
     if key not in columns:
         yield BadRecord("broken", str(path), f"no column {key!r} (found: {', '.join(columns)})")
         return
+    if kind is None or not (types.is_string(kind) or types.is_large_string(kind)):
+        yield BadRecord("broken", str(path), f"the column {key!r} is of type {kind or 'several columns'}, not text")
+        return
     reader = ParquetReader(str(path.parent), text_key=key, read_metadata="id" not in columns)
     num_documents = 0
-    for row in reader.read_file(path.name):
-        if not row.text.strip():
-            continue
-        num_documents += 1
-        name = row.id if "id" in columns else f"{_name(path, source)}#{num_documents}"
-        yield Document(row.text, str(name))
+    try:
+        for row in reader.read_file(path.name):
+            if not row.text.strip():
+                continue
+            num_documents += 1
+            name = row.id if "id" in columns else f"{_name(path, source)}#{num_documents}"
+            yield Document(row.text, str(name))
+    except Exception as error:  # pyarrow raises many types
+        yield BadRecord("broken", str(path), f"cannot be read after document {num_documents} ({error})")
+        return
     for _ in range(rows - num_documents):
         yield BadRecord("empty", str(path), "a row without text")
 
@@ -172,7 +196,6 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
 def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
     from datatrove.pipeline.extractors import Trafilatura
     from warcio.archiveiterator import ArchiveIterator
-    from warcio.exceptions import ArchiveLoadFailed
 
     extractor = Trafilatura()
     try:
@@ -181,7 +204,10 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                 if record.rec_type not in ("response", "conversion"):
                     continue
                 kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else "text/plain"
-                where, raw = f"{path}, record {number}", record.content_stream().read()
+                where, raw = f"{path}, record {number}", record.content_stream().read(MOST_BYTES + 1)
+                if len(raw) > MOST_BYTES:
+                    yield BadRecord("broken", where, _TOO_LONG)
+                    continue
                 is_page = kind.startswith(_HTML)
                 if not is_page and not kind.startswith("text/plain"):
                     continue
@@ -190,5 +216,5 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                     page.text = extractor.extract(page.text) or ""
                 is_empty = isinstance(page, Document) and not page.text
                 yield BadRecord("empty", where, "a page without text") if is_empty else page
-    except (ArchiveLoadFailed, OSError, EOFError) as error:
+    except Exception as error:  # warcio, gzip and the extractor raise many types
         yield BadRecord("broken", str(path), f"not a WARC file ({error})")

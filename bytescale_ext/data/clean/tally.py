@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import write_text
 
 EXAMPLES: Final = 3
@@ -50,7 +50,7 @@ def merged(paths: Iterable[Path]) -> Tally:
     """Return the sum of the tallies in several files, with the first examples."""
     total = Tally()
     for path in sorted(paths):
-        values = json_value(path.read_text(encoding="utf-8"))
+        values = json_settings(path.read_text(encoding="utf-8"))
         for source, counts in values["counts"].items():
             for outcome, documents in counts.items():
                 total.add(source, outcome, documents, values["num_bytes"][source][outcome])

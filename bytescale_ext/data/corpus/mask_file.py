@@ -17,7 +17,7 @@ import numpy as np
 
 from bytescale_ext.data.corpus.windows_file import sha256_of
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import write_text
 
 MASK: Final = ".mask.bin"
@@ -69,7 +69,7 @@ def check_mask(prefix: str, whole: bool = True) -> MaskHeader:
     num_tokens = check_indexed_dataset(prefix).num_tokens
     header_file = prefix + HEADER
     try:
-        header = MaskHeader(**json_value(Path(header_file).read_text(encoding="utf-8")))
+        header = MaskHeader(**json_settings(Path(header_file).read_text(encoding="utf-8")))
         size = os.path.getsize(prefix + MASK)
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename}: no such file, so the answers are unknown: {_AGAIN}") from error

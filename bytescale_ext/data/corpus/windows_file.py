@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import new_file, private_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import ROW
 
@@ -81,7 +81,7 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
     """
     header_file = header_path(path)
     try:
-        values = json_value(header_file.read_text(encoding="utf-8"))
+        values = json_settings(header_file.read_text(encoding="utf-8"))
         header = WindowsHeader(**values)
     except OSError as error:
         raise ValueError(f"{header_file}: {error.strerror}: {_AGAIN}") from error
@@ -95,8 +95,11 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
         raise ValueError(f"{path}: {error.strerror}: {_AGAIN}") from error
     if not is_same:
         raise ValueError(f"{path} does not match its header {header_file.name}: {_AGAIN}")
-    table: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    if table.dtype != ROW or not len(table):
+    try:
+        table: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy evaluates the header, which fails in many ways
+        raise ValueError(f"{path}: not a table of windows ({' '.join(str(error).split())[:100]}): {_AGAIN}") from None
+    if not isinstance(table, np.ndarray) or table.dtype != ROW or table.ndim != 1 or not len(table):
         raise ValueError(f"{path}: not a table of windows: {_AGAIN}")
     return table, header
 

@@ -20,6 +20,7 @@ from typing import Final, Protocol, TypedDict, cast
 import numpy as np
 
 from bytescale_ext.data.samples.chats import Conversation, Encoded, Message, text_of, unwritten_notes
+from bytescale_ext.data.samples.template_limits import check_template, limits
 from bytescale_ext.json_input import json_value
 
 BY_MARKS: Final = "generation marks of the chat template"
@@ -91,6 +92,7 @@ class TemplateEncoder:
             )
         if not tokenizer.is_fast:
             raise ValueError("the tokenizer cannot say where its tokens are in a text: give one with a tokenizer.json")
+        check_template(tokenizer.chat_template)
         self._tokenizer = tokenizer
         added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = set(getattr(tokenizer, "all_special_ids", []))
@@ -102,7 +104,14 @@ class TemplateEncoder:
         self._without_reasoning = 0
 
     def __call__(self, conversation: Conversation) -> list[Encoded]:
-        """Return the documents of a conversation. Raises ValueError if an answer cannot be located."""
+        """Return the documents of a conversation.
+
+        Raises ValueError if an answer cannot be located, or the template exceeds its limits of time and memory.
+        """
+        with limits():
+            return self._documents(conversation)
+
+    def _documents(self, conversation: Conversation) -> list[Encoded]:
         settings = dict(conversation.settings)
 
         def render(messages: Sequence[Message], prompt: bool = False) -> str:

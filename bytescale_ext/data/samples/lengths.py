@@ -246,7 +246,7 @@ def _check_documents(path: str, index: _Index) -> None:
     bounds, num_sequences = index.document_indices, len(index.sequence_lengths)
     if num_sequences and int(index.sequence_lengths.min()) < 0:
         raise ValueError(f"{path}: a sequence has {int(index.sequence_lengths.min())} tokens: {_REBUILD}")
-    ordered = len(bounds) > 0 and int(bounds[0]) == 0 and bool((np.diff(bounds) >= 0).all())
+    ordered = len(bounds) > 0 and int(bounds[0]) == 0 and bool((bounds[1:] >= bounds[:-1]).all())
     if not ordered or int(bounds[-1]) != num_sequences:
         last = int(bounds[-1]) if len(bounds) else None
         raise ValueError(

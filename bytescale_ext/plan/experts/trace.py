@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.json_input import json_value, lines_of_text
+from bytescale_ext.json_input import json_settings, lines_of_text
 from bytescale_ext.plan.experts.placement import Ints
 
 
@@ -66,7 +66,7 @@ def read_trace(path: Path) -> Trace:
 def _parsed(path: Path, number: int, line: str) -> Mapping[str, object]:
     """Return the JSON object of a line. Raises ValueError if the line is not a JSON object."""
     try:
-        values = json_value(line)
+        values = json_settings(line)
     except ValueError:
         values = None
     if not isinstance(values, dict):
@@ -76,7 +76,7 @@ def _parsed(path: Path, number: int, line: str) -> Mapping[str, object]:
 
 def _head(path: Path, values: Mapping[str, object]) -> TraceHead:
     numbers = [values.get(name) for name in ("experts", "topk", "ranks")]
-    sizes = [number for number in numbers if isinstance(number, int) and number > 0]
+    sizes = [number for number in numbers if type(number) is int and number > 0]
     if len(sizes) < len(numbers) or sizes[0] % sizes[2]:
         raise ValueError(
             f"{path}:1: not the header of an expert trace: it needs experts, topk and ranks, and ranks must divide "
@@ -102,9 +102,8 @@ def _loads(path: Path, number: int, values: Mapping[str, object], head: TraceHea
 
 def _are_counts(rows: object, head: TraceHead) -> bool:
     """Return whether ``rows`` are valid loads of one layer."""
-    if (
-        not isinstance(rows, list)
-        or [isinstance(row, list) and len(row) for row in rows] != [head.experts] * head.ranks
-    ):
+    if not isinstance(rows, list) or len(rows) != head.ranks:
+        return False
+    if any(not isinstance(row, list) or len(row) != head.experts for row in rows):
         return False
     return all(type(count) is int and 0 <= count < 1 << 40 for row in rows for count in row)

@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from bytescale_ext.json_input import printable
+
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
@@ -16,7 +18,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         yield
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{program}: error: {error}", file=sys.stderr)
+            print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from bytescale_ext.json_input import printable
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli import (
     activations,
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refused(prog: str, message: str) -> int:
-    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{prog}: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

@@ -128,10 +128,16 @@ def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.T
         plain = library.load_file(folder / TENSORS)
     except (OSError, unreadable) as error:
         raise ValueError(f"--draft {folder / TENSORS}: {getattr(error, 'strerror', None) or error}") from None
-    missing = [name for name in json_value((folder / CONFIG).read_text("utf-8"))["tensors"] if name not in plain]
+    listed = json_value((folder / CONFIG).read_text("utf-8")).get("tensors")
+    if not isinstance(listed, dict):
+        raise ValueError(f"--draft {folder / CONFIG}: tensors is missing")
+    missing = [name for name in listed if name not in plain]
     if missing:
         raise ValueError(f"--draft {folder / TENSORS}: tensors are missing, such as {missing[0]}")
-    return heads_to_megatron(plain, trunk)
+    try:
+        return heads_to_megatron(plain, trunk)
+    except (RuntimeError, AssertionError, TypeError, AttributeError) as error:  # tensors of other shapes or names
+        raise ValueError(f"--draft {folder / TENSORS}: {' '.join(str(error).split())[:200]}") from None
 
 
 def norms_apart(name: str) -> str:

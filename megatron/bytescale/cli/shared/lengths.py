@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+LONGEST = 1 << 31  # tokens of a document; a Megatron index cannot hold more
+MOST_PIECES = 50_000_000
+
 
 def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -> list[int]:
     """Return the tokens of documents ``start`` to ``start + num_sequences`` of an .idx or .npy file.
@@ -48,6 +51,9 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
         raise ValueError(
             f"--lengths {path}: document {start + index} has {lengths[index]} tokens, at least 1 is needed"
         )
+    if lengths.max() > LONGEST:
+        index = int(np.argmax(lengths > LONGEST))
+        raise ValueError(f"--lengths {path}: document {start + index} has {lengths[index]} tokens, more than 2^31")
     return [int(length) for length in lengths]
 
 
@@ -55,6 +61,8 @@ def cut_lengths(lengths: Sequence[int], seq_length: int | None) -> list[int]:
     """Return the lengths of the pieces of at most ``seq_length`` tokens of each document, in order; None: no cuts."""
     if seq_length is None:
         return list(lengths)
+    if sum(-(-length // seq_length) for length in lengths) > MOST_PIECES:
+        raise ValueError(f"the documents have more than {MOST_PIECES:,} pieces of {seq_length} tokens: give fewer")
     return [min(seq_length, length - begin) for length in lengths for begin in range(0, length, seq_length)]
 
 
@@ -68,8 +76,8 @@ def draw_pieces(lengths: Sequence[int], seq_length: int, count: int, seed: int) 
 def _read_npy(path: Path) -> npt.NDArray[np.integer]:
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"--lengths {path} is not a numpy array: {error}") from error
+    except Exception as error:  # numpy evaluates the header, which fails in many ways
+        raise ValueError(f"--lengths {path} is not a numpy array: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         content = f"shape {values.shape} of {values.dtype}" if isinstance(values, np.ndarray) else "several arrays"
         raise ValueError(f"--lengths {path} holds {content}; it must be one-dimensional and of integers")

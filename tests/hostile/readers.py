@@ -1,0 +1,150 @@
+"""The readers of files that users name, each with a valid file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bytescale_ext.data.clean.readers import documents_of
+from bytescale_ext.data.clean.recipe import Source
+from bytescale_ext.data.corpus.windows_file import load_windows
+from bytescale_ext.data.samples.chats import conversations
+from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.data.samples.texts import json_text
+from bytescale_ext.json_input import json_settings
+from bytescale_ext.measure.cost_file import SHIPPED, read_cost
+from bytescale_ext.measure.timeline import read_phases
+from bytescale_ext.pickles import FileSlice, check_archive, check_pickle
+from bytescale_ext.plan.experts.trace import read_trace
+from bytescale_ext.plan.memory.plan_file import PlanFile
+from bytescale_ext.states.page_file import check_replaceable
+from megatron.bytescale.cli.shared.lengths import cut_lengths, read_lengths
+from megatron.bytescale.cli.timeline import read_plan
+
+IDX = b"MMIDIDX\0\0"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of files.
+
+    Attributes:
+        name: name of the file that it reads, in a folder of its own.
+        read: function that reads the file and raises ValueError for a bad one.
+        valid: content of a valid file.
+        is_json: whether the content is one value of JSON.
+    """
+
+    name: str
+    read: Callable[[Path], object]
+    valid: bytes
+    is_json: bool = False
+
+
+def idx(
+    lengths: list[int], bounds: list[int], version: int = 1, code: int = 8, counts: tuple[int, int] = (0, 0)
+) -> bytes:
+    """Return an index of Megatron's; ``counts``: other numbers of sequences and bounds for the header."""
+    sequences, ends = counts if any(counts) else (len(lengths), len(bounds))
+    head = IDX + version.to_bytes(8, "little") + bytes([code])
+    head += sequences.to_bytes(8, "little") + ends.to_bytes(8, "little")
+    starts = np.cumsum([0, *lengths])[:-1] * 2
+    return (
+        head + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes() + np.array(bounds, "<i8").tobytes()
+    )
+
+
+def npy(values: object) -> bytes:
+    """Return a file of ``numpy.save``."""
+    file = io.BytesIO()
+    np.save(file, np.asarray(values))
+    return file.getvalue()
+
+
+def npy_header(text: str) -> bytes:
+    """Return a file of ``numpy.save`` with this header and eight bytes."""
+    head = text.encode().ljust(118) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + b"\0" * 8
+
+
+def archive(value: object) -> bytes:
+    """Return a file of ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def pages(*numbers: int) -> bytes:
+    """Return the beginning of a page file: step, pages, copies, bytes of a page."""
+    return b"bytescale pages\x01" + b"".join(number.to_bytes(8, "little") for number in numbers) + b"\0" * 100
+
+
+def read_data_set(path: Path) -> object:
+    path.with_suffix(".bin").write_bytes(b"\0" * 10)
+    return check_indexed_dataset(path)
+
+
+def read_archive(path: Path) -> None:
+    with path.open("rb") as file:
+        check_archive(FileSlice(file, 0, path.stat().st_size))
+
+
+def read_records(kind: str) -> Callable[[Path], object]:
+    def read(path: Path) -> object:
+        return list(documents_of(path, Source("docs", str(path.parent), kind, "*", ()), "text"))
+
+    return read
+
+
+def warc() -> bytes:
+    body = b"A harbour is a part of a body of water that is deep enough for ships to anchor.\n"
+    head = f"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body + b"\r\n\r\n"
+
+
+PLAN = {"num_ranks": 1, "tokens_per_rank": 8, "lengths": [8],
+        "ranks": [[{"shards": [{"seq": 0, "ranges": [[0, 8]], "ring": [0]}]}]]}  # fmt: skip
+PHASE = {"step": 1, "rank": 0, "kind": "forward", "start": 0.0, "stop": 1.0, "micro_batch": 0}
+TRACE = b'{"experts": 2, "topk": 1, "ranks": 1}\n{"loads": {"1": [[3, 4]]}}\n'
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+READERS = {
+    "cost": Reader("cost.json", read_cost, sorted(SHIPPED.glob("*.json"))[0].read_bytes(), is_json=True),
+    "plan": Reader("plan.json", read_plan, json.dumps(PLAN).encode(), is_json=True),
+    "memory plan": Reader(
+        "memory.json", lambda path: PlanFile.from_json(json_settings(path.read_bytes())), b"{}", is_json=True
+    ),
+    "phases": Reader("rank0.jsonl", lambda path: read_phases(path.parent), json.dumps(PHASE).encode(), is_json=True),
+    "trace": Reader("trace.jsonl", read_trace, TRACE, is_json=True),
+    "chat": Reader(
+        "chat.jsonl", lambda path: conversations(path.read_bytes(), "chat.jsonl:1"), json.dumps(CHAT).encode(),
+        is_json=True,
+    ),
+    "text": Reader("a.jsonl", lambda path: json_text(path.read_bytes(), "text", "a.jsonl:1"), b'{"text": "x"}', True),
+    "records": Reader("b.jsonl", read_records("jsonl"), b'{"text": "x"}\n{"text": "y"}\n'),
+    "packed records": Reader("b.jsonl.gz", read_records("jsonl"), gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)),
+    "warc": Reader("c.warc", read_records("warc"), warc()),
+    "index": Reader("data.idx", read_data_set, idx([2, 3], [0, 1, 2])),
+    "lengths": Reader("lengths.npy", lambda path: cut_lengths(read_lengths(path), 64), npy([3, 70, 5])),
+    "windows": Reader("a.windows.npy", load_windows, npy([1])),
+    "pages": Reader("rank.pages", check_replaceable, pages(1, 1, 1, 4096)),
+    "pickle": Reader("x.pickle", lambda path: check_pickle(path.read_bytes()), b"\x80\x04K\x01."),
+    "archive": Reader("x.pt", read_archive, archive({"weight": torch.arange(3), "name": "x"})),
+}  # fmt: skip
+
+
+def outcome(reader: Reader, folder: Path, content: bytes) -> str:
+    """Return the message of a reader's refusal of a content, or "read"."""
+    path = folder / reader.name
+    path.write_bytes(content)
+    try:
+        reader.read(path)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return "read"

@@ -1,0 +1,188 @@
+"""Hostile files of every kind: each ends in one line, in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale_ext.data.samples.template_limits import check_template, limits
+from bytescale_ext.json_input import printable
+from tests.hostile.readers import PHASE, PLAN, READERS, archive, idx, npy, npy_header, outcome, pages
+
+SECONDS, BYTES = 20.0, 2 << 30
+DEEP = b"[" * 100_000
+# Not the JSON of any file: content, and text in each refusal.
+JSON = [
+    (b"", "."), (b" \n", "."), (b"{", "."), (b"[]", "."), (b"null", "."), (b"5", "."), (b'"text"', "."), (b"true", "."),
+    (DEEP, "."), (b'{"a":' * 50_000, "."), (b"\xff\xfe{}", "."), (b'{"a": ' + b"9" * 5_000 + b"}", "."),
+    (b'{"a": 1e999}', "."), (b'{"a": NaN}', "."), (b'{"a": -Infinity}', "."), (b"{}\0", "."), (b"[{}, {}]", "."),
+    (b'{"ranks": 1e300}', "."),
+]  # fmt: skip
+
+
+def numbered(value: dict[str, object], **changes: object) -> bytes:
+    return json.dumps({**value, **changes}).encode()
+
+
+def cost(**changes: object) -> bytes:
+    return numbered(json.loads(READERS["cost"].valid), **changes)
+
+
+def cost_of(part: str, **changes: object) -> bytes:
+    value = json.loads(READERS["cost"].valid)
+    return numbered(value, **{part: {**value[part], **changes}})
+
+
+TABLE: list[tuple[str, bytes, str]] = [
+    *((name, content, text) for name, reader in READERS.items() if reader.is_json for content, text in JSON
+      if content.strip() or name not in ("chat", "text")),  # they skip blank lines
+    *(("cost", cost_of("forward", a=number), "forward.a|larger|must be") for number in
+      (10**300, 1e308, 1e16, -1, True, "1", None, [1], {}, 2**64)),
+    *(("cost", cost_of("shape", num_layers=number), "num_layers|larger") for number in
+      (True, 0, -1, 1 << 41, 1.5, "2", None, 10**30)),
+    ("cost", cost(tensor_parallel=True), "tensor_parallel is true"),
+    ("cost", cost(source=5), "source is 5; it must be text"),
+    ("cost", cost(more=1), "unknown entry more"),
+    *(("plan", numbered(PLAN, num_ranks=number), "broken plan|not the output") for number in
+      (0, -1, 1 << 50, 10**300, "x", None, [], 1e300)),
+    *(("plan", numbered(PLAN, lengths=[number]), "broken plan|not the output") for number in
+      (0, -1, 1 << 62, "x", None, [], 10**30)),
+    *(("plan", numbered(PLAN, ranks=ranks), "broken plan|not the output") for ranks in
+      ([], [[]], [5], {}, None, "x", [[{}]], [[{"shards": 5}]])),
+    *(("phases", numbered(PHASE, **{name: number}), "is not a phase|is a phase of") for name in
+      ("step", "rank", "start", "stop") for number in (None, "x", [], 10**30)),
+    ("phases", numbered(PHASE, kind="\x1b[31m"), "is not a phase"),
+    ("phases", numbered(PHASE, shards=[{"tokens": -1}]), "is not a phase"),
+    *(("trace", json.dumps({"experts": 4, "topk": 1, "ranks": ranks}).encode() + b'\n{"loads": {"1": [[1]]}}', "trace")
+      for ranks in (0, -1, True, "x", 10**300)),
+    ("trace", json.dumps({"experts": 1 << 62, "topk": 1, "ranks": 1 << 62}).encode() + b'\n{"loads": {"1": [[1]]}}',
+     "the loads of each layer must be"),
+    ("index", b"", "not an index"), ("index", b"MMIDIDX\0\0", "cut short"), ("index", b"x" * 100, "not an index"),
+    ("index", idx([2, 3], [0, 1, 2], version=2), "version 2"), ("index", idx([2, 3], [0, 1, 2], code=0), "type 0"),
+    ("index", idx([2, 3], [0, 1, 2], code=7), "type 7"), ("index", idx([2, 3], [0, 1, 2], code=255), "type 255"),
+    ("index", idx([2, 3], [0, 2, 1]), "out of order"), ("index", idx([2, 3], [1, 2]), "out of order"),
+    ("index", idx([2, 3], []), "end at sequence None"), ("index", idx([2, 3], [0, -1, 2]), "out of order"),
+    ("index", idx([2, 3], [0, 2**63 - 1, -2**63, 2]), "out of order"),
+    ("index", idx([2, 3], [0, 1, 3]), "end at sequence 3"),
+    ("index", idx([2, -3], [0, 1, 2]), "-3 tokens"), ("index", idx([0, 0], [0, 1, 2]), "no tokens"),
+    ("index", idx([2, 4], [0, 1, 2]), "bytes, but"), ("index", idx([2**31 - 1] * 2, [0, 1, 2]), "bytes, but"),
+    *(("index", idx([2, 3], [0, 1, 2], counts=counts), "cut short") for counts in
+      ((4 * 10**15, 3), (2**64 - 1, 3), (2, 2**63), (2**60, 2**60), (3, 3))),
+    ("index", idx([2, 3], [0, 1, 2])[:-1], "cut short"),
+    ("lengths", b"", "not a numpy array"), ("lengths", npy([]), "."), ("lengths", npy(5), "one-dimensional"),
+    ("lengths", npy([[1]]), "one-dimensional"), ("lengths", npy([1.5]), "of integers"),
+    ("lengths", npy(["x"]), "of integers"), ("lengths", npy([0]), "at least 1"), ("lengths", npy([-5]), "at least 1"),
+    ("lengths", npy([1 << 40]), r"more than 2\^31"), ("lengths", npy([2**63]), r"more than 2\^31"),
+    ("lengths", npy([2**31 - 1] * 9), "more than 50,000,000 pieces"),
+    ("lengths", npy(np.array([{}], dtype=object)), "not a numpy array"),
+    *(("lengths", npy_header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"), "not a numpy|holds")
+      for descr, shape in (("'<i8'", f"({2**60},)"), ("'<i8'", f"({2**70},)"), ("'<i8'", "(-1,)"), ("'<i8'", "(1,2)"),
+                           ("'O'", "(1,)"), ("'|V0'", "(9,)"), ("'x'", "(1,)"), ("5", "(1,)"), ("'<i8'", "'x'"))),
+    ("lengths", npy_header("(" * 100), "not a numpy array"), ("lengths", npy_header("__import__('os')"), "not a numpy"),
+    ("lengths", npy([1, 2])[:-1], "not a numpy array"),
+    ("windows", npy([1]), "no such file|No such file"),
+    ("pages", b"x", "not a page file"), ("pages", b"bytescale pages\x01", "not a page file"),
+    *(("pages", pages(*numbers), "cut short or damaged") for numbers in
+      ((1, 2**60, 1, 4096), (1, 1, 2**60, 4096), (1, 2**34, 1, 1), (1, 2**62, 2**62, 2**62), (1, 1, 1, 4096))),
+    *(("pickle", content, "^damaged") for content in
+      (b"", b"\x80", b"\x80\x04", b"\x80\xff.", b"N", b"\x80\x04N", b"garbage",
+       b"\x80\x04\x95" + b"\xff" * 8 + b".",
+       b"\x80\x04B\xff\xff\xff\xff.", b"I" + b"9" * 5000 + b"\n.", b"t.", b"a.", b"0.", b"2.", b"g5\n.", b"h\x05.",
+       b"Pid\n", b"(lp0\n", b"F1e999x\n.", b"S'x\n.", b"Vx", b"\x8a\xff", b"\x8b\xff\xff\xff\x7f.")),
+    *(("pickle", f"c{module}\n{name}\n.".encode(), f"^{module}.{name}$") for module, name in
+      (("os", "system"), ("posix", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("subprocess", "Popen"),
+       ("importlib", "import_module"), ("functools", "partial"), ("operator", "attrgetter"), ("torch", "load"),
+       ("torch.storage", "_load_from_bytes"), ("numpy", "load"), ("pickle", "loads"), ("types", "CodeType"),
+       ("types", "FunctionType"), ("runpy", "run_path"), ("pathlib", "Path.write_text"), ("torch.jit", "load"),
+       ("timeit", "timeit"), ("code", "interact"), ("pydoc", "locate"), ("webbrowser", "open"), ("shutil", "rmtree"))),
+    ("pickle", b"c__builtin__\neval\n.", "^builtins.eval$"), ("pickle", b"(ios\nsystem\n.", "^os.system$"),
+    ("pickle", pickle.dumps(Path.home), "."), ("pickle", pickle.dumps(pytest.raises), "."),
+    ("archive", b"", "damaged, or older"), ("archive", b"PK\x03\x04", "damaged"), ("archive", pickle.dumps(5), "older"),
+    ("archive", archive([1])[:-1], "damaged"), ("archive", archive([1])[:50], "damaged"),
+    ("archive", archive(torch.nn.Linear(1, 1)), "^torch.nn.modules.linear.Linear$"),
+    ("archive", archive(print), "^builtins.print$"),
+    *(("text", content, "not JSON|no text|a chat") for content in
+      (b'{"text": 5}', b'{"text": null}', b'{"messages": []}')),
+    *(("chat", content, "chat.jsonl:1") for content in
+      (b'{"messages": 5}', b'{"messages": [5]}', b'{"messages": [{"role": 5, "content": "x"}]}',
+       b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "\\u001b[0m", "content": "x"}]}')),
+]  # fmt: skip
+
+
+def test_the_table_is_long() -> None:
+    assert len(TABLE) >= 200
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_each_file_ends_in_one_line(name: str, tmp_path: Path) -> None:
+    import re
+
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    broken = []
+    for number, (reader, content, text) in enumerate(TABLE):
+        if reader != name:
+            continue
+        message = outcome(READERS[name], tmp_path, content)
+        if message == "read" or "\n" in message or not re.search(text, message):
+            broken.append(f"row {number} ({content[:60]!r}): {message!r}, not {text!r}")
+    assert not broken, "\n".join(broken)
+    assert time.process_time() - begun < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < BYTES >> 10
+
+
+@pytest.mark.parametrize("name", sorted(set(READERS) - {"memory plan", "windows", "pages"}))
+def test_valid_files_are_read(name: str, tmp_path: Path) -> None:
+    assert outcome(READERS[name], tmp_path, READERS[name].valid) == "read"
+
+
+@pytest.mark.parametrize(
+    "rank", ["9" * 9, "9" * 30, "00", "1"], ids=["a number", "a large number", "zeros", "a rank is missing"]
+)
+def test_names_of_ranks(rank: str, tmp_path: Path) -> None:
+    if rank != "00":
+        (tmp_path / f"rank{rank}.jsonl").write_bytes(READERS["phases"].valid)
+    assert "rank" in outcome(READERS["phases"], tmp_path, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'a' * 4000000000 }}", "memory"),
+        ("{{ 'a'|center(4000000000) }}", "memory"),
+        ("{{ '%4000000000d' % 1 }}", "memory"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+         "{% endfor %}", "takes longer"),
+    ],
+)  # fmt: skip
+def test_templates_have_limits(template: str, text: str) -> None:
+    sandbox = pytest.importorskip("jinja2.sandbox")
+    environment = sandbox.ImmutableSandboxedEnvironment()
+    with pytest.raises(ValueError, match=text), limits(1.0, 1 << 28):
+        environment.from_string(template).render()  # constants are calculated when a template is compiled
+
+
+def test_limits_end_with_the_block() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with limits(0.05):
+        pass
+    time.sleep(0.1)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with pytest.raises(KeyError), limits():
+        {}["x"]
+    for template in ("{{ 9 ** 9 ** 9 }}", "{% set x = 2**n %}", {"default": "{{ 2 ** 3 }}"}):
+        with pytest.raises(ValueError, match=r"power \(\*\*\)"):
+            check_template(template)
+    check_template("**bold** {{ x }} ** {% if y %}**{% endif %}")
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\rb", "a\x07", "a\x9bb", "\u202eevil", "a\x00b"])
+def test_control_characters_are_escaped(name: str) -> None:
+    assert printable(name).isprintable()
+    assert printable("proj x's $(id) `é`") == "proj x's $(id) `é`"
