@@ -46,6 +46,7 @@ class HostArena:
         self.used_bytes = 0
         self.peak_bytes = 0
         size = memory.numel() // ALIGNMENT * ALIGNMENT
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the memory, as elements of a type
         self._starts = [0] if size else []  # starts of the free parts, ascending
         self._sizes = [size] if size else []
 
@@ -92,9 +93,11 @@ class HostArena:
 
     def view(self, part: ArenaPart, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of any shape in a part, which must have enough bytes."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        assert num_bytes <= part.num_bytes, f"{shape=} {dtype=} {part=}"
-        return self.memory[part.start : part.start + num_bytes].view(dtype).view(shape)
+        count = math.prod(shape)
+        assert count * dtype.itemsize <= part.num_bytes, f"{shape=} {dtype=} {part=}"
+        if dtype not in self._typed:
+            self._typed[dtype] = self.memory[: self.num_bytes // ALIGNMENT * ALIGNMENT].view(dtype)
+        return self._typed[dtype].narrow(0, part.start // dtype.itemsize, count).view(shape)
 
 
 def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch.Tensor] | None = None) -> HostArena:

@@ -13,11 +13,14 @@ tensors in the same order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 
+from bytescale_ext.activation.arena import ArenaPart
 from bytescale_ext.activation.buffers import RoundingBuffers
 from bytescale_ext.activation.counts import Counts, split_rows
 from bytescale_ext.activation.link import HeldParts, Link, Pairs, Ticket
@@ -52,6 +55,17 @@ class SavedTensor:
         record, self.record = self.record, None
         assert record is not None and self.view is not None, "a layer with an activation policy has one backward pass"
         return record.tensor_of(self.region, self.view)
+
+
+@lru_cache(maxsize=4096)
+def _rows_of_view(view: TensorView, total: int) -> tuple[int, int] | None:
+    """Return (repeats, rows) of a tensor [rows, ...] with ``total`` rows on each rank; see ``LayerRecord._rows_of``."""
+    if not view.sizes or view.sizes[0] % total:
+        return None
+    repeats = view.sizes[0] // total
+    if view.is_sample_major and view.strides[1] == view.sizes[0] * view.strides[0]:
+        return repeats * view.sizes[1], total
+    return (repeats, total) if view.order[0] == 0 else None
 
 
 class LayerRecord:
@@ -109,10 +123,13 @@ class LayerRecord:
     def region_for(self, tensor: torch.Tensor, kind: str) -> StoredRegion | None:
         """Return the region of a tensor of any shape, new if necessary; None if it cannot be split by rows."""
         key = region_of(tensor)
+        known = self._by_key.get(key) if key is not None else None
+        return known or self._new_region(tensor, key, kind)
+
+    def _new_region(self, tensor: torch.Tensor, key: Region | None, kind: str) -> StoredRegion | None:
+        """Return a new region of a tensor of any shape; None if it cannot be split by rows."""
         if key is None:
             return None
-        if key in self._by_key:
-            return self._by_key[key]
         rows = self._rows_of(tensor)
         if rows is None and kind != "input":
             return None
@@ -126,26 +143,22 @@ class LayerRecord:
     def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Register a tensor [rows, ...] that enters or leaves a hook point."""
         region = self.region_for(tensor, kind)
-        by_rows = self._rows_of(tensor) is not None
-        assert region is not None and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
+        by_rows = self._rows_of(tensor)
+        assert region and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
         self.hook_points[name] = region
 
     def _rows_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (repeats, rows) of a tensor [rows, ...] in memory order; None if its rows are not outermost."""
-        if not tensor.dim() or tensor.shape[0] % self.split.total:
-            return None
-        repeats = tensor.shape[0] // self.split.total
-        if is_sample_major(tensor):
-            return repeats * tensor.shape[1], self.split.total
-        return (repeats, self.split.total) if memory_order(tensor)[0] == 0 else None
+        return _rows_of_view(TensorView.of(tensor), self.split.total)
 
     def save_between(self, tensor: torch.Tensor) -> SavedTensor:
         """Save a tensor of any shape between hook points."""
         if self._is_parameter(tensor):
             self.saved_between.append(None)
             return SavedTensor(tensor.detach())
-        known = self._known_region(tensor)
-        region = known or self.region_for(tensor, "token")
+        key = region_of(tensor)
+        known = self._by_key.get(key) if key is not None else None
+        region = known or self._new_region(tensor, key, "token")
         self.saved_between.append(region if known is None else None)
         return self._saved(tensor, region)
 
@@ -153,14 +166,11 @@ class LayerRecord:
         """Save a tensor of any shape inside a hook point. Unknown tensors without a ``kind`` stay on the device."""
         if self._is_parameter(tensor):
             return SavedTensor(tensor.detach())
-        region = self._known_region(tensor)
-        if region is None and kind:
-            region = self.region_for(tensor, kind)
-        return self._saved(tensor, region)
-
-    def _known_region(self, tensor: torch.Tensor) -> StoredRegion | None:
         key = region_of(tensor)
-        return self._by_key.get(key) if key is not None else None
+        region = self._by_key.get(key) if key is not None else None
+        if region is None and kind:
+            region = self._new_region(tensor, key, kind)
+        return self._saved(tensor, region)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.parameters
@@ -169,7 +179,7 @@ class LayerRecord:
         if region is None:
             self._alive.append(tensor.detach())
             self.counts.kept_bytes += num_bytes(tensor)
-            return SavedTensor(tensor.detach())
+            return SavedTensor(self._alive[-1])
         region.uses += 1
         return SavedTensor(None, self, region, TensorView.of(tensor))
 
@@ -190,56 +200,66 @@ class LayerRecord:
 
     def close(self) -> None:
         """End the forward pass: swap, keep and drop rows, and start the copies to the host."""
-        pairs: Pairs = []
-        sources: list[torch.Tensor] = []
         needed = {"input"} | ({"product"} if self.rebuilds else set())
+        stored: list[tuple[StoredRegion, torch.Tensor, int, int]] = []
         for region in self.regions:
             source, region.source = region.source, None
             assert source is not None
             if region.uses or (region.kind in needed and self.rebuilds):
-                written = len(pairs)
-                self._store(region, in_memory_order(source), pairs)
-                sources += [source] * (len(pairs) - written)
+                stored.append((region, source, *self._split_of(region)))
+        pairs: Pairs = []
+        sources: list[torch.Tensor] = []
+        parts = self._take_parts([region.num_bytes * swapped // region.rows[1] for region, _, swapped, _ in stored])
+        for (region, source, swapped, kept), part in zip(stored, parts, strict=True):
+            by_rows = self._by_rows(region, source) if kept else source
+            if part is not None:
+                region.written = self.link.arena.view(part, (len(by_rows), swapped, *by_rows.shape[2:]), region.dtype)
+                pairs.append((region.written, by_rows if swapped == region.rows[1] else by_rows[:, :swapped]))
+                sources.append(source)
+                self.counts.swapped_bytes += num_bytes(region.written)
+            elif swapped:  # the arena is full, so these rows stay on the device
+                self.counts.overflowed_bytes += region.num_bytes * swapped // region.rows[1]
+                swapped = 0
+            if kept > swapped:
+                whole = not swapped and kept == region.rows[1]
+                region.kept = by_rows if whole else by_rows[:, swapped:kept].clone()
+                self.counts.kept_bytes += num_bytes(region.kept)
         self._by_key.clear()
         self._alive.clear()
         if pairs:
             self._written = self.link.write(pairs, sources)
             self._held_parts.last_copy = self._written
 
-    def _store(self, region: StoredRegion, source: torch.Tensor, pairs: Pairs) -> None:
-        """Swap, keep and drop rows of one region, whose ``source`` has its dims in memory order."""
-        _, rows = region.rows
+    def _split_of(self, region: StoredRegion) -> tuple[int, int]:
+        """Return the rows of a region that are swapped, and the rows that are swapped or kept; count the others."""
+        rows = region.rows[1]
         if region.kind == "input":
             swapped, kept = round(self.plan.input_swap * rows), rows
         elif region.kind == "token" and self.plan.rebuild_cheap:
             swapped = kept = 0
         else:
             swapped, kept = self.split.swapped, self.split.kept
-        self.counts.recomputed_bytes += num_bytes(source) * (rows - kept) // rows if region.uses else 0
-        if not kept:
-            return
-        by_rows = self._by_rows(region, source)
-        if swapped:
-            leaving = by_rows[:, :swapped]
-            part = self.link.take(num_bytes(leaving))
-            if part is None:
-                self.counts.overflowed_bytes += num_bytes(leaving)
-                swapped = 0  # the arena is full, so these rows stay on the device
-            else:
-                region.written = self.link.arena.view(part, tuple(leaving.shape), region.dtype)
-                pairs.append((region.written, leaving))
-                self._held_parts.parts.append(part)
-                self.counts.swapped_bytes += num_bytes(leaving)
-        if kept > swapped:
-            staying = by_rows[:, swapped:kept]
-            region.kept = staying if not swapped and kept == rows else staying.clone()
-            self.counts.kept_bytes += num_bytes(staying)
+        self.counts.recomputed_bytes += region.num_bytes * (rows - kept) // rows if region.uses else 0
+        return swapped, kept
+
+    def _take_parts(self, sizes: Sequence[int]) -> list[ArenaPart | None]:
+        """Take a part of the arena for each size in bytes, all in one block if possible; None if there is no room."""
+        total = RoundingBuffers.bytes_of(sizes)
+        block = self.link.take(total) if total else None
+        if block is None:
+            parts = [self.link.take(size) if size else None for size in sizes]
+            self._held_parts.parts += [part for part in parts if part is not None]
+            return parts
+        self._held_parts.parts.append(block)
+        starts = accumulate((RoundingBuffers.bytes_of([size]) for size in sizes), initial=block.start)
+        return [ArenaPart(start, size) if size else None for start, size in zip(starts, sizes, strict=False)]
 
     @staticmethod
     def _by_rows(region: StoredRegion, source: torch.Tensor) -> torch.Tensor:
-        """Return ``source``, with dims in memory order, as a view [repeats, rows, ...]."""
-        if not source.dim():
-            return source.view(1, 1)
+        """Return ``source``, of any shape, as a view [repeats, rows, ...] in memory order."""
+        if source.is_contiguous():
+            return source.view(*region.rows, -1)
+        source = in_memory_order(source)
         whole = source.shape[0] == region.rows[0] * region.rows[1]
         rows: torch.Tensor = (source if whole else source.flatten(0, 1)).unflatten(0, region.rows)
         return rows
@@ -264,9 +284,10 @@ class LayerRecord:
         pairs = []
         for region, elements in self._swapped_memory():
             region.elements = elements
-            assert region.written is not None
-            rows = region.by_rows(elements)[:, : region.written.shape[1]]
-            pairs.append((rows, region.written.reshape(rows.shape)))
+            written, rows = region.written, region.by_rows(elements)
+            assert written is not None
+            rows = rows if written.shape[1] == rows.shape[1] else rows[:, : written.shape[1]]
+            pairs.append((rows, written if written.shape == rows.shape else written.reshape(rows.shape)))
         self._reading = (self.link.read(pairs, self._written),)
         self._held_parts.last_copy = self._reading[0]
 

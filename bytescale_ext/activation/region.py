@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """The elements of a tensor, as a hashable key.
 
     Attributes:
@@ -37,9 +37,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def is_sample_major(tensor: torch.Tensor) -> bool:
     """Return whether a tensor [rows, samples, ...] is stored sample by sample, with equal distances between rows."""
-    if tensor.dim() < 3 or memory_order(tensor)[:2] != (1, 0):
-        return False
-    return tensor.stride(1) == tensor.shape[0] * tensor.stride(0)
+    return _is_sample_major(tensor.shape, tensor.stride())
 
 
 # Layers save tensors of the same shapes again and again, so the orders of their dims are cached.
@@ -53,6 +51,13 @@ def _memory_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
         return max((strides[inner] * sizes[inner] for inner in inside if sizes[inner] != 1), default=1)
 
     return tuple(sorted(range(len(sizes)), key=lambda dim: (-stride_of(dim), dim)))
+
+
+@lru_cache(maxsize=4096)
+def _is_sample_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if len(sizes) < 3 or _memory_order(sizes, strides)[:2] != (1, 0):
+        return False
+    return strides[1] == sizes[0] * strides[0]
 
 
 @lru_cache(maxsize=4096)
@@ -88,16 +93,28 @@ class TensorView:
         sizes: shape of the tensor.
         order: dims of the tensor, the outermost in memory first.
         strides: strides of the saved tensor, which may have gaps between its elements.
+        dense_strides: strides without gaps, in the same order.
+        has_gaps: whether the saved tensor has gaps between its elements.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     strides: tuple[int, ...]
+    dense_strides: tuple[int, ...] = field(init=False, compare=False)
+    has_gaps: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        strides, step = [0] * len(self.sizes), 1
+        for dim in reversed(self.order):
+            strides[dim] = step
+            step *= self.sizes[dim]
+        object.__setattr__(self, "dense_strides", tuple(strides))
+        object.__setattr__(self, "has_gaps", len(_extents(self.sizes, self.strides) or ()) > 1)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorView:
         """Return the view of a tensor of any shape that has a region."""
-        return cls(tuple(tensor.shape), memory_order(tensor), tensor.stride())
+        return _view_of(tensor.shape, tensor.stride())
 
     @property
     def is_sample_major(self) -> bool:
@@ -106,13 +123,8 @@ class TensorView:
 
     def apply(self, elements: torch.Tensor) -> torch.Tensor:
         """Return a tensor of shape ``sizes`` over ``elements`` [n], the region's elements end to end."""
-        strides = [0] * len(self.sizes)
-        step = 1
-        for dim in reversed(self.order):
-            strides[dim] = step
-            step *= self.sizes[dim]
-        assert step == elements.numel(), f"{self.sizes=} {elements.shape=}"
-        return elements.as_strided(self.sizes, strides)
+        assert math.prod(self.sizes) == elements.numel(), f"{self.sizes=} {elements.shape=}"
+        return elements.as_strided(self.sizes, self.dense_strides, elements.storage_offset())
 
     def apply_as_saved(self, elements: torch.Tensor) -> torch.Tensor:
         """Return a tensor of shape ``sizes`` over ``elements`` [n], on CPU with the strides of the saved tensor.
@@ -120,21 +132,25 @@ class TensorView:
         Gaps between elements decide whether torch runs a vectorized or a scalar loop, and the two round differently.
         """
         tensor = self.apply(elements)
-        extents = _extents(self.sizes, self.strides)
-        assert extents is not None, f"{self.sizes=} {self.strides=}"
-        if tensor.device.type != "cpu" or len(extents) < 2:
+        if not self.has_gaps or tensor.device.type != "cpu":
             return tensor
         return torch.empty_strided(self.sizes, self.strides, dtype=tensor.dtype).copy_(tensor)
 
 
+@lru_cache(maxsize=4096)
+def _view_of(sizes: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+    return TensorView(tuple(sizes), _memory_order(sizes, strides), tuple(strides))
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor of any shape with its dims in memory order."""
-    return tensor.permute(memory_order(tensor))
+    """Return a tensor of any shape, or a view of it, with its dims in memory order."""
+    order = memory_order(tensor)
+    return tensor if all(dim == place for place, dim in enumerate(order)) else tensor.permute(order)
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor end to end, [n]; a view if they are contiguous."""
-    return in_memory_order(tensor).reshape(-1)
+    return tensor.view(-1) if tensor.is_contiguous() else in_memory_order(tensor).reshape(-1)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -193,7 +209,7 @@ class StoredRegion:
             self.elements = self.allocate()
         rows = self.by_rows(self.elements)
         part = part.reshape(rows.shape[0], -1, rows.shape[2])
-        rows[:, first : first + part.shape[1]] = part
+        rows.narrow(1, first, part.shape[1]).copy_(part)
 
     def rejoin_kept(self) -> None:
         """Put the rows that stayed on the device after the rows that were read back."""

@@ -70,6 +70,7 @@ class PlannedTransformerLayer(TransformerLayer):
         self.activations = activations
         self.run_as(self.layer_number)
         self._run: LayerRun | None = None
+        self._with_parameters: tuple[torch.nn.Module, ...] = ()  # modules with parameters of their own, once it ran
         attention = self.self_attention
         self._set_hook(attention.linear_qkv, "product", "qkv")
         self._set_hook(attention.core_attention, "attention")
@@ -111,7 +112,14 @@ class PlannedTransformerLayer(TransformerLayer):
         assert not args, f"{len(args)=}"
         if memory_order(hidden_states)[0] != 0:
             hidden_states = hidden_states.contiguous()
-        parameters = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
+        if not self._with_parameters:
+            self._with_parameters = tuple(module for module in self.modules() if module._parameters)
+        parameters = frozenset(
+            parameter.untyped_storage().data_ptr()
+            for module in self._with_parameters
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
         record = self.activations.new_record(self._number, hidden_states.shape[0], parameters)
         record.pass_hook_point(LAYER_INPUT, hidden_states, "input")
         run = Recording(record)
