@@ -36,6 +36,7 @@ class HdpConfig:
         memory_step: step at which memory is measured, or None.
         plans_offload: whether plans may move activations to host memory (``--activation-policy offload``), so that
             ranks can process more than C tokens. ``PlannedOffload`` then checks that the longest sequence fits.
+        learns_costs: whether plans follow costs and speeds of ranks that are learned while training.
     """
 
     cluster: Cluster
@@ -56,6 +57,7 @@ class HdpConfig:
     timeline_step: int | None = None
     memory_step: int | None = None
     plans_offload: bool = False
+    learns_costs: bool = False
 
     def __post_init__(self) -> None:
         self._check_capacity()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
@@ -67,6 +67,38 @@ class MeasuredPass:
     seconds: float
 
 
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """A sum over all processes that is under way.
+
+    Attributes:
+        sums: vector in host memory, complete after ``wait``.
+        wait: waits for the sum; on CUDA only for its own stream, which has nothing else to do.
+        on_device: vector that the device adds up.
+    """
+
+    sums: torch.Tensor
+    wait: Callable[[], object]
+    on_device: torch.Tensor
+
+    @classmethod
+    def begin(cls, mine: torch.Tensor, device: torch.device) -> _Exchange:
+        """Begin an all-reduce of vectors in the default group. The host waits for no device. Collective."""
+        if device.type != "cuda":
+            work = dist.all_reduce(mine, async_op=True)
+            assert work is not None, "every process is in the default group"
+            return cls(mine, work.wait, mine)
+        on_device = mine.pin_memory().to(device, non_blocking=True)
+        work = dist.all_reduce(on_device, async_op=True)
+        assert work is not None, "every process is in the default group"
+        sums, done = torch.empty_like(mine, pin_memory=True), torch.cuda.Event()
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            work.wait()
+            sums.copy_(on_device, non_blocking=True)
+            done.record()
+        return cls(sums, done.synchronize, on_device)
+
+
 @dataclass
 class CostLearner:
     """Learns the costs of a run. The loader's thread reads the costs of a step while training adds passes.
@@ -86,7 +118,7 @@ class CostLearner:
     stage_index: int = 0
     _rows: list[tuple[Floats, float, bool]] = field(default_factory=list)
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _work: tuple[torch.Tensor, dist.Work] | None = None
+    _work: _Exchange | None = None
     _versions: list[tuple[int, LearnedCosts]] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_steps: int = 0
@@ -162,12 +194,11 @@ class CostLearner:
         """
         learned = None
         if self._work is not None:
-            (vector, work), self._work = self._work, None
-            work.wait()
-            learned = self.adopt(vector.cpu().numpy(), step_index)
+            exchange, self._work = self._work, None
+            exchange.wait()
+            learned = self.adopt(exchange.sums.numpy(), step_index)
         if is_agreed(step_index):
-            vector = torch.from_numpy(self.take()).to(device)
-            self._work = vector, dist.all_reduce(vector, async_op=True)
+            self._work = _Exchange.begin(torch.from_numpy(self.take()), device)
         return learned
 
     def take(self) -> Floats:

@@ -83,12 +83,16 @@ class StepClock:
         return sum(mark.stream_seconds(following) for mark, following in work)
 
     def backward_seconds(self) -> dict[int, float]:
-        """Return the seconds of the backward passes by micro-batch: wall time on CPU, stream time on CUDA.
+        """Return ``pass_seconds`` of the backward passes."""
+        return self.pass_seconds("backward")
+
+    def pass_seconds(self, kind: str) -> dict[int, float]:
+        """Return the seconds of the phases of a kind by micro-batch: wall time on CPU, stream time on CUDA.
 
         On CUDA call ``work_seconds`` first, which waits until the stream has passed all marks.
         """
         totals: dict[int, float] = {}
-        for mark, following in self._mark_pairs("backward"):
+        for mark, following in self._mark_pairs(kind):
             if mark.micro_batch is not None:
                 wall = following.wall_seconds - mark.wall_seconds
                 seconds = mark.stream_seconds(following) if self.on_cuda else wall

@@ -20,11 +20,13 @@ from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import Process, RunConfig
 from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.step import StepBatch
+from bytescale_ext.measure.learning import CostLearner
 from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.measure.peak import PeakMeter
 from bytescale_ext.measure.stragglers import PaceMeter, counts_for_pace
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.setup.choose import choose
@@ -83,6 +85,7 @@ class Parts:
         key_link: link to host memory for swapped keys of slices without an activation policy, or None.
         expert_counts: counter of the tokens of each expert in the current step; None if no feature reads them.
         load_history: expert loads of finished steps, as input of plans; None if loads are not measured.
+        learner: learner of costs and speeds of ranks, or None.
         late_updates: optimizer updates that run during later steps, or None.
         reductions: gate of the gradient reductions that overlap with backward passes, or None.
     """
@@ -98,6 +101,7 @@ class Parts:
     key_link: Link | None = None
     expert_counts: TokenCounts | None = None
     load_history: LoadHistory | None = None
+    learner: CostLearner | None = None
     late_updates: LateUpdates | None = None
     reductions: ReductionGate | None = None
 
@@ -154,6 +158,7 @@ class LogState:
         pace: recent speed of this rank.
         hosts: host names of all processes; empty until the first log line.
         tokens_so_far: tokens of the whole run, on the rank that writes the log.
+        costs: learned costs that the log named last.
         plans_compared: whether the ranks have compared a plan yet.
         warned_of_time: whether the log has warned that a planner ran out of time.
     """
@@ -162,6 +167,7 @@ class LogState:
     pace: PaceMeter = field(default_factory=PaceMeter)
     hosts: tuple[str, ...] = ()
     tokens_so_far: int = 0
+    costs: LearnedCosts = field(default_factory=LearnedCosts)
     plans_compared: bool = False
     warned_of_time: bool = False
 
@@ -239,10 +245,13 @@ class Runtime:
         assert batch is not None and parts.comm is not None, f"{batch=} {parts.comm=}"
         mine = shards_of_rank(batch.plan.ranks, self.rank)
         counts = Counts() if parts.activations is None else parts.activations.take_counts()
-        cost = balanced_cost(self.run.decision)
+        cost, speed = balanced_cost(self.run.decision), 1.0
+        if parts.learner is not None:
+            learned = parts.learner.at(batch.step_index)
+            cost, speed = learned.of_stage(cost), learned.speeds[self.rank] if learned.speeds else 1.0
         totals.figures += RankStep(
             work_seconds=parts.clock.work_seconds(),
-            planned_work=cost.both.rank_cost(mine, batch.lengths),
+            planned_work=cost.both.rank_cost(mine, batch.lengths) / speed,
             num_micro_batches=mine.num_filled,
             num_tokens=int(mine.tokens.sum()),
             num_rows=sum(batch.row_counts),

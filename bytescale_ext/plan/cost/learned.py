@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 
 Ints = npt.NDArray[np.int64]
@@ -67,6 +68,18 @@ class LearnedCosts:
             m=cost.m * blocks,
             e=cost.e * blocks,
             c=cost.c * exchange,
+        )
+
+    def of_model(self, cost: ModelCost, device: str) -> ModelCost:
+        """Return the corrected costs of a model, measured on this device, as the content of a cost file."""
+        return replace(
+            cost,
+            device=device,
+            source=f"learned while training, from: {cost.source}",
+            forward=self.of_pass(cost.forward),
+            backward=self.of_pass(cost.backward),
+            head_forward=cost.head_forward * self.factors[1],
+            head_backward=cost.head_backward * self.factors[1],
         )
 
     def of_stage(self, stage: StageCost) -> StageCost:

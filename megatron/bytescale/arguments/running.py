@@ -136,6 +136,17 @@ class Interruptions:
 
 
 @dataclass(frozen=True)
+class SavedCosts:
+    """Learned costs in a checkpoint's arguments.
+
+    Attributes:
+        hdp_learned_costs: ``bytescale_ext.measure.learning.state_of``; None: the run learned nothing.
+    """
+
+    hdp_learned_costs: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
 class SampleKind:
     """The kind of a run's samples; checkpoints of runs without our features lack the first three arguments.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import PlanSummary, replay_stages, summarize
 from bytescale_ext.plan.hdp.table import planner_help, planner_names
@@ -106,7 +107,8 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
 def score_text(plan: StepPlan, decision: Decision) -> str:
     """Return the planned time of the passes of a step, and its ratio to the lower bound of all plans."""
     setup, slicing = decision.setup, plan.slicing or decision.finest
-    makespan = replay_stages(plan, stage_costs(setup), slicing).makespan
+    table = ShardTable.of(plan).at(setup.cluster.unequal_speeds())
+    makespan = replay_stages(table, stage_costs(setup), slicing).makespan
     bound = lower_bounds(plan.lengths, setup.cluster, stage_costs(setup), slicing).largest
     return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {setup.cost.device})"
 

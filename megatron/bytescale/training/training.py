@@ -19,8 +19,9 @@ from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_json
 from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
 from megatron.bytescale.arguments.options import current, options_of, override_current
-from megatron.bytescale.arguments.running import Batches, SampleKind
+from megatron.bytescale.arguments.running import Batches, SampleKind, SavedCosts
 from megatron.bytescale.runtime import Runtime, Totals
+from megatron.bytescale.training.learned_costs import figures_of_costs, restore_costs
 
 
 def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
@@ -124,7 +125,10 @@ def write_figures(runtime: Runtime, metrics: IntervalMetrics, run: Progress, los
     scalars = {f"hdp/{name}": value for name, value in {**metrics.scalars(), **run.scalars()}.items()}
     write_scalars(scalars, metrics.iteration)
     if runtime.hdp.log_dir is not None:
-        append_jsonl(runtime.hdp.log_dir / "metrics.jsonl", [{**asdict(metrics), **run.scalars(), **losses}])
+        append_jsonl(
+            runtime.hdp.log_dir / "metrics.jsonl",
+            [{**asdict(metrics), **run.scalars(), **losses, **figures_of_costs(runtime)}],
+        )
 
 
 def write_scalars(scalars: dict[str, float], iteration: int) -> None:
@@ -136,10 +140,11 @@ def write_scalars(scalars: dict[str, float], iteration: int) -> None:
         wandb.log(scalars, iteration)
 
 
-def wrap_check_checkpoint_args(original: Callable[..., object], runtime: object) -> Callable[..., object]:
-    """Warn if samples of another kind were consumed before: documents, windows, or windows of another file.
+def wrap_check_checkpoint_args(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
+    """Restore learned costs, and warn if samples of another kind were consumed before.
 
-    Megatron calls it when it restores a checkpoint's counters, which it does not do with ``--finetune``.
+    A kind is documents, windows, or windows of another file. Megatron calls the function when it restores a
+    checkpoint's counters, which it does not do with ``--finetune``.
     """
 
     def check_checkpoint_args(saved: Namespace, *args: object, **kwargs: object) -> object:
@@ -150,6 +155,7 @@ def wrap_check_checkpoint_args(original: Callable[..., object], runtime: object)
                 "now on, and data and learning-rate schedule continue after them. Add --finetune to start a new run "
                 "with its weights (docs/guide/recipes.md)."
             )
+        restore_costs(runtime, options_of(saved, SavedCosts).hdp_learned_costs)
         return original(saved, *args, **kwargs)
 
     return check_checkpoint_args

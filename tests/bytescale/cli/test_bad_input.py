@@ -58,6 +58,8 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--kept-keys", "5", "--pipeline-parallel", "2"], "--kept-keys 5"),
     ([*PLAN, "--link-gb-per-second", "0"], "--link-gb-per-second 0 must be positive"),
     ([*PLAN, "--device-memory-gb", "80"], "--device-memory-gb needs --slices auto"),
+    ([*PLAN, "--speeds", "1xa"], "'1xa' is no speed"),
+    ([*PLAN, "--speeds", "1x3"], "positive numbers, one for each rank"),
     ([*PLAN, "--static-width", "2"], "width 2 does not divide 9"),
     ([*PLAN, "--static-width", "3", "--balance", "dp"], "remove them"),
     ([*PLAN, "--cost-file", "{in}/none.json"], "none.json"),

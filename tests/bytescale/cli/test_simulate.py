@@ -133,6 +133,18 @@ def parsed(*words: object) -> argparse.Namespace:
     return parser.parse_args([str(word) for word in words])
 
 
+def test_ranks_of_unlike_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    """The planner that knows the speeds is far ahead of planners that do not."""
+    words = ("--sampler", "github", *SMALL, *ONE_STEP, "--schedulers", "ours,naive", "--json")
+    ratios = {}
+    for speeds in ("1x8", "1x4,0.5x4"):
+        assert run(*words, "--speeds", speeds) == 0
+        rows = json.loads(capsys.readouterr().out)["schedulers"]
+        ratios[speeds] = rows["naive"]["makespan"]["mean"] / rows["ours"]["makespan"]["mean"]
+        assert rows["ours"]["makespan_over_bound"]["mean"] >= 1
+    assert ratios["1x4,0.5x4"] > 1.2 * ratios["1x8"]
+
+
 def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cost.json").write_text(json.dumps(COST.to_json()))
     words = ("--cost-file", tmp_path / "cost.json", "--plot", tmp_path / "bars.png", "--schedulers", "static,naive")

@@ -33,6 +33,7 @@ from megatron.bytescale.core.pipeline_parallel.label_shares import label_shares,
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import DataIterators, SliceStep, run_samples, run_schedule
 from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.learned_costs import learn_costs
 
 Chunks = list[torch.nn.Module]
 """The model of a process: one chunk, or one chunk for each virtual stage."""
@@ -192,6 +193,7 @@ def end_step(runtime: Runtime, training: bool) -> None:
         return
     runtime.parts.clock.mark("end")
     runtime.count_step()
+    learn_costs(runtime)
     step, config = runtime.step.batch, runtime.hdp
     assert step is not None
     first_of_tensor_group = parallel_state.get_tensor_model_parallel_rank() == 0  # one file per HDP rank

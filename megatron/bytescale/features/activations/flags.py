@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-measured-speeds",
         action="store_true",
-        help="Assume speeds that are not given instead of measuring them, so that runs are equal. Default: a policy "
-        "that chooses shares measures the link and one layer when training starts, in about two seconds, on all ranks "
-        "together.",
+        help="Plan with given or assumed speeds only, so that runs are equal. Default: a policy that chooses shares "
+        "measures the link and one layer when training starts, in about two seconds, on all ranks together; plans of "
+        "documents learn costs and speeds of ranks while training.",
     )
 
 

@@ -32,6 +32,7 @@ from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
 from bytescale_ext.data.samples.packed import PackedMicroBatch
+from bytescale_ext.measure.learning import FIRST_STEP
 from bytescale_ext.plan.setup.costs import cost_source
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
@@ -60,6 +61,7 @@ from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_mo
 from megatron.bytescale.core.transformer.document_dropout import number_tokens, use_document_dropout, uses_noise
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.learned_costs import learner_of
 from megatron.bytescale.training.pretrain_arguments import Training
 from megatron.bytescale.training.stock import DatasetProvider, ForwardStep, LossFunction
 
@@ -77,7 +79,11 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:
         print_units(data, has_lengths=run.find(RemoteConfig) is None)
-    print_rank_0(f"> bytescale: costs: {cost_source(run.decision.setup)}")
+    learns = runtime.hdp.learns_costs and run.find(RemoteConfig) is None  # Ray's actors plan with the first costs
+    if learns:
+        runtime.add_parts(learner=learner_of(runtime))
+    more = f"; learning from step {FIRST_STEP}" if learns else ""
+    print_rank_0(f"> bytescale: costs: {cost_source(run.decision.setup)}{more}")
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 
@@ -243,7 +249,9 @@ def step_loader(
         process = runtime.run.process.rank
         return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
     loads = None if settings.cyclic else runtime.parts.load_history
-    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads)
+    learner = None if settings.cyclic else runtime.parts.learner
+    costs = None if learner is None else learner.at
+    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads, costs)
 
 
 def forward_step(runtime: Runtime) -> ForwardStep:

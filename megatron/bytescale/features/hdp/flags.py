@@ -110,7 +110,8 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
 class HdpOptions(StepSizes):
     """Flags of hybrid data parallelism, and the Megatron flags that it reads.
 
-    ``add_arguments`` describes the flags with the prefix ``hdp_``; None: not given.
+    ``add_arguments`` describes the flags with the prefix ``hdp_``; None: not given. ``no_measured_speeds``: whether
+    plans follow the costs that the run began with.
     """
 
     hdp_tokens_per_rank: int
@@ -123,6 +124,7 @@ class HdpOptions(StepSizes):
     hdp_log_dir: Path | None
     hdp_timeline_step: int | None
     hdp_memory_step: int | None
+    no_measured_speeds: bool
     eval_global_batch_size: int | None
     world_size: int
     tensor_model_parallel_size: int
@@ -229,6 +231,7 @@ def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
         kernel=options.hdp_attention_kernel,
         schedule=batch_schedule_of(options.step_batch_size_schedule, options.seq_length, run.cluster.num_ranks),
         plans_offload=setup.plans_offload,
+        learns_costs=not options.no_measured_speeds and options.hdp_static_width is None,
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -260,6 +263,7 @@ HDP = Feature(
     build=build,
     before_checks=before_checks,
     after_checks=after_checks,
+    borrows=lambda options: ("--no-measured-speeds",),
     reads_cost=True,
     refusals=REFUSALS,
 )
