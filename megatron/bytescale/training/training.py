@@ -20,8 +20,8 @@ from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
 from megatron.bytescale.arguments.options import current, options_of, override_current
 from megatron.bytescale.arguments.running import Batches, SampleKind, SavedCosts
+from megatron.bytescale.learned_costs import figures_of_costs, restore_costs
 from megatron.bytescale.runtime import Runtime, Totals
-from megatron.bytescale.training.learned_costs import figures_of_costs, restore_costs
 
 
 def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:

@@ -32,8 +32,8 @@ from megatron.bytescale.core.pipeline_parallel.agreement import agree_on_plan
 from megatron.bytescale.core.pipeline_parallel.label_shares import label_shares, weighs_by_labels
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import DataIterators, SliceStep, run_samples, run_schedule
+from megatron.bytescale.learned_costs import learn_costs
 from megatron.bytescale.runtime import Runtime
-from megatron.bytescale.training.learned_costs import learn_costs
 
 Chunks = list[torch.nn.Module]
 """The model of a process: one chunk, or one chunk for each virtual stage."""

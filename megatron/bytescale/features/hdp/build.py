@@ -60,8 +60,8 @@ from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.core.transformer.document_dropout import number_tokens, use_document_dropout, uses_noise
 from megatron.bytescale.core.transformer.moe.router import padding_mask
+from megatron.bytescale.learned_costs import learner_of
 from megatron.bytescale.runtime import Runtime
-from megatron.bytescale.training.learned_costs import learner_of
 from megatron.bytescale.training.pretrain_arguments import Training
 from megatron.bytescale.training.stock import DatasetProvider, ForwardStep, LossFunction
 
