@@ -35,6 +35,7 @@ from scripts.bench.progress import progress
 
 LENGTHS = (8192, 16384, 32768, 49152, 65536, 98304, 131072)
 TINY_LENGTHS = (64, 128, 256)
+TINY_BYTES = 1 << 16
 HEAD_FLOPS = 650e12
 REPEATS = 10
 
@@ -46,7 +47,8 @@ def link_speeds(num_bytes: int, repeats: int, on_cuda: bool) -> dict[str, float]
     host = arena.memory[:num_bytes], arena.memory[num_bytes : 2 * num_bytes]
     near = tuple(torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     streams = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
-    matrix = torch.randn(4096 if on_cuda else 64, 4096 if on_cuda else 64, device=device, dtype=torch.bfloat16)
+    width = 4096 if on_cuda and num_bytes > TINY_BYTES else 64
+    matrix = torch.randn(width, width, device=device, dtype=torch.bfloat16)
 
     def copy(way: int) -> None:
         target, source = (host[0], near[0]) if way == 0 else (near[1], host[1])
@@ -118,7 +120,7 @@ def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) 
     shape, lengths = (TINY, TINY_LENGTHS) if quick else (SHAPE, LENGTHS)
     shape = replace(shape, num_layers=1)
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    num_bytes = (1 << 16) if quick else (1 << 30)
+    num_bytes = TINY_BYTES if quick else (1 << 30)
     shared = measure_shared_link(num_processes, num_bytes, repeats, on_cuda)
     speeds = link_speeds(num_bytes, repeats, on_cuda)
     built = build_model(shape, dtype, 0, loss_tokens=LOSS_TOKENS, on_cpu=not on_cuda)
