@@ -13,6 +13,7 @@ JSON of each command, and after each command a new table and ``summary.json``. F
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -143,12 +144,12 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def json_of(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return the JSON object of the last line, or None."""
-    try:
-        value = json.loads(lines[-1]) if lines else None
-    except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None
+    """Return the JSON object of the last line that has one, or None. NCCL may print a warning after it."""
+    for line in reversed(lines):
+        with contextlib.suppress(json.JSONDecodeError):
+            if isinstance(value := json.loads(line), dict):
+                return value
+    return None
 
 
 def write_summary(commands: Sequence[Command], results: Sequence[Result], output: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scripts.bench import gpu_all
-from scripts.bench.gpu_all import Command, Limits, Result, finished, plan_text, run_all, run_one
+from scripts.bench.gpu_all import Command, Limits, Result, finished, json_of, plan_text, run_all, run_one
 from scripts.bench.gpu_commands import gpu_commands
 
 AMPLE = Limits(60.0, 10.0)
@@ -45,6 +45,12 @@ def test_figures_log_table_and_summary_are_kept(tmp_path: Path, capsys: pytest.C
     table = (output / "table.txt").read_text().splitlines()
     assert table[0].endswith("x is 7")
     assert capsys.readouterr().out.splitlines() == table
+
+
+def test_figures_may_precede_a_warning_of_nccl() -> None:
+    assert json_of(["1", '{"x": 7}', "[rank0]: destroy_process_group() was not called"]) == {"x": 7}
+    assert json_of(["1", "[rank0]: a warning"]) is None
+    assert json_of([]) is None
 
 
 @pytest.mark.ranks

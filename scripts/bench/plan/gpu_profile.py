@@ -27,7 +27,15 @@ def profile_command(output: Path, on_cpu: bool, is_tiny: bool = False) -> list[s
     """Return the command. The last value of a repeated flag counts."""
     command = [*BYTESCALE, "profile", "--json", "--output", str(output)]
     if on_cpu or is_tiny:
-        return [*command, *TINY, *(["--cpu"] if on_cpu else []), "--", *DEMO_MODEL, *CONTEXT]
+        return [
+            *command,
+            *TINY,
+            *(["--cpu"] if on_cpu else []),
+            "--",
+            *DEMO_MODEL,
+            *CONTEXT,
+            *(["--bf16"] if not on_cpu else []),
+        ]
     of_model = MODEL[: MODEL.index("--hdp-tokens-per-rank")]  # the other flags do not change a layer
     return [*command, "--", *DEMO_MODEL, *of_model, "--bf16"]
 
