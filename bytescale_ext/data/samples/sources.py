@@ -36,9 +36,13 @@ def folder_entries(root: Path, pattern: str) -> list[Entry]:
     Raises:
         ValueError: no file matches.
     """
+    try:
+        found = list(root.rglob(pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"--glob {pattern!r} is no pattern for the files below a folder: {error}") from error
     matches = [
         path
-        for path in root.rglob(pattern)
+        for path in found
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
     ]
     if not matches:

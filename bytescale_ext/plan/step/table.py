@@ -90,14 +90,18 @@ class PlanTable:
         return coupled_groups(self.shard_rows[in_ring], self.seqs[in_ring], len(self.row_ranks))
 
     @cached_property
+    def _first_rows(self) -> Ints:
+        """First row of each rank, then the number of rows: [ranks + 1]."""
+        return np.append(0, np.cumsum(self.counts))
+
+    @cached_property
     def _rank_shards(self) -> Ints:
         """First shard of each rank, then the number of shards: [ranks + 1]."""
-        first_rows = np.append(0, np.cumsum(self.counts))
-        return np.asarray(np.searchsorted(self.shard_rows, first_rows), dtype=np.int64)
+        return np.asarray(np.searchsorted(self.shard_rows, self._first_rows), dtype=np.int64)
 
     def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of a rank."""
-        first_row = int(self.counts[:rank].sum())
+        first_row = int(self._first_rows[rank])
         row_shards: list[list[Shard]] = [[] for _ in range(int(self.counts[rank]))]
         for shard in range(int(self._rank_shards[rank]), int(self._rank_shards[rank + 1])):
             begin = int(self.first_ranges[shard])

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
@@ -27,6 +28,9 @@ from megatron.bytescale.cli.shared.slicing import add_setup_arguments, cost_of_o
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
 EXAMPLE = "bytescale plan --lengths corpus_text_document.idx --num-sequences 512 --ranks 64 --tokens-per-rank 8192"
+
+MOST_SHOWN: Final = 1 << 16
+"""Ranks of a plan that is printed, with a row each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +66,11 @@ def run(args: argparse.Namespace) -> int:
         ValueError: bad lengths, sizes, balance or cost file.
         PlanError: the plan breaks a rule, which is a bug.
     """
+    if args.ranks > MOST_SHOWN:
+        raise ValueError(
+            f"--ranks {args.ranks}: a plan is printed for at most {MOST_SHOWN:,} ranks; bytescale simulate summarizes "
+            "steps on more"
+        )
     lengths = cut_lengths(read_lengths(args.lengths, args.start, args.num_sequences), args.seq_length)
     cost = cost_of_options(args)
     decision = decision_of(args, cost, lengths)

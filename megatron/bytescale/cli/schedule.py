@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import check_slice_schedule
@@ -28,6 +29,9 @@ from megatron.bytescale.cli.shared.slicing import add_slices_arguments, slicing_
 NAME = "schedule"
 HELP = "print the schedule of a pipeline whose micro-batches are cut into slices (Seq1F1B)"
 EXAMPLE = "bytescale schedule --pipeline-parallel 4 --micro-batches 8 --slices 4 --compare"
+
+MOST_PASSES: Final = 1 << 17
+"""Forward passes of all stages in a schedule that is simulated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +74,16 @@ def run(args: argparse.Namespace) -> int:
             f"--vpp {args.vpp} needs --pipeline-parallel of 3 or more, not {stages}: Megatron does not interleave two "
             "stages"
         )
+    slicing = replace(slicing_of_options(args), zero_bubble=args.zero_bubble)
+    passes = stages * micro_batches * slicing.num_slices * args.vpp
+    if passes > MOST_PASSES:
+        raise ValueError(
+            f"--pipeline-parallel {stages}, --micro-batches {micro_batches}, --slices {slicing.num_slices} and --vpp "
+            f"{args.vpp} are {passes:,} passes, and at most {MOST_PASSES:,} are simulated: give fewer micro-batches, "
+            "because the middle of a schedule repeats"
+        )
     model = _model(args)
-    sizes = (stages, micro_batches, replace(slicing_of_options(args), zero_bubble=args.zero_bubble), args.vpp)
+    sizes = (stages, micro_batches, slicing, args.vpp)
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
     rows = (

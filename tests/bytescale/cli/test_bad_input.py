@@ -75,6 +75,10 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--lengths", "{in}/floats.npy"], "must be one-dimensional and of integers"),
     ([*PLAN, "--lengths", "{in}/negative.npy"], "document 1 has -7 tokens"),
     ([*PLAN, "--lengths", "{in}/empty.npy"], "has 0 documents"),
+    ([*PLAN, "--lengths", "{in}/huge.npy"], "document 1 has 18446744073709551615 tokens, more than"),
+    ([*PLAN, "--lengths", "{in}/long.npy", "--seq-length", "1"], "more than 50,000,000 pieces of 1 tokens"),
+    ([*PLAN, "--ranks", "1048576"], "is printed for at most 65,536 ranks"),
+    ([*SCHEDULE, "--micro-batches", "1000000"], "4,000,000 passes, and at most 131,072 are simulated"),
     ([*PLAN, "--lengths", "{in}/short.idx"], "short.idx"),
     # simulate
     (["simulate"], "required: --seq-length"),
@@ -138,6 +142,7 @@ CASES: list[tuple[list[str], str]] = [
     (["corpus"], "required: --output"),
     ([*CORPUS, "--from", "{in}/none"], "no such file or folder: change --from"),
     ([*CORPUS, "--from", "{in}", "--glob", "*.cpp"], "no file below matches"),
+    *(([*CORPUS, "--from", "{in}", "--glob", bad], "is no pattern for the files below") for bad in ("/etc/*", "{in}/*")),
     ([*CORPUS, "--from", "{in}/chat.jsonl"], "chat.jsonl:1: a chat under the key 'messages'"),
     ([*CORPUS, "--from", "{in}/lines.jsonl", "--json-key", "body"], "no text under the key 'body'.*change --json-key"),
     ([*CORPUS, "--from", "{in}/broken.jsonl"], "broken.jsonl:1: not JSON"),
@@ -224,6 +229,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arrays = {"lengths": [30, 7, 55], "negative": [4, -7], "empty": [], "floats": [1.5]}
     for name, values in arrays.items():
         np.save(root / f"{name}.npy", np.array(values, dtype=None if name == "floats" else np.int64))
+    np.save(root / "huge.npy", np.array([5, 2**64 - 1], dtype=np.uint64))
+    np.save(root / "long.npy", np.array([2**30]))
     (root / "text.npy").write_text("no array")
     (root / "short.idx").write_bytes(b"MMIDIDX")
     (root / "bad.json").write_text('{"a": 1}')
