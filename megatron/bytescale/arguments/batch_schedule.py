@@ -37,9 +37,9 @@ def schedule_overrides(sizes: StepSizes) -> Overrides:
     if sizes.rampup_batch_size is not None and sizes.global_batch_size is not None:
         first, increment, documents = map(int, sizes.rampup_batch_size)
         steps = ramp_sizes(first, increment, documents, sizes.global_batch_size)
-        # Megatron's thresholds are tokens; each sample counts --seq-length.
-        parts = (f"{documents * i // (len(steps) - 1) * sizes.seq_length}:{size}" for i, size in enumerate(steps))
-        schedule = " ".join(parts)
+        starts = ramp_starts(documents, len(steps) - 1)
+        # The thresholds of Megatron's schedule are tokens; each sample counts --seq-length.
+        schedule = " ".join(f"{start * sizes.seq_length}:{size}" for start, size in zip(starts, steps, strict=True))
         # Megatron refuses an explicit size in addition to a schedule.
         settings = {"step_batch_size_schedule": schedule, "_is_global_batch_size_explicitly_specified": False}
     if schedule is not None and sizes.train_samples is None:
@@ -56,6 +56,20 @@ def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[in
             "increments"
         )
     return list(range(first, last + 1, increment))
+
+
+def ramp_starts(documents: int, increments: int) -> list[int]:
+    """Return the documents consumed when each size of a ramp begins, by Megatron's rule.
+
+    Megatron adds ``int(consumed / (documents / increments))`` increments, in floating point.
+    """
+    part, starts = documents / increments, [0]
+    for number in range(1, increments + 1):
+        start = documents * number // increments
+        while int(start / part) < number:
+            start += 1
+        starts.append(start)
+    return starts
 
 
 def batch_schedule_of(text: str | None, seq_length: int, num_ranks: int) -> tuple[tuple[int, int], ...]:

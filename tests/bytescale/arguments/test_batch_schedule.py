@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.bytescale.arguments.batch_schedule import StepSizes, batch_schedule_of, ramp_sizes, schedule_overrides
+from megatron.bytescale.arguments.batch_schedule import (
+    StepSizes,
+    batch_schedule_of,
+    ramp_sizes,
+    ramp_starts,
+    schedule_overrides,
+)
 from tests.bytescale.arguments.resolving import Resolved, resolve_lines
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -28,11 +34,11 @@ def found() -> list[Resolved]:
 
 @pytest.mark.ranks
 def test_a_ramp_becomes_the_schedule_of_megatron(found: list[Resolved]) -> None:
-    """Return 25 documents of 256 tokens in two equal parts."""
+    """25 documents of 256 tokens are two parts of 12.5: Megatron's rule grows after 13."""
     ramp, schedule = found[:2]
     assert ramp.error is schedule.error is None
-    assert ramp.args["step_batch_size_schedule"] == f"0:4 {12 * 256}:8 {25 * 256}:12"
-    assert ramp.features["hdp"].schedule == ((0, 4), (12, 8), (25, 12))
+    assert ramp.args["step_batch_size_schedule"] == f"0:4 {13 * 256}:8 {25 * 256}:12"
+    assert ramp.features["hdp"].schedule == ((0, 4), (13, 8), (25, 12))
     assert ramp.args["global_batch_size"] == ramp.args["eval_global_batch_size"] == 12
     assert schedule.features["hdp"].schedule == ((0, 4), (1000 // 256, 8))
 
@@ -49,6 +55,12 @@ def test_increments_that_lead_nowhere(numbers: tuple[int, int, int, int]) -> Non
     with pytest.raises(ValueError, match=f"--rampup-batch-size .* --global-batch-size {numbers[-1]} in equal"):
         ramp_sizes(*numbers)
     assert ramp_sizes(4, 2, 25, 8) == [4, 6, 8]
+
+
+@pytest.mark.parametrize(("documents", "increments"), [(25, 2), (100, 3), (7, 7), (1000, 7), (360, 9), (49, 11)])
+def test_a_ramp_grows_where_megatron_grows(documents: int, increments: int) -> None:
+    steps = [int(consumed / (documents / increments)) for consumed in range(documents + 1)]
+    assert ramp_starts(documents, increments) == [steps.index(number) for number in range(increments + 1)]
 
 
 def test_without_a_schedule_nothing_changes() -> None:
