@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     if args.launch is not None:
         from megatron.bytescale.cli.shared.migrate import changes_text, migrate
 
-        migration = migrate(args.launch)
+        migration = migrate(args.launch, on_cpu=args.cpu)
         print(json.dumps(asdict(migration), indent=2) if args.json else changes_text(migration))
         return 0 if migration.runs else 1
     report = diagnose(args, on_cpu=stand_ins is not None)

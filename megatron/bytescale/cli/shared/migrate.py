@@ -16,17 +16,16 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.forecast import Forecast
 from megatron.bytescale import features
-from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.bad_input import reasons_of, refusals_of_megatron
 from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import options_of
-from megatron.bytescale.arguments.parse import whole_parser
+from megatron.bytescale.arguments.parse import named_or_installed, set_device_defaults, whole_parser
 from megatron.bytescale.arguments.renamed import refuse_renamed
-from megatron.bytescale.arguments.setup import setup_of
+from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
-from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, arguments_of
+from megatron.bytescale.cli.shared.model_flags import FLAG, USUAL_VOCAB, arguments_of
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
 DONE_BY_PLAN: Final = "the plan decides how documents are packed"
@@ -74,10 +73,11 @@ class Migration:
 
 @dataclass
 class _Line:
-    """A launch line that is being changed: the words before the flags of the training, and the flags."""
+    """A launch line that is being changed: the words before the flags of the training, the flags, and the device."""
 
     head: list[str]
     flags: list[str]
+    on_cpu: bool
     changes: list[LineChange] = field(default_factory=list)
 
     def place(self, flag: str) -> tuple[int, int] | None:
@@ -108,33 +108,34 @@ class _Line:
         self.changes.append(LineChange("replace" if before else "add", before + shlex.join(words), why))
 
 
-def migrate(line: str, num_processes: int | None = None) -> Migration:
+def migrate(line: str, num_processes: int | None = None, on_cpu: bool = False) -> Migration:
     """Return a launch line with hybrid data parallelism.
 
     Args:
         line: torchrun or python with its options, the script, and its flags; or flags alone.
         num_processes: processes of the run; default: torchrun's processes, if the line has them in numbers.
+        on_cpu: whether the run has no GPUs, as with ``--cpu`` in the line.
 
     Raises:
         ValueError: the line cannot be split into words, or starts another script.
     """
-    changed = _split(line)
+    changed = _split(line, on_cpu)
     num_processes = num_processes or _processes(changed.head)
     args = _parsed(changed)
     given = options_of(args, _Given)
     _name_units(changed, args, given)
     _replace_mesh(changed, given)
+    if given.eval_interval is None and given.eval_iters:
+        changed.put(["--eval-interval", "1000"], "Megatron 0.19.2 has no default, earlier versions had this one")
+    _decide_samples(changed, given)
     _keep_tokens(changed, given, num_processes)
     _heed_refusals(changed)
-    if all(change.what != "decide" for change in changed.changes):
-        _check(changed, num_processes)
+    forecast = _check(changed, num_processes)
     migration = Migration((*changed.head, *changed.flags), tuple(changed.changes))
-    if not migration.runs or num_processes is None:
-        return migration
-    return replace(migration, device_gb=device_gb(changed.flags, num_processes))
+    return replace(migration, device_gb=forecast) if migration.runs else migration
 
 
-def _split(line: str) -> _Line:
+def _split(line: str, on_cpu: bool) -> _Line:
     try:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
@@ -143,11 +144,11 @@ def _split(line: str) -> _Line:
     if not words or (not scripts and not words[0].startswith("--")):
         raise ValueError("--launch: give a command such as 'torchrun ... pretrain_gpt.py --num-layers 2'")
     if not scripts:
-        return _Line([], words)
+        return _Line([], words, on_cpu or "--cpu" in words)
     head, name = words[: scripts[0] + 1], words[scripts[0]].split("/")[-1]
     if name not in SCRIPTS:
         raise ValueError(f"--launch: {name} is another script: only lines of pretrain_gpt.py can be changed")
-    changed = _Line(head, words[scripts[0] + 1 :])
+    changed = _Line(head, words[scripts[0] + 1 :], on_cpu or "--cpu" in words)
     if name != SCRIPTS[1]:
         changed.head[-1] = SCRIPTS[1]
         changed.changes.append(
@@ -180,6 +181,8 @@ def _parsed(line: _Line) -> argparse.Namespace:
         if word.startswith("--"):
             line.remove(word.split("=")[0], "Megatron 0.19.2 has no such flag")
     args.rank = 0
+    with contextlib.suppress(ValueError):  # the last check reports it
+        set_device_defaults(args, line.flags, line.on_cpu, named_or_installed(line.flags))
     return args
 
 
@@ -196,10 +199,18 @@ class _Given:
     hdp_tokens_per_rank: int | None
     hdp_global_tokens: int | None
     global_batch_size: int | None
+    micro_batch_size: int | None
     step_batch_size_schedule: str | None
     rampup_batch_size: list[str] | None
     train_samples: int | None
+    eval_interval: int | None
+    eval_iters: int
     sft: bool
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the duration or the size of steps is a number of samples, which becomes a number of documents."""
+        return bool(self.train_samples or self.rampup_batch_size or self.step_batch_size_schedule)
 
 
 def _name_units(line: _Line, args: argparse.Namespace, given: _Given) -> None:
@@ -237,10 +248,40 @@ def _replace_mesh(line: _Line, given: _Given) -> None:
         )
     elif given.hdp_tokens_per_rank is None:
         multiple = given.tensor_model_parallel_size if given.sequence_parallel else 1
-        tokens = -(-given.seq_length // width)
+        samples = given.micro_batch_size or 1
+        tokens = -(-samples * given.seq_length // width)
         tokens += -tokens % multiple
-        why = f"C, as many tokens as a rank had before: --seq-length / {width}; larger is faster until memory runs out"
+        why = (
+            f"C, the tokens that a rank held before: {samples} x --seq-length / {width}; larger is faster until memory "
+            "runs out"
+        )
         line.put(["--hdp-tokens-per-rank", str(tokens)], why)
+
+
+def _decide_samples(line: _Line, given: _Given) -> None:
+    """Leave numbers of samples to the reader: a sample had ``--seq-length`` tokens, and a document has fewer."""
+    if given.hybrid_data_parallel or not given.counts_samples or given.seq_length is None:
+        return
+    length, size = given.seq_length, given.global_batch_size
+    steps = f" in steps of {size * length:,}" if size else ""
+    advice = "divide the numbers of samples by the documents of --seq-length tokens that a sample was"
+    if given.train_samples:
+        were = (
+            f"{given.train_samples:,} samples of {length:,} tokens were {given.train_samples * length:,} tokens{steps}"
+        )
+        advice = (
+            f"give --train-samples {given.train_samples * length} / T, with T the mean tokens of a document "
+            "(`bytescale corpus` prints it), and change the other numbers of samples in the same way"
+        )
+        if size and not given.rampup_batch_size and not given.step_batch_size_schedule:
+            advice += (
+                f"; or --train-iters {given.train_samples // size} --hdp-global-tokens {size * length} in place of it"
+            )
+    else:
+        were = f"samples of {length:,} tokens{steps}"
+    flags = ("--train-samples", "--rampup-batch-size", "--step-batch-size-schedule")
+    flag = next(one for one in flags if line.place(one) is not None)
+    line.changes.append(LineChange("decide", flag, f"{were}; as many documents hold fewer: {advice}"))
 
 
 def _keep_tokens(line: _Line, given: _Given, num_processes: int | None) -> None:
@@ -251,14 +292,8 @@ def _keep_tokens(line: _Line, given: _Given, num_processes: int | None) -> None:
         return
     if size is None:
         return
-    grows = (
-        given.hybrid_data_parallel
-        or given.train_samples
-        or given.rampup_batch_size
-        or given.step_batch_size_schedule
-        or given.hdp_global_tokens
-    )
-    if not grows and given.seq_length is not None and not given.sft:
+    fixed = given.hybrid_data_parallel or given.counts_samples or given.hdp_global_tokens
+    if not fixed and given.seq_length is not None and not given.sft:
         tokens = size * given.seq_length
         line.put(
             ["--hdp-global-tokens", str(tokens)], f"the tokens of a step as before; {size} documents may hold fewer"
@@ -294,26 +329,29 @@ def _heed_refusals(line: _Line) -> None:
             line.changes.append(LineChange("decide", row.flag, advice))
 
 
-def _check(line: _Line, num_processes: int | None) -> None:
-    """Add a decision if the checks of the features still refuse the line."""
+def _check(line: _Line, num_processes: int | None) -> float | None:
+    """Return the forecast memory of the fullest device, in GB, of a line that can run; None without its processes.
+
+    Adds a decision for each reason why training refuses the line.
+    """
     args = _parsed(line)
     sizes = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    args.world_size = num_processes or sizes * (args.global_batch_size or 1)
+    processes = num_processes or sizes * (args.global_batch_size or 1)
+    words = [word for word in line.flags if word != "--cpu"]
     try:
-        features.check(args)
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = arguments_of(words, on_cuda=not line.on_cpu, processes=processes)
+            args.fake_process_group = True  # the training may run on another machine
+            decision = resolve(args).decision
     except ValueError as error:
-        line.changes.append(LineChange("decide", "", str(error)))
-
-
-def device_gb(flags: list[str], num_processes: int) -> float | None:
-    """Return the forecast memory of the fullest device, in GB; None if the training cannot be set up here."""
-    words = [word for word in flags if word != "--cpu"]
-    try:
-        args = arguments_of(words, on_cuda=len(words) == len(flags), processes=num_processes)
-        args.fake_process_group = True  # the training may run on another machine
-        return Forecast(choose(setup_of(args))).full_bytes[0] / 1e9
-    except (ValueError, OSError):
+        reasons = [reason.removeprefix(f"{FLAG}: ") for reason in reasons_of(error)]
+        said = [change.why for change in line.changes if change.what == "decide"]
+        new = [reason for reason in reasons if not any(why in reason for why in said)]
+        line.changes += [LineChange("decide", "", reason) for reason in new]
         return None
+    except OSError:  # a file of another machine
+        return None
+    return None if num_processes is None else Forecast(decision).full_bytes[0] / 1e9
 
 
 def changes_text(migration: Migration) -> str:

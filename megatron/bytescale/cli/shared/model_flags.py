@@ -12,6 +12,7 @@ from typing import Final
 from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.setup.setup import Setup
+from megatron.bytescale.arguments.bad_input import Refused, reasons_of
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli.profile import quiet
 
@@ -140,7 +141,7 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
         try:
             check(args, words, not on_cuda, named_or_installed(words))
         except ValueError as error:
-            raise ValueError(f"{FLAG}: {error}") from None
+            raise Refused(*(f"{FLAG}: {reason}" for reason in reasons_of(error))) from None
     return args
 
 
@@ -171,6 +172,7 @@ def _fill(args: argparse.Namespace) -> None:
     args.hdp_tokens_per_rank = args.hdp_tokens_per_rank or args.seq_length
     args.global_batch_size = args.global_batch_size or args.world_size
     args.lr = args.lr or 1e-4
+    args.eval_interval = args.eval_interval or 1000
     if args.train_samples is None:
         args.train_iters = args.train_iters or 1
     args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None

@@ -24,7 +24,7 @@ LINES = {
     "batch": f"{START} {MODEL} --global-batch-size 12 --tensor-model-parallel-size 1",
     "sequence parallel": (
         f"{START} {MODEL} --global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--context-parallel-size=3 --train-samples 80"
+        "--context-parallel-size=3 --train-iters 10"
     ),
     "replaced": f"{START} {MODEL} --global-batch-size 8 --use-megatron-fsdp --hybrid-context-parallel",
     "a second change": f"{START} {MODEL} --global-batch-size 8 --num-experts 4 --tensor-model-parallel-size 2",
@@ -101,8 +101,8 @@ def test_the_line_of_the_readme_becomes_the_other(found: dict[str, Migration | s
 CHANGED = {
     "batch": ("--global-batch-size 16|--hdp-global-tokens 12288|--hdp-tokens-per-rank 1024", ""),
     "sequence parallel": (
-        "--hdp-tokens-per-rank 342|--train-samples 80",
-        "--context-parallel-size|--hdp-global-tokens",
+        "--hdp-tokens-per-rank 342|--hdp-global-tokens 8192",
+        "--context-parallel-size",
     ),
     "replaced": ("--use-distributed-optimizer", "--use-megatron-fsdp|--hybrid-context-parallel"),
     "a second change": ("--sequence-parallel|--hybrid-data-parallel", ""),
