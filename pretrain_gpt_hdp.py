@@ -14,13 +14,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.bytescale import cpu, install
-from megatron.bytescale.arguments.bad_input import one_line_errors
-from megatron.bytescale.faults import check_watchdog, named_faults, told_before_the_watchdog
+from megatron.bytescale.arguments.bad_input import Refused, one_line_errors, without_import_warnings
+from megatron.bytescale.faults import (
+    check_watchdog,
+    explain_in_one_line,
+    is_first_to_say,
+    named_faults,
+    told_before_the_watchdog,
+)
 from megatron.bytescale.versions import check_megatron_version
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
+
+PROGRAM = "pretrain_gpt_hdp.py"
 
 
 def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
@@ -28,14 +36,16 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
 
     ``adapt``: changes what the features have built, in experiments.
     """
-    with one_line_errors("pretrain_gpt_hdp.py"):
+    sys.excepthook = explain_in_one_line
+    with one_line_errors(PROGRAM):
         check_megatron_version()
         on_cpu = cpu.install_if_wanted(sys.argv) is not None  # before Megatron is imported
 
-        from megatron.core.enums import ModelType
-        from megatron.training import pretrain
+        with without_import_warnings():
+            from megatron.core.enums import ModelType
+            from megatron.training import pretrain
 
-        from megatron.bytescale.arguments.parse import command_line, parse, without_fractions
+        from megatron.bytescale.arguments.parse import command_line, parse, print_arguments, without_fractions
         from megatron.bytescale.arguments.resolve import resolve
         from megatron.bytescale.build import build
         from megatron.bytescale.runtime import Runtime
@@ -51,9 +61,11 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         if adapt is not None:
             training = adapt(training, runtime)
         config = pretrain_config(args, training.model)
+    print_arguments(args)
     stand_alone()
     watch = contextlib.nullcontext() if on_cpu else told_before_the_watchdog(runtime.run.process.timeout_minutes)
-    with named_faults(), watch, command_line(without_fractions(sys.argv)):
+    refusals = one_line_errors(PROGRAM, Refused, is_first_to_say)
+    with refusals, named_faults(), watch, command_line(without_fractions(sys.argv)):
         pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 
 

@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import sys
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Final
 
 import torch.distributed as dist
 
 from bytescale_ext.parallel.faults import PeerLost, failure_text, is_peer_error
 from bytescale_ext.parallel.flight import Lookout, OpenCall, place_of_host
+from bytescale_ext.states.page_file import PagesDamaged
+from megatron.bytescale.arguments.bad_input import TRACEBACK, Refused, write_error_file
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import Interruptions, TrainingProgress
+from megatron.bytescale.before_first_step import line_of
 
 
 class SaveFailed(RuntimeError):
     """A checkpoint could not be written."""
 
 
+_SECONDS_TO_AGREE: Final = 5.0
+_EXPLAINED: Final = (PeerLost, SaveFailed, PagesDamaged)
+"""Errors whose message says everything that a user needs."""
+
+
 @contextlib.contextmanager
 def named_faults() -> Iterator[None]:
     """Convert errors of ``torch.distributed`` about a peer to a ``PeerLost`` that names the failure and the step.
 
-    Errors during the save of a checkpoint become a ``SaveFailed``.
+    Errors during the save of a checkpoint become a ``SaveFailed``. Before the first step, errors about settings and
+    checkpoints, and exits of Megatron that did not do their work, become a ``Refused``.
     """
     try:
         yield
-    except (SystemExit, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as end:
+        if _is_before_first_step() and (line := line_of(end, current(Interruptions).load)):
+            raise Refused(line) from end
         raise
     except BaseException as error:  # torch's CheckpointException does not derive from Exception
         if isinstance(error, RuntimeError) and is_peer_error(error):
             raise PeerLost(f"{_when()}: {failure_text(error)}. {_advice()}") from error
         if any(frame.name == "save_checkpoint" for frame in traceback.extract_tb(error.__traceback__)):
             raise SaveFailed(f"{_when()}: {_save_text(error)}") from error
+        if _is_before_first_step() and (line := line_of(error, current(Interruptions).load)):
+            raise Refused(line) from error
         raise
 
 
@@ -64,6 +83,33 @@ def check_watchdog() -> None:
             raise ValueError(
                 f"{name}={value}: a rank that has lost a peer would hang or go on with wrong numbers; unset it"
             )
+
+
+def is_first_to_say(message: str) -> bool:
+    """Return whether no other process of the job has printed this message; all ranks may meet the same error."""
+    if not dist.is_initialized():
+        return True
+    name = f"bytescale/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=_SECONDS_TO_AGREE))
+        return int(store.add(name, 1)) == 1
+    except RuntimeError:  # the process that holds the store has ended
+        return True
+
+
+def explain_in_one_line(kind: type[BaseException], error: BaseException, calls: TracebackType | None) -> None:
+    """Hook in ``sys.excepthook``: print explained errors without the calls, and write the reason for torchrun."""
+    line = f"{kind.__name__}: {error}"
+    write_error_file(line)
+    if isinstance(error, _EXPLAINED) and TRACEBACK not in sys.argv:
+        print(line, file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, calls)
+
+
+def _is_before_first_step() -> bool:
+    return current(TrainingProgress).curr_iteration is None
 
 
 def _save_text(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.bytescale import features
-from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.bad_input import TRACEBACK, Reasons, refusals_of_megatron
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.values import check_values
 from megatron.bytescale.arguments.vocabulary import pad_vocabulary
@@ -77,6 +78,9 @@ def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
         if action.help:
             action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
 
+
+NEVER = 1 << 40
+"""Steps between evaluations if there are none; Megatron divides by this number."""
 
 # Settings that Megatron turns on by default, and the modules that they need.
 NEEDS = {
@@ -147,7 +151,7 @@ def parse(
     if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, including ours
         raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
     refuse_renamed(argv)
-    with refusals_of_megatron(), command_line(argv):
+    with refusals_of_megatron(), command_line([word for word in argv if word != TRACEBACK]):
         args = parse_args(add_arguments)
     if settle is not None:
         settle(args)
@@ -173,13 +177,40 @@ def check(
     from megatron.training.arguments import validate_args
 
     trust_checkpoints(args.trust_checkpoint)
-    check_values(args)
-    set_device_defaults(args, argv, on_cpu, has)
-    pad_vocabulary(args)
-    features.check(args)
-    with refusals_of_megatron():
+    reasons = Reasons()
+    with reasons.collect():
+        check_values(args)
+    with reasons.collect():
+        set_device_defaults(args, argv, on_cpu, has)
+    with reasons.collect():
+        pad_vocabulary(args)
+    with reasons.collect():
+        features.check(args)
+    reasons.refuse()
+    args.eval_interval = args.eval_interval or NEVER
+    with refusals_of_megatron(), _unprinted_arguments():
         validate_args(args)
         features.check_after(args)
+
+
+@contextlib.contextmanager
+def _unprinted_arguments() -> Iterator[None]:
+    """Leave the arguments out of what Megatron's checks print: a refusal would stand above a thousand lines."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        before, _, dump = text.getvalue().partition(f"{'-' * 24} arguments ")
+        after = dump.partition(f"end of arguments {'-' * 21}\n")[2]
+        print(before + after, end="", flush=True)
+
+
+def print_arguments(args: argparse.Namespace) -> None:
+    """Print the arguments as Megatron does, on the first rank, once nothing refuses them."""
+    from megatron.training.arguments import _print_args
+
+    _print_args("arguments", args)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from megatron.bytescale.arguments.bad_input import Refused
 from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, chosen, equals, given, where
 
 
@@ -78,7 +79,7 @@ def ignored(setting: str, is_read: Condition, instead: str, is_given: Condition 
 
 
 def refuse_conflicts(args: argparse.Namespace, features: Mapping[str, str], rows: Collection[Refusal]) -> None:
-    """Raise ValueError, naming the flag, for the first row that applies to an enabled feature.
+    """Raise ``Refused`` with the message of every row that applies to an enabled feature, one for each flag.
 
     Args:
         args: result of Megatron's parser, before Megatron checks it.
@@ -86,10 +87,14 @@ def refuse_conflicts(args: argparse.Namespace, features: Mapping[str, str], rows
         rows: table of refusals.
     """
     refusing = {**features, ALWAYS: PROGRAM}
+    messages: dict[str, str] = {}
     for row in rows:
         names = [name for name in refusing if name in row.instead]
-        if names and row.applies(args):
-            raise ValueError(row.message(names[0], refusing[names[0]]))
+        flag = row.flag.split()[0]
+        if names and flag not in messages and row.applies(args):
+            messages[flag] = row.message(names[0], refusing[names[0]])
+    if messages:
+        raise Refused(*messages.values())
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,9 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--optimizer sgd with sharded states", ALWAYS, "use adam, or remove --use-distributed-optimizer and "
            "--use-megatron-fsdp: Megatron 0.19.2 cannot save the momentum of a shard", equals("optimizer", "sgd")
            & (given("use_distributed_optimizer") | given("use_megatron_fsdp"))),
+    refuse("--optimizer sgd with --ckpt-format torch_dist", ALWAYS, "give --ckpt-format torch: Megatron 0.19.2 cannot "
+           "load the momentum again", equals("optimizer", "sgd") & equals("ckpt_format", "torch_dist")
+           & (given("save") | given("load"))),
     refuse("--optimizer of another package with --fp16", ALWAYS, "use --bf16", _IS_EMERGING & given("fp16")),
     refuse("--optimizer of another package with --overlap-param-gather-with-optimizer-step", ALWAYS,
            "remove the overlap", _IS_EMERGING & given("overlap_param_gather_with_optimizer_step")),

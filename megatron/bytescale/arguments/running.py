@@ -129,10 +129,12 @@ class Interruptions:
     Attributes:
         distributed_timeout_minutes: minutes after which a silent rank ends the run.
         save: folder of checkpoints.
+        load: folder of the checkpoint that the run resumes from.
     """
 
     distributed_timeout_minutes: float
     save: str | None = None
+    load: str | None = None
 
 
 @dataclass(frozen=True)

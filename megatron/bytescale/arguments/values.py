@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from bytescale_ext.new_file import check_writable_folder
+from megatron.bytescale.arguments.bad_input import Reasons
 from megatron.bytescale.arguments.options import options_of
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
@@ -56,6 +57,9 @@ class Sizes:
     train_samples: int | None
     train_iters: int | None
     skip_train: bool
+    eval_iters: int | None
+    eval_interval: int | None
+    full_validation: bool
     use_checkpoint_args: bool
     yaml_cfg: str | None
     hdp_tokens_per_rank: int | None = None
@@ -108,39 +112,51 @@ class TokenizerChoice:
 
 
 def check_values(args: argparse.Namespace) -> None:
-    """Check sizes, shares, folders and the tokenizer, before anything is built. Raises ValueError naming the flag."""
-    _check_sizes(options_of(args, Sizes))
-    _check_split(options_of(args, Split).split)
-    _check_folders(options_of(args, Folders))
-    check_tokenizer(options_of(args, TokenizerChoice))
+    """Check sizes, shares, folders and the tokenizer, before anything is built.
+
+    Raises ``Refused`` with every reason, each naming a flag.
+    """
+    reasons = Reasons()
+    reasons.add(*_wrong_sizes(options_of(args, Sizes)), *_wrong_folders(options_of(args, Folders)))
+    with reasons.collect():
+        _check_split(options_of(args, Split).split)
+    with reasons.collect():
+        check_tokenizer(options_of(args, TokenizerChoice))
+    reasons.refuse()
 
 
 def _name_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _check_sizes(sizes: Sizes) -> None:
+def _wrong_sizes(sizes: Sizes) -> Iterator[str]:
+    """Yield a reason for each size that no model or training can have."""
     missing = [flag for flag in MODEL[:3] if sizes.of(flag) is None]
     reads_sizes = sizes.use_checkpoint_args or sizes.yaml_cfg is not None
     if missing and not reads_sizes:
-        raise ValueError(f"no {', '.join(missing)}: give the model; the README has a complete launch line")
+        yield f"no {', '.join(missing)}: give the model; the README has a complete launch line"
     for flag in POSITIVE:
         value = sizes.of(flag)
         if value is not None and not 1 <= value <= MOST:
-            raise ValueError(f"{flag} {value} must be at least 1" + (" and at most 2^40" if value > MOST else ""))
+            yield f"{flag} {value} must be at least 1" + (" and at most 2^40" if value > MOST else "")
     hidden, heads = sizes.hidden_size, sizes.num_attention_heads
     if sizes.kv_channels is None and hidden and heads and hidden % heads:
-        raise ValueError(f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}")
+        yield f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}"
     tokens = sizes.hdp_tokens_per_rank
     if tokens is not None and tokens > MOST:
-        raise ValueError(f"--hdp-tokens-per-rank {tokens} must be at most 2^40")
+        yield f"--hdp-tokens-per-rank {tokens} must be at most 2^40"
     iterations = sizes.train_iters
     if iterations is not None and iterations < (0 if sizes.skip_train else 1):
-        raise ValueError(f"--train-iters {iterations}: nothing to train; give at least 1")
+        yield f"--train-iters {iterations}: nothing to train; give at least 1"
+    if sizes.eval_iters and sizes.eval_interval is None and not (sizes.skip_train or sizes.full_validation):
+        yield (
+            f"--eval-iters {sizes.eval_iters} needs --eval-interval, the steps from one evaluation to the next; "
+            "--eval-iters 0 leaves evaluations out"
+        )
     for flag in RECORDED_STEPS:
         step = sizes.of(flag)
         if step is not None and step < 1:
-            raise ValueError(f"{flag} {step}: iterations begin at 1")
+            yield f"{flag} {step}: iterations begin at 1"
         if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
             print(f"warning: {flag} {step} is after the last iteration, {iterations}: nothing will be recorded")
 
@@ -157,19 +173,19 @@ def _check_split(split: str | None) -> None:
         raise ValueError(f"--split {split}: give the shares of training, validation and test, such as 99,1,0")
 
 
-def _check_folders(folders: Folders) -> None:
-    """Raise ValueError if a folder is a file or cannot be created. Creates none, since the run may still be refused."""
+def _wrong_folders(folders: Folders) -> Iterator[str]:
+    """Yield a reason for each folder that is a file or cannot be created. Creates none: the run may be refused."""
     if folders.save is not None and folders.save_interval is None:
-        raise ValueError(f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next")
+        yield f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next"
     for flag in FOLDERS:
         folder = folders.of(flag)
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise ValueError(f"{flag} {folder} is a file; give a folder")
+            yield f"{flag} {folder} is a file; give a folder"
     for flag, folder in folders.written():
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             reason = "no permission for" if there.is_dir() else "not a folder:"
-            raise ValueError(f"{flag} {folder} cannot be written ({reason} {there}); choose another folder")
+            yield f"{flag} {folder} cannot be written ({reason} {there}); choose another folder"
 
 
 def make_folders(folders: Folders) -> None:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from bytescale_ext.json_input import printable
+from megatron.bytescale.arguments.bad_input import reasons_of
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli import (
     activations,
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _refused(error.prog, str(error))
     except ValueError as error:
-        return _refused(prog, str(error))
+        return _refused(prog, *reasons_of(error))
     except BrokenPipeError:  # the reader of the pipe, such as head, has ended
         sys.stderr.close()
         return 0
@@ -109,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _refused(prog: str, message: str) -> int:
-    print(f"{prog}: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+def _refused(prog: str, *reasons: str) -> int:
+    for reason in reasons:
+        print(f"{prog}: error: {printable(' '.join(reason.split()))}", file=sys.stderr)
     return 2
 
 

@@ -10,9 +10,10 @@ functions.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron.bytescale.arguments.bad_input import Reasons
 from megatron.bytescale.arguments.options import override
 from megatron.bytescale.arguments.positions import POSITION_REFUSALS
 from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
@@ -83,23 +84,26 @@ def patches_of(names: Collection[str]) -> list[Patch]:
 def check(args: argparse.Namespace) -> None:
     """Check the flags of all features, and set the Megatron arguments that enabled features need.
 
-    Call it before Megatron checks its arguments. Raises ValueError, naming the flag.
+    Call it before Megatron checks its arguments. Raises ``Refused`` with every reason, each naming a flag.
     """
-    on = enabled(args)
+    reasons, on = Reasons(), enabled(args)
     names = {feature.name for feature in on}
     borrowed = {flag for feature in on for flag in feature.borrows(feature.read(args))}
     for feature in FEATURES:
         if feature.name not in names:
-            _check_not_given(feature, args, borrowed)
+            reasons.add(*_given_without(feature, args, borrowed))
         elif missing := [other for other in FEATURES if other.name in feature.requires and other.name not in names]:
-            raise ValueError(f"{feature.switch(args)} needs {missing[0].flag}")
+            reasons.add(f"{feature.switch(args)} needs {missing[0].flag}")
     reads_cost = COST_FLAG in borrowed or any(feature.reads_cost for feature in on)
     if args.cost_file is not None and not reads_cost:
         readers = " or ".join(feature.flag for feature in FEATURES if feature.reads_cost)
-        raise ValueError(f"{COST_FLAG} needs {readers}")
-    refuse_conflicts(args, {feature.name: feature.switch(args) for feature in on}, refusals())
+        reasons.add(f"{COST_FLAG} needs {readers}")
+    with reasons.collect():
+        refuse_conflicts(args, {feature.name: feature.switch(args) for feature in on}, refusals())
     for feature in on:
-        override(args, feature.before_checks(feature.read(args)))
+        with reasons.collect():
+            override(args, feature.before_checks(feature.read(args)))
+    reasons.refuse()
 
 
 def check_after(args: argparse.Namespace) -> None:
@@ -108,9 +112,9 @@ def check_after(args: argparse.Namespace) -> None:
         override(args, feature.after_checks(feature.read(args)))
 
 
-def _check_not_given(feature: Feature[Any], args: argparse.Namespace, borrowed: Collection[str]) -> None:
-    """Raise ValueError if flags of a disabled feature are given, except its switch and borrowed flags."""
+def _given_without(feature: Feature[Any], args: argparse.Namespace, borrowed: Collection[str]) -> Iterator[str]:
+    """Yield a reason for each given flag of a disabled feature, except its switch and borrowed flags."""
     for action in feature.actions():
         (flag,) = action.option_strings
         if flag not in (*feature.switches, *borrowed) and getattr(args, action.dest) != action.default:
-            raise ValueError(f"{flag} needs {feature.needs or feature.flag}")
+            yield f"{flag} needs {feature.needs or feature.flag}"

@@ -148,6 +148,9 @@ EXAMPLES = {
     "--eval-micro-batch-size > 1": "--eval-micro-batch-size 2",
     "--logits-save-dir": "--logits-save-dir logits",
     "--logits-load-dir": "--logits-load-dir logits",
+    "--optimizer sgd with --ckpt-format torch_dist": (
+        "--optimizer sgd --ckpt-format torch_dist --load unread --save-interval 1"
+    ),
     "--optimizer sgd with sharded states": "--optimizer sgd --use-distributed-optimizer",
     "--optimizer of another package with --fp16": "--optimizer muon --fp16",
     "--optimizer of another package with --overlap-param-gather-with-optimizer-step": (
@@ -237,7 +240,7 @@ def test_each_row_has_an_example() -> None:
 @pytest.mark.parametrize(("row", "feature"), PAIRS, ids=lambda part: getattr(part, "flag", part))
 def test_the_setting_is_refused_by_name(row, feature, answers: dict[tuple[str, str], str]) -> None:  # type: ignore[no-untyped-def]
     found = answers[row.flag, feature]
-    assert found == row.message(feature, FLAGS[feature])
+    assert row.message(feature, FLAGS[feature]) in found.splitlines()
     assert row.flag in found
     assert "{" not in found.replace("{}", "", row.flag.count("{}"))
 

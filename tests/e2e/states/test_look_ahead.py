@@ -25,7 +25,7 @@ STEPS, SAMPLES = 20, 8
 TABLES: Final = ("ngram", "embedding")
 FEATURES: Final = {
     "planner process": [],
-    "ngram": NGRAM,
+    "ngram": [*NGRAM, "--ngram-layers", 2],
     "embedding": [],
     "disk": [*PAGED, "--state-host-gb", HOST_GB_OF_STAGE_3],
     "late updates": [*PAGED, "--state-update-steps", 1],

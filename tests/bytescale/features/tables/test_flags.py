@@ -119,7 +119,7 @@ def test_flags_of_tables_that_a_run_does_not_have(words: list[str], message: str
     ],
 )
 def test_messages_name_the_flag_that_was_given(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=f"(?m)^{message}$"):
         features.check(parsed(*words))
 
 
