@@ -15,10 +15,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 from bytescale_ext.json_input import printable
+from bytescale_ext.new_file import write_text
 
 TRACEBACK: Final = "--traceback"
 """Word of a command line that prints the calls that led to an error; the training does not read it."""
@@ -107,7 +107,7 @@ def write_error_file(message: str) -> None:
         return
     content = {"message": {"message": message, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
     with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps(content))
+        write_text(path, json.dumps(content))
 
 
 @contextlib.contextmanager

@@ -57,11 +57,12 @@ def accept_fractions(parser: argparse.ArgumentParser) -> None:
 
 
 def without_fractions(argv: Sequence[str]) -> list[str]:
-    """Return a command line without the flags of ``FRACTIONS``.
+    """Return a command line without the flags of ``FRACTIONS`` and ``TRACEBACK``.
 
     Megatron parses the command line once more for its fault tolerance, with its own types.
     """
     flags = {f"--{name.replace('_', '-')}" for name in FRACTIONS}
+    argv = [word for word in argv if word != TRACEBACK]
     after = [False, *(word in flags for word in argv)]
     pairs = zip(argv, after, strict=False)
     return [word for word, is_value in pairs if not is_value and word.split("=")[0] not in flags]
