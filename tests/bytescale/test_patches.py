@@ -264,7 +264,7 @@ def replaced_on_instances() -> tuple[set[str], set[str]]:
     kinds, replaced = set(), set()
     for thing in gc.get_objects():
         kind = type(thing)
-        if not kind.__module__.startswith(("megatron.core", "megatron.training", "megatron.bytescale.core")):
+        if not str(kind.__module__).startswith(("megatron.core", "megatron.training", "megatron.bytescale.core")):
             continue
         kinds.add(kind.__name__)
         fields = getattr(kind, "__dataclass_fields__", {})  # a callable of a configuration is a hook

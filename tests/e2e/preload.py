@@ -4,6 +4,7 @@ On CPU it comes with the stand-ins for torch.cuda; on ghost GPUs (tests/ghost) t
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
 import os
@@ -17,15 +18,20 @@ from megatron.bytescale import cpu, registry  # noqa: E402
 
 STAND_INS = None if "GHOST_DEVICES" in os.environ else cpu.install_if_wanted(["--cpu"])
 
-import megatron.core.models.mimo.optimizer  # noqa: E402
-import megatron.core.tokenizers.text.libraries  # noqa: E402
-import megatron.core.tokenizers.text.models  # noqa: E402
-import megatron.training.models.gpt  # noqa: E402
-import torch.profiler._cupti_monitor  # noqa: E402
-import torch.utils.serialization.config  # noqa: E402, F401
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+
+for name in (
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+    "megatron.training.models.gpt",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+):
+    with contextlib.suppress(ModuleNotFoundError):  # another version of Megatron may lack one
+        importlib.import_module(name)
 
 import megatron.bytescale  # noqa: E402
 import pretrain_gpt_hdp  # noqa: E402, F401

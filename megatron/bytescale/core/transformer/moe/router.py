@@ -7,7 +7,6 @@ over all T tokens of the step::
                                                                         tensor-parallel group) routes in m
     z_loss     1/T sum over tokens of  logsumexp(logits)^2              independent of the plan
 
-Megatron divides all gradients of a step by its labels, which may be few (answers alone) or missing (documents of one
 Megatron divides all gradients of a step by its number of labels. A step may have few labels (only answers) or none
 (documents of one token). So sums over tokens are multiplied by the step's labels / T (``StepState.label_shares``), and
 a coefficient has the same effect with every loss mask.
@@ -101,8 +100,9 @@ class DocumentRouter(SliceRouter):
         return MoEAuxLossAutoScaler.apply(logits, loss * coefficient * self.labels_per_token)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        mask = None if padding_mask is None else padding_mask[:, None]
-        super()._apply_expert_bias(routing_map, padding_mask=mask)
+        if padding_mask is not None:  # Megatron's own mask has another shape in some versions
+            routing_map = routing_map & ~padding_mask[:, None]
+        super()._apply_expert_bias(routing_map)
 
     def _record_mean(self, total: SliceLoad, mean_loss: torch.Tensor) -> None:
         """Record the auxiliary loss of a micro-batch with the loads ``total``."""
