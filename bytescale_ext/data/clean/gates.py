@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Final
 
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
@@ -14,29 +16,60 @@ from datatrove.pipeline.filters import (
     GopherRepetitionFilter,
 )
 from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
-from datatrove.pipeline.formatters import PIIFormatter
 
+from bytescale_ext.data.clean.languages import has_common_words, script_of
+from bytescale_ext.data.clean.personal import PersonalData
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
-from bytescale_ext.data.clean.words import RULES
+from bytescale_ext.data.clean.words import RULES, letters_per_word
 
-EMAIL = "email@example.com"
-ADDRESS = "192.0.2.1"  # from a range that is reserved for documentation
+STOP_WORDS: Final = 2  # of a language, in a document that passes
+_SHORT_WORDS: Final = ("HANGUL", "HEBREW", "ARABIC")  # scripts in which words have fewer letters than in English
 
 
-def quality_filter(name: str) -> BaseFilter:
-    """Return the filter with a name of ``recipe.FILTERS``, with the thresholds of its paper."""
-    kinds = {
-        "gopher-quality": GopherQualityFilter,
-        "gopher-repetition": GopherRepetitionFilter,
-        "c4": C4QualityFilter,
-        "fineweb": FineWebQualityFilter,
-    }
-    return kinds[name](language=RULES)
+class GopherQuality(BaseFilter):  # type: ignore[misc]  # datatrove has no types
+    """Gopher's quality rules, with stop words of the document's language, and word lengths of its script."""
+
+    name = "gopher-quality"
+
+    def __init__(self, letters: int, script: str) -> None:
+        super().__init__()
+        least = None if letters > 1 else 2 if script in _SHORT_WORDS else 3
+        self.rules = GopherQualityFilter(min_avg_word_length=least, min_stop_words=None, language=RULES)
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return whether a document passes, and the rule if not."""
+        passed, reason = get_filter_result(self.rules.filter(doc))
+        if passed and not has_common_words(doc.text, STOP_WORDS):
+            passed, reason = False, "gopher_enough_stop_words"
+        return True if passed else (False, reason)
+
+
+@cache
+def quality_filter(name: str, letters: int = 1, script: str = "LATIN") -> BaseFilter:
+    """Return the filter with a name of ``recipe.FILTERS``, with the thresholds of its paper, which are for English.
+
+    Args:
+        name: name of the filter.
+        letters: letters of a word in a script without spaces, else 1. Words there are segments of a letter: thresholds
+            of words become thresholds of so many segments.
+        script: script of the document. C4's rules about the ends and words of lines hold for Latin script alone.
+    """
+    if name == "gopher-quality":
+        return GopherQuality(letters, script)
+    if name == "gopher-repetition":
+        tops = tuple((letters * words, share) for words, share in ((2, 0.2), (3, 0.18), (4, 0.16)))
+        duplicates = tuple((letters * words, round(0.2 - words / 100, 2)) for words in range(5, 11))
+        return GopherRepetitionFilter(top_n_grams=tops, dup_n_grams=duplicates, language=RULES)
+    if name == "c4":
+        is_latin = script == "LATIN"
+        least = 3 if letters == 1 else -1
+        return C4QualityFilter(filter_no_terminal_punct=is_latin, min_words_per_line=least, language=RULES)
+    return FineWebQualityFilter(short_line_length=30 if letters != 2 else 15, language=RULES)
 
 
 class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Drops documents that a filter of their source rejects, then masks e-mail addresses and public IP addresses."""
+    """Drops documents that a filter of their source rejects, then masks personal data."""
 
     name = "gate"
     type = "filter"
@@ -44,11 +77,8 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
     def __init__(self, recipe: Recipe, tallies: Path) -> None:
         super().__init__()
         self.tallies = tallies
-        self.filters = {
-            source.name: {name: quality_filter(name) for name in source.filters if "filters" in recipe.steps}
-            for source in recipe.sources
-        }
-        self.mask = PIIFormatter(email_replacement=EMAIL, ip_replacement=ADDRESS) if "pii" in recipe.steps else None
+        self.filters = {source.name: source.filters if "filters" in recipe.steps else () for source in recipe.sources}
+        self.mask = PersonalData() if "pii" in recipe.steps else None
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents that pass the filters, with masked text."""
@@ -66,7 +96,8 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
 
     def refusal(self, document: Document, source: str) -> str | None:
         """Return ``filter: rule`` of the first filter that rejects a document, or None."""
-        for name, quality in self.filters[source].items():
+        for name in self.filters[source]:
+            quality = quality_filter(name, letters_per_word(document.text), script_of(document.text))
             passed, reason = get_filter_result(quality.filter(document))
             if not passed:
                 return f"{name}: {reason}"
@@ -76,7 +107,7 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
         """Mask the text of a document in place."""
         if self.mask is None:
             return
-        text = self.mask.format(document.text)
+        text = self.mask.masked(document.text)
         if text != document.text:
             tally.add(source, "masked")
             place = next((i for i, (a, b) in enumerate(zip(document.text, text, strict=False)) if a != b), 0)

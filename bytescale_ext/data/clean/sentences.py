@@ -14,7 +14,7 @@ from datatrove.utils.text import TextNormConfig
 
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
-from bytescale_ext.data.clean.words import RULES
+from bytescale_ext.data.clean.words import RULES, letters_per_word, num_words
 
 _MOST_SENTENCES: Final = 1 << 16  # datatrove stores the number of a sentence in 16 bits
 
@@ -39,13 +39,18 @@ class SentenceSignatures(SentenceDedupSignature):  # type: ignore[misc]  # datat
 
     def get_hashes(self, doc: Document, doc_idx: int) -> list[tuple[int, int, int]]:
         """Return (hash, document, first sentence) of each run of sentences."""
-        counts = [len(sentence.split()) for sentence in RULES.sent_tokenize(doc.text)]
+        counts = [_num_words(sentence) for sentence in RULES.sent_tokenize(doc.text)]
         size = self.config.n_sentences
         if len(counts) < size:
             return []
         words = np.convolve(counts, np.ones(size, np.int64), "valid")
         hashes = super().get_hashes(doc, doc_idx)
         return [row for row in hashes if row[2] < _MOST_SENTENCES and words[row[2]] >= self.min_words]
+
+
+def _num_words(sentence: str) -> int:
+    """Return the number of words between spaces, or about the number of words in scripts without spaces."""
+    return max(len(sentence.split()), num_words(sentence)) if letters_per_word(sentence) > 1 else len(sentence.split())
 
 
 class SentenceFilter(SentenceDedupFilter):  # type: ignore[misc]  # datatrove has no types

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -41,6 +42,11 @@ def hashes_of(text: str, size: int = 16) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, size, 8))
 
 
+def composed(text: str) -> str:
+    """Return a text with composed characters (NFC): texts that differ in their composition alone are equal."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
 def save_array(path: Path, values: np.ndarray) -> None:
     """Write an array [n] to a temporary file, and rename it when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +74,7 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                 source = self.sources.index(str(document.metadata["source"]))
                 stream.write(json.dumps({"text": document.text, "id": document.id, "source": source}) + "\n")
                 length = len(document.text.encode("utf-8", "surrogatepass"))
-                rows.append((*hashes_of(document.text), length, source, *hashes_of(document.id, 8)))
+                rows.append((*hashes_of(composed(document.text)), length, source, *hashes_of(document.id, 8)))
                 yield document
         save_array(rows_path(self.work, rank), np.array(rows, ROW))
 

@@ -7,6 +7,7 @@ a truncated SVD. ``hf:PATH`` selects a sentence-transformers model in a folder i
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MODEL: Final = "hf:"
 _FEATURES: Final = 1 << 18
+_WORD: Final = re.compile(r"\b\w\w+\b")
 _DIMENSIONS: Final = 128
 _FITTED: Final = 20_000  # pieces that the SVD is fitted to, at most
 
@@ -66,8 +68,24 @@ def word_counts(texts: Iterable[str]) -> csr_matrix:
     """Return the count of each hashed word in each text: float32 [texts, features]."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
-    hashing = HashingVectorizer(n_features=_FEATURES, alternate_sign=False, norm=None, dtype=np.float32)
+    hashing = HashingVectorizer(
+        analyzer=_words, n_features=_FEATURES, alternate_sign=False, norm=None, dtype=np.float32
+    )
     return hashing.transform(texts)
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of two letters or more of a text; runs of letters in scripts without spaces between words."""
+    from bytescale_ext.data.clean.words import RULES, letters_per_word, normal
+
+    lower = normal(text)
+    size = letters_per_word(lower)
+    if size == 1:
+        return (
+            _WORD.findall(lower) if lower.isascii() else [word for word in RULES.word_tokenize(lower) if len(word) > 1]
+        )
+    segments = [word for word in RULES.word_tokenize(lower) if word[0].isalnum()]
+    return ["".join(segments[place : place + size]) for place in range(len(segments) - size + 1)]
 
 
 def token_counts(pieces: Iterable[np.ndarray]) -> csr_matrix:
