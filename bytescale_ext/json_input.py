@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _LARGEST = 1 << 63
@@ -11,10 +12,15 @@ Pairs = Callable[[list[tuple[str, object]]], object]
 """Makes the value of a JSON object from its (name, value) pairs."""
 
 
-def json_value(text: str | bytes, object_pairs_hook: Pairs | None = None) -> Any:
-    """Return a JSON value. Raises ValueError for text that is not JSON, not UTF-8, or nested too deeply."""
+def json_value(text: str | bytes, object_pairs_hook: Pairs | None = None, is_strict: bool = False) -> Any:
+    """Return a JSON value. Raises ValueError for text that is not JSON, not UTF-8, or nested too deeply.
+
+    ``is_strict``: NaN and Infinity, which Python reads and JSON lacks, are errors too.
+    """
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook)
+        return json.loads(
+            text, object_pairs_hook=object_pairs_hook, parse_constant=_refuse_constant if is_strict else None
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -45,3 +51,17 @@ def lines_of_text(text: str) -> list[str]:
     """Return the lines of a text, which end at newlines alone: other separators of Unicode are part of a line."""
     lines = text.split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+def _refuse_constant(name: str) -> object:
+    """Raise ValueError for a number that JSON lacks."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def finite(value: object) -> object:
+    """Return a value of JSON in which None replaces NaN and infinity, for which JSON has no words."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from bytescale_ext.json_input import finite
 from bytescale_ext.measure.stragglers import Straggler
 from bytescale_ext.measure.timeline import Phase, PhaseShard
 from bytescale_ext.new_file import appended
@@ -301,15 +301,6 @@ def _imbalance(work: Iterable[float]) -> float:
     values = list(work)
     mean = sum(values) / len(values)
     return max(values) / mean if mean else 1.0
-
-
-def finite(value: object) -> object:
-    """Return a value of JSON in which None replaces NaN and infinity, for which JSON has no words."""
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

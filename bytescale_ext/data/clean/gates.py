@@ -65,7 +65,8 @@ def quality_filter(name: str, letters: int = 1, script: str = "LATIN") -> BaseFi
         is_latin = script == "LATIN"
         least = 3 if letters == 1 else -1
         return C4QualityFilter(filter_no_terminal_punct=is_latin, min_words_per_line=least, language=RULES)
-    return FineWebQualityFilter(short_line_length=30 if letters != 2 else 15, language=RULES)
+    share = 0.0 if letters == 4 else 0.12  # Thai and Lao end lines without punctuation
+    return FineWebQualityFilter(line_punct_thr=share, short_line_length=30 if letters != 2 else 15, language=RULES)
 
 
 class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no types

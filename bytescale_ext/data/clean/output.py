@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,8 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                 name = data_set_name(source, weight)
                 if name not in streams:
                     streams[name] = new_log(folder / f"{name}.jsonl")
-                values = {"text": document.text, "id": document.id, "source": source, "copies": copies}
+                own = {"text": document.text, "id": document.id, "source": source, "copies": copies}
+                values = {**own, **with_other_names(document.metadata.get("keys", {}), own)}
                 streams[name].write(json.dumps(values, ensure_ascii=True) + "\n")
                 tally.add(source, "kept", num_bytes=len(document.text.encode("utf-8", "surrogatepass")))
                 tally.add(source, f"weight {weight:.2f}")
@@ -76,6 +77,11 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         if self.recipe.policy == "drop":
             return 1.0
         return float(weights_of(np.array([copies]), self.recipe.max_weight)[0])
+
+
+def with_other_names(keys: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """Return the keys of a document in its source; ``original_`` begins a key that the output has, too."""
+    return {f"original_{key}" if key in own else key: value for key, value in keys.items()}
 
 
 def data_set_name(source: str, weight: float) -> str:

@@ -15,6 +15,7 @@ from datatrove.pipeline.readers import ParquetReader
 
 from bytescale_ext.data.clean.recipe import Recipe, Source, files_of
 from bytescale_ext.data.clean.tally import Tally
+from bytescale_ext.data.samples.records import DAMAGED, kind_of, opened, records
 from bytescale_ext.json_input import json_value
 
 MOST_BYTES: Final = 128 << 20
@@ -67,7 +68,7 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                     self._count_unreadable(record, source, tally)
                     continue
                 tally.add(source.name, "read", num_bytes=len(record.text.encode("utf-8", "surrogatepass")))
-                record.metadata = {"source": source.name}
+                record.metadata = {"source": source.name, "keys": record.metadata}
                 yield record
         tally.save(self.tallies / f"collect-{rank:05d}.json")
 
@@ -91,10 +92,19 @@ def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
     readers: dict[str, Callable[[Path, Source, str], Iterator[Read]]] = {
         "text": _text_file,
         "jsonl": _json_lines,
+        "lines": _json_lines,
+        "values": _json_lines,
         "parquet": _parquet_rows,
         "warc": _archived_pages,
     }
-    yield from readers[source.format](path, source, key)
+    kind: str = source.format
+    if kind == "auto":
+        try:
+            kind = kind_of(path, key)
+        except (*DAMAGED, ValueError) as error:
+            yield BadRecord("broken", str(path), f"cannot be read ({error})")
+            return
+    yield from readers[kind](path, source, key)
 
 
 def _name(path: Path, source: Source) -> str:
@@ -103,7 +113,12 @@ def _name(path: Path, source: Source) -> str:
 
 
 def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
-    raw = path.read_bytes()
+    try:
+        with opened(path) as stream:
+            raw = stream.read()
+    except (*DAMAGED, ValueError) as error:
+        yield BadRecord("broken", str(path), f"cannot be read ({error})")
+        return
     yield _document(raw, str(path), _name(path, source))
 
 
@@ -126,14 +141,23 @@ def _opened(path: Path, compression: str | None) -> IO[bytes]:
 def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
     number = 0
     try:
-        with _opened(path, "infer") as stream:
-            for number, line in enumerate(_lines(stream), 1):
-                if line is None:
-                    yield BadRecord("broken", f"{path}:{number}", _TOO_LONG)
-                elif line.strip():
-                    yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
+        for number, line in enumerate(_records_of(path, key), 1):
+            if line is None:
+                yield BadRecord("broken", f"{path}:{number}", _TOO_LONG)
+            elif line.strip():
+                yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
     except Exception as error:  # each compression has errors of its own
         yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
+
+
+def _records_of(path: Path, key: str) -> Iterator[bytes | None]:
+    """Yield the records of a file of JSON, and None for each line that is too long."""
+    if kind_of(path, key) == "values":
+        yield from records(path, "values")
+        return
+    with opened(path) as stream:
+        for number, line in enumerate(_lines(stream)):
+            yield line.removeprefix(b"\xef\xbb\xbf") if line and not number else line
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
@@ -149,7 +173,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
     try:
-        value = json_value(line)
+        value = json_value(line, is_strict=True)
     except (ValueError, RecursionError) as error:
         return BadRecord("broken", where, f"not JSON ({error})")
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
@@ -157,7 +181,8 @@ def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
         return BadRecord("broken", where, f"no text under {key!r} (found: {content})")
     if not value[key].strip():
         return BadRecord("empty", where, "no text")
-    return Document(value[key], str(value.get("id", name)))
+    others = {other: each for other, each in value.items() if other not in (key, "id")}
+    return Document(value[key], str(value.get("id", name)), metadata=others)
 
 
 def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
@@ -177,7 +202,7 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
     if kind is None or not (types.is_string(kind) or types.is_large_string(kind)):
         yield BadRecord("broken", str(path), f"the column {key!r} is of type {kind or 'several columns'}, not text")
         return
-    reader = ParquetReader(str(path.parent), text_key=key, read_metadata="id" not in columns)
+    reader = ParquetReader(str(path.parent), text_key=key, read_metadata=True)
     num_documents = 0
     try:
         for row in reader.read_file(path.name):
@@ -185,7 +210,8 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
                 continue
             num_documents += 1
             name = row.id if "id" in columns else f"{_name(path, source)}#{num_documents}"
-            yield Document(row.text, str(name))
+            others = {other: each for other, each in row.metadata.items() if other != "file_path" or other in columns}
+            yield Document(row.text, str(name), metadata=others)
     except Exception as error:  # pyarrow raises many types
         yield BadRecord("broken", str(path), f"cannot be read after document {num_documents} ({error})")
         return
@@ -212,6 +238,10 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                 if not is_page and not kind.startswith("text/plain"):
                     continue
                 page = _document(raw, where, record.rec_headers.get_header("WARC-Record-ID", where))
+                if isinstance(page, Document):
+                    headers = {"url": "WARC-Target-URI", "date": "WARC-Date"}
+                    found = {name: record.rec_headers.get_header(header) for name, header in headers.items()}
+                    page.metadata = {name: value for name, value in found.items() if value}
                 if is_page and isinstance(page, Document):
                     page.text = extractor.extract(page.text) or ""
                 is_empty = isinstance(page, Document) and not page.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 import tomllib
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-FORMATS: Final = ("text", "jsonl", "parquet", "warc")
+FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc")
 STEPS: Final = ("filters", "pii", "exact", "near", "sentences")
 FILTERS: Final = ("gopher-quality", "gopher-repetition", "c4", "fineweb")
 POLICIES: Final = ("drop", "weight")
 ON_BAD: Final = ("skip", "fail")
-_GLOBS: Final = {"text": "*", "jsonl": "*.jsonl*", "parquet": "*.parquet", "warc": "*.w*.gz"}
-_SUFFIXES: Final = {".jsonl": "jsonl", ".parquet": "parquet", ".warc": "warc", ".wet": "warc"}
+_GLOBS: Final = {"auto": "*", "text": "*", "jsonl": "*.jsonl*", "parquet": "*.parquet", "warc": "*.w*.gz"}
+_SUFFIXES: Final = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".warc": "warc", ".wet": "warc"}
 _DEFAULT_TASKS: Final = 32
 
 
@@ -120,6 +121,10 @@ def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
     numbered: list[tuple[int, Path]] = []
     for number, source in enumerate(sources):
         path = Path(source.path)
+        matches = [] if path.exists() else sorted(map(Path, glob.glob(source.path, recursive=True)))
+        numbered += [(number, match) for match in matches if match.is_file()]
+        if matches:
+            continue
         if not path.exists():
             raise ValueError(f"source {source.name}: {path}: no such file or folder")
         files = [path] if path.is_file() else _in_folder(path, source.glob)
@@ -158,7 +163,7 @@ def _source(table: object, filters: object) -> Source:
     name, path = str(table["name"]), str(table["path"])
     if not name.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"source {name}: a name consists of letters, digits, - and _")
-    guessed = next((kind for suffix, kind in _SUFFIXES.items() if suffix in Path(path).suffixes), "text")
+    guessed = next((kind for suffix, kind in _SUFFIXES.items() if suffix in Path(path).suffixes), "auto")
     kind = str(table.get("format", guessed))
     if kind not in FORMATS:
         raise ValueError(f"source {name}: no format {kind} (there are {', '.join(FORMATS)})")

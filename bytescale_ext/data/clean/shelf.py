@@ -13,6 +13,7 @@ import numpy as np
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from bytescale_ext.json_input import finite
 from bytescale_ext.new_file import new_file
 
 # A stored document: hash of its text in two halves, bytes of its text, number of its source, hash of its name.
@@ -72,7 +73,9 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         with new_file(path) as stream:
             for document in data:
                 source = self.sources.index(str(document.metadata["source"]))
-                stream.write(json.dumps({"text": document.text, "id": document.id, "source": source}) + "\n")
+                keys = finite(document.metadata.get("keys", {}))
+                values = {"text": document.text, "id": document.id, "source": source, "keys": keys}
+                stream.write(json.dumps(values, default=str) + "\n")
                 length = len(document.text.encode("utf-8", "surrogatepass"))
                 rows.append((*hashes_of(composed(document.text)), length, source, *hashes_of(document.id, 8)))
                 yield document
@@ -104,4 +107,5 @@ class Survivors(PipelineStep):  # type: ignore[misc]  # datatrove has no types
             if decisions["kept"][number]:
                 copies = int(decisions["copies"][number])
                 source = self.sources[int(str(values["source"]))]
-                yield Document(str(values["text"]), str(values["id"]), metadata={"source": source, "copies": copies})
+                metadata = {"source": source, "copies": copies, "keys": values["keys"]}
+                yield Document(str(values["text"]), str(values["id"]), metadata=metadata)

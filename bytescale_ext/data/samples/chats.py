@@ -73,7 +73,7 @@ def conversations(line: bytes, where: str) -> list[Conversation]:
     if not line.strip():
         return []
     try:
-        value = json_value(line)
+        value = json_value(line, is_strict=True)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     messages = value.get("messages") if isinstance(value, dict) else None

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import glob
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, cast
 
+from bytescale_ext.data.samples.records import (
+    DAMAGED,
+    Kind,
+    begins_like_json,
+    has_mark,
+    kind_of,
+    opened,
+    packing_of,
+    records,
+)
 from bytescale_ext.data.samples.texts import json_text
 from bytescale_ext.new_file import check_writable_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Location of one document: a file, or line ``line`` of a JSONL file, which starts at byte ``offset``."""
+    """Location of one document: a file, or record ``line`` of a file of records.
+
+    ``offset``: first byte of the record. In packed files and files of other kinds than lines it is a byte of the
+    unpacked records; ``kind`` is the kind of such a file, "" for a file of lines.
+    """
 
     path: Path
     line: int | None = None
     offset: int = 0
+    kind: Kind | Literal[""] = ""
 
 
 def environment_entries(pattern: str = "*.py") -> list[Entry]:
@@ -30,7 +48,7 @@ def environment_entries(pattern: str = "*.py") -> list[Entry]:
     return library + [entry for root in installed if root.is_dir() for entry in folder_entries(root, pattern)]
 
 
-def folder_entries(root: Path, pattern: str) -> list[Entry]:
+def folder_entries(root: Path, pattern: str, key: str = "text") -> list[Entry]:
     """Return the matching files below a folder, sorted by path, without hidden files and folders.
 
     Raises:
@@ -48,32 +66,50 @@ def folder_entries(root: Path, pattern: str) -> list[Entry]:
     if not matches:
         raise ValueError(f"{root}: no file below matches {pattern!r}: give another --glob or another folder")
     matches.sort(key=lambda path: path.relative_to(root).as_posix())
-    return [entry for path in matches for entry in file_entries(path)]
+    return [entry for path in matches for entry in file_entries(path, key)]
 
 
-def file_entries(path: Path) -> list[Entry]:
-    """Return one entry for a file, or one entry per line of a ``.jsonl`` file."""
-    if path.suffix != ".jsonl":
-        return [Entry(path)]
-    entries, offset = [], 0
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            entries.append(Entry(path, number, offset))
-            offset += len(line)
-    return entries
+def file_entries(path: Path, key: str = "text") -> list[Entry]:
+    """Return one entry for a file, or one entry per record of a file of records; ``key``: key of its documents.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        kind = kind_of(path, key)
+        if kind == "warc":
+            raise ValueError(f"{path}: bytescale data clean reads WARC files")
+        if kind == "text":
+            return [Entry(path)]
+        is_plain = kind == "lines" and not packing_of(path) and not has_mark(path)
+        entries, offset = [], 0
+        for number, line in enumerate(records(path, kind), start=1):
+            entries.append(Entry(path, number, offset, "" if is_plain else kind))
+            offset += len(line) if is_plain else len(line.rstrip(b"\n")) + 1
+        return entries
+    except DAMAGED as error:
+        raise ValueError(f"{path}: cannot read ({error}): change --from or --glob") from error
 
 
-def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
-    """Return the documents of files and folders, in the given order.
+def unread_json(entries: Sequence[Entry]) -> list[Path]:
+    """Return the files that begin like JSON and are taken as text."""
+    names = (entry.path for entry in entries if entry.line is None and ".json" in entry.path.suffixes)
+    return [path for path in names if begins_like_json(_file_bytes(path)[:4096])]
+
+
+def source_entries(sources: Sequence[str], pattern: str, key: str = "text") -> list[Entry]:
+    """Return the documents of files, folders and patterns of files, in the given order.
 
     Raises:
         ValueError: a source does not exist, or a folder has no matching file.
     """
     entries: list[Entry] = []
     for source in map(Path, sources):
-        if not source.exists():
+        matches = [source] if source.exists() else sorted(map(Path, glob.glob(str(source), recursive=True)))
+        if not matches:
             raise ValueError(f"{source}: no such file or folder: change --from")
-        entries += folder_entries(source, pattern) if source.is_dir() else file_entries(source)
+        for match in matches:
+            entries += folder_entries(match, pattern, key) if match.is_dir() else file_entries(match, key)
     return entries
 
 
@@ -90,29 +126,42 @@ def contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, b
 
 
 def raw_contents(entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
-    """Yield each entry with the bytes of its file or line. A JSONL file stays open from line to line."""
-    opened: dict[Path, BinaryIO] = {}
-    try:
+    """Yield each entry with the bytes of its file or record. A file of records stays open from record to record.
+
+    Records of packed files and of other kinds than lines are unpacked to a temporary file.
+    """
+    with ExitStack() as unpacked, ExitStack() as plain:
+        streams: dict[Path, BinaryIO] = {}
         for entry in entries:
             if entry.line is None:
                 yield entry, _file_bytes(entry.path)
                 continue
-            if entry.path not in opened:
-                for stream in opened.values():
-                    stream.close()
-                opened = {entry.path: entry.path.open("rb")}
-            opened[entry.path].seek(entry.offset)
-            yield entry, opened[entry.path].readline()
-    finally:
-        for stream in opened.values():
-            stream.close()
+            if entry.path not in streams:
+                if not entry.kind:
+                    plain.close()
+                    streams = {path: stream for path, stream in streams.items() if not stream.closed}
+                streams[entry.path] = (unpacked if entry.kind else plain).enter_context(_records_file(entry))
+            streams[entry.path].seek(entry.offset)
+            yield entry, streams[entry.path].readline()
+
+
+def _records_file(entry: Entry) -> BinaryIO:
+    """Open a file with the records of an entry's file, a line each."""
+    if not entry.kind:
+        return entry.path.open("rb")
+    unpacked = cast(BinaryIO, tempfile.TemporaryFile())
+    unpacked.writelines(line.rstrip(b"\n") + b"\n" for line in records(entry.path, entry.kind))
+    return unpacked
 
 
 def _file_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
+        with opened(path) as stream:
+            return stream.read()
+    except DAMAGED as error:
+        raise ValueError(
+            f"{path}: cannot read ({getattr(error, 'strerror', None) or error}): change --from or --glob"
+        ) from error
 
 
 def checked_prefix(prefix: str, flag: str = "--output") -> Path:

@@ -38,7 +38,7 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
     if not line.strip():
         return b""
     try:
-        value = json_value(line)
+        value = json_value(line, is_strict=True)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     if not isinstance(value, dict) or not isinstance(value.get(key), str):

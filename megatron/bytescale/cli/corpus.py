@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from bytescale_ext.data.samples.sources import (
@@ -13,6 +14,7 @@ from bytescale_ext.data.samples.sources import (
     checked_prefix,
     environment_entries,
     source_entries,
+    unread_json,
 )
 from megatron.bytescale.cli.shared.inputs import size
 from megatron.bytescale.cli.shared.options import add_json, add_option
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="sources",
         nargs="+",
         metavar="PATH",
-        help="folders, files and .jsonl files (default: the *.py files of the running Python environment)",
+        help="folders and files, also of JSON and Parquet, also packed (default: the *.py files of the running Python)",
     )
     parser.add_argument("--glob", metavar="PATTERN", help="files to take from a folder (* with --from, else *.py)")
     add_option(parser, "--json-key")
@@ -103,13 +105,19 @@ def read_sources(args: argparse.Namespace) -> list[Entry]:
     if args.sft:
         if not args.sources:
             raise ValueError("--sft needs --from FILE.jsonl, whose lines hold conversations")
-        entries = source_entries(args.sources, args.glob or "*.jsonl")
+        entries = source_entries(args.sources, args.glob or "*.jsonl*", "messages")
         if path := next((entry.path for entry in entries if entry.line is None), None):
-            raise ValueError(f"{path}: conversations are lines of files whose names end with .jsonl: change --from")
+            raise ValueError(f"{path}: conversations are records with the key 'messages' of a JSON file: change --from")
         return entries
-    entries = (
-        source_entries(args.sources, args.glob or "*") if args.sources else environment_entries(args.glob or "*.py")
-    )
+    if not args.sources:
+        return environment_entries(args.glob or "*.py")
+    entries = source_entries(args.sources, args.glob or "*", args.json_key)
+    if as_text := unread_json(entries):
+        print(
+            f"note: {as_text[0]} begins like JSON and is taken as one text, because its first value is no object with "
+            f"the key {args.json_key!r} ({len(as_text):,} such files)",
+            file=sys.stderr,
+        )
     check_first_lines(entries, args.json_key)
     return entries
 

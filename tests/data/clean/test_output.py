@@ -10,6 +10,7 @@ import pytest
 
 from bytescale_ext.data.clean.output import Write, gather
 from bytescale_ext.data.clean.recipe import Recipe, Source
+from bytescale_ext.data.clean.stages import stages_of
 from tests.data.cleaning import document, run_steps, told
 
 SOURCES = tuple(Source(name, ".", "text", "*", ()) for name in ("docs", "code"))
@@ -58,3 +59,18 @@ def test_moving_goes_on_where_it_was(tmp_path: Path) -> None:
     sets = gather(recipe, tmp_path / "work", tmp_path / "out")
     assert [path.name for path in sets[0].shards] == ["00000.jsonl", "00001.jsonl"]
     assert gather(recipe, tmp_path / "work", tmp_path / "out") == sets
+
+
+def test_keys_of_a_document_survive(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(
+        '{"body": "a b", "text": "t", "url": "u", "n": [1, {"a": null}], "source": "s"}\n'
+    )
+    recipe = Recipe((Source("docs", str(tmp_path / "in.jsonl"), "jsonl", "*", ()),), text_key="body", steps=("exact",))
+    work = tmp_path / "work"
+    for stage in stages_of(recipe, work, lambda *_: None):
+        run_steps(list(stage.steps), stage.tasks)
+    (data_set,) = gather(recipe, work, tmp_path / "out")
+    assert json.loads(data_set.shards[0].read_text()) == {
+        "text": "a b", "id": "docs/in.jsonl#1", "source": "docs", "copies": 1, "url": "u", "n": [1, {"a": None}],
+        "original_text": "t", "original_source": "s",
+    }  # fmt: skip

@@ -39,7 +39,7 @@ def recipe_file(tmp_path: Path) -> Path:
 def test_a_recipe_says_sources_and_settings(recipe_file: Path) -> None:
     recipe = read_recipe(recipe_file, [], {})
     docs, chats = recipe.sources
-    assert (docs.name, docs.format, docs.filters) == ("docs", "text", ("fineweb",))
+    assert (docs.name, docs.format, docs.filters) == ("docs", "auto", ("fineweb",))
     assert (chats.format, chats.filters) == ("jsonl", ())
     assert (recipe.steps, recipe.jaccard, recipe.policy) == (("exact", "near"), 0.7, "weight")
     assert [path.name for _, path in files_of(recipe.sources)] == ["a.txt", "b.txt", "chats.jsonl"]
@@ -62,7 +62,8 @@ def test_flags_stand_over_the_file(recipe_file: Path) -> None:
         ("a.parquet", "parquet"),
         ("a.warc.gz", "warc"),
         ("a.warc.wet.gz", "warc"),
-        ("a", "text"),
+        ("a", "auto"),
+        ("a.ndjson.zst", "jsonl"),
     ],
 )
 def test_formats_follow_from_names(name: str, expected: str, tmp_path: Path) -> None:
