@@ -244,6 +244,7 @@ TRUSTS_TOKENIZERS = {
     "megatron/bytescale/cli/generate/command.py",  # --trust-remote-code
     "megatron/bytescale/cli/generate/texts.py",  # replaces what the checkpoint says by the flag
     "megatron/bytescale/convert/folders.py",  # False
+    "megatron/bytescale/convert/config_file.py",  # False
 }
 
 

@@ -109,7 +109,8 @@ def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
 
 def _name(path: Path, source: Source) -> str:
     root = Path(source.path)
-    return f"{source.name}/{path.relative_to(root).as_posix() if path != root and path.is_relative_to(root) else path.name}"
+    is_below = path != root and path.is_relative_to(root)
+    return f"{source.name}/{path.relative_to(root).as_posix() if is_below else path.name}"
 
 
 def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
