@@ -49,8 +49,9 @@ class PersonalData:
 
 def _masked_6(match: regex.Match[str]) -> str:
     """Return the mask of a public address of version 6, or the text itself."""
+    text: str = match.group()
     try:
-        address = ipaddress.IPv6Address(match.group())
+        address = ipaddress.IPv6Address(text)
     except ValueError:
-        return match.group()
-    return ADDRESS_6 if address.is_global and address in _GLOBAL_6 else match.group()
+        return text
+    return ADDRESS_6 if address.is_global and address in _GLOBAL_6 else text
