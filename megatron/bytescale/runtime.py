@@ -137,6 +137,7 @@ class StepState:
         token_numbers: number of each row of the running pass, int64 [rows]; None in models without dropout or jitter.
         active_experts: mean number of experts per token if routers vary it; else None.
         stale_steps: number of steps whose gradients the parameters lack.
+        counted_lengths: lengths of the sequences that this rank has to count for Megatron's FLOPs.
     """
 
     batch: StepBatch | None = None
@@ -147,6 +148,7 @@ class StepState:
     token_numbers: torch.Tensor | None = None
     active_experts: float | None = None
     stale_steps: int = 0
+    counted_lengths: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -88,9 +88,10 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
 def _gather(runtime: Runtime, mine: Sequence[float], group: torch.distributed.ProcessGroup) -> list[list[float]]:
     """Gather a list of numbers from every process of the group; all lists have the same length."""
     values = torch.tensor(mine, dtype=torch.float64, device=runtime.device)
-    everyones = [torch.empty_like(values) for _ in range(group.size())]
-    torch.distributed.all_gather(everyones, values, group=group)
-    return [row.tolist() for row in everyones]
+    everyones = values.new_empty((group.size(), len(mine)))
+    torch.distributed.all_gather(list(everyones.unbind()), values, group=group)
+    rows: list[list[float]] = everyones.tolist()  # one read of the device
+    return rows
 
 
 def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: Mapping[str, Any]) -> Progress:

@@ -105,6 +105,7 @@ def use_document_model(training: Training, runtime: Runtime) -> Training:
     training.model.pre_wrap_hooks.append(partial(prepare_model, runtime))
     training.model.post_wrap_hooks.append(partial(use_document_dropout, runtime))
     training.model.post_wrap_hooks.append(partial(order_reductions, runtime))
+    training.wrap_finalize(partial(count_sequences, runtime=runtime))
     return training.wrap_finalize(partial(wrap_finalize_model_grads, runtime=runtime))
 
 
@@ -267,8 +268,8 @@ def forward_step(runtime: Runtime) -> ForwardStep:
             runtime.parts.clock.mark("forward", index)
             is_first = prefix is None or not isinstance(packed.layout, SliceLayout) or not packed.layout.index
             if not chunk.vp_stage and is_first:
-                # Once per micro-batch and stage, because Megatron's counter divides by that number.
-                count_sequences(packed.counted_lengths, runtime.device)
+                # Once per stage, because Megatron's counter divides by the number of stages.
+                runtime.step.counted_lengths += packed.counted_lengths
         before_backward = None
         if model.training and uses_noise(chunk.config):
             before_backward = number_tokens(runtime, packed, chunk.config)
@@ -298,13 +299,21 @@ def forward_step(runtime: Runtime) -> ForwardStep:
     return forward
 
 
-def count_sequences(lengths: Sequence[int], device: torch.device | str) -> None:
-    """Report sequence lengths to Megatron's FLOP counter, each sequence once, by the first rank of its ring.
+def count_sequences(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
+    """Wrap ``finalize_model_grads_func``: report the sequence lengths of a step to Megatron's FLOP counter.
 
-    The bounds are on the device, because Megatron would otherwise wait for the device to copy them. They start with an
-    empty sequence, because Megatron ignores a micro-batch without sequences.
+    The first rank of a sequence's ring reports it, once for each stage. The bounds are on the device, because Megatron
+    would otherwise wait for the device to copy them. They start with an empty sequence, because Megatron ignores a
+    step without sequences.
     """
-    update_seqlen_stats_from_cu_seqlens(CuSeqlens.of_lengths((0, *lengths)).on(torch.device(device)))
+
+    def finalize_model_grads(*args: object, **kwargs: object) -> object:
+        lengths = (0, *runtime.step.counted_lengths)
+        runtime.step.counted_lengths.clear()
+        update_seqlen_stats_from_cu_seqlens(CuSeqlens.of_lengths(lengths).on(torch.device(runtime.device)))
+        return original(*args, **kwargs)
+
+    return finalize_model_grads
 
 
 def sum_of_losses(

@@ -39,14 +39,14 @@ def test_forward_passes_count_each_sequence_once_and_do_not_read_the_plan(
     counted: list[list[float]] = []
     monkeypatch.setattr(hdp, "update_seqlen_stats_from_cu_seqlens", lambda bounds: counted.append(bounds.tolist()))
     plan = plan_naive(LENGTHS, 2, 20)
-    forward = hdp.forward_step(runtime_of())  # there is no step to read
-    num_micro_batches = 0
+    runtime = runtime_of()  # there is no step to read
+    forward, finalize = hdp.forward_step(runtime), hdp.count_sequences(lambda: None, runtime)
     for rank in range(2):
         units = units_of(plan.ranks[rank], LENGTHS, rank, 1, rule)
         packed = [unit.read(MemorySource(LENGTHS), range(len(LENGTHS)), LENGTHS) for unit in units]
-        num_micro_batches += len(plan.ranks[rank])
         for index, one in enumerate(packed):
             forward(iter([(index, one, None if rule is None else "prefix")]), Chunk())
-    assert len(counted) == num_micro_batches
+        finalize()
+    assert len(counted) == 2, "once per rank and step"
     lengths = [stop - start for bounds in counted for start, stop in pairwise(bounds[1:])]
     assert sorted(lengths) == sorted(LENGTHS)
