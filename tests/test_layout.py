@@ -236,6 +236,7 @@ RUNS_CODE = {
 REVIEWED = {
     "bytescale_ext/data/loading/plan_worker.py": {"pickle.load"},  # the pipe of the process that started it
     "bytescale_ext/data/loading/planning.py": {"pickle.load"},  # the pipe of a process that it started
+    "bytescale_ext/parallel/flight.py": {"pickle.loads"},  # what torch records in this process
     "megatron/bytescale/checkpoints.py": {"pickle.loads"},  # after the scan for classes
 }
 SAFE_ONLY = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}

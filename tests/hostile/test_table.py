@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale_ext.data.samples.template_limits import check_template, limits
 from bytescale_ext.json_input import printable
 from tests.hostile.readers import PHASE, PLAN, READERS, archive, idx, npy, npy_header, outcome, pages
 
@@ -149,37 +148,6 @@ def test_names_of_ranks(rank: str, tmp_path: Path) -> None:
     if rank != "00":
         (tmp_path / f"rank{rank}.jsonl").write_bytes(READERS["phases"].valid)
     assert "rank" in outcome(READERS["phases"], tmp_path, b"{}")
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{{ 'a' * 4000000000 }}", "memory"),
-        ("{{ 'a'|center(4000000000) }}", "memory"),
-        ("{{ '%4000000000d' % 1 }}", "memory"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
-         "{% endfor %}", "takes longer"),
-    ],
-)  # fmt: skip
-def test_templates_have_limits(template: str, text: str) -> None:
-    sandbox = pytest.importorskip("jinja2.sandbox")
-    environment = sandbox.ImmutableSandboxedEnvironment()
-    with pytest.raises(ValueError, match=text), limits(1.0, 1 << 28):
-        environment.from_string(template).render()  # constants are calculated when a template is compiled
-
-
-def test_limits_end_with_the_block() -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with limits(0.05):
-        pass
-    time.sleep(0.1)
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-    with pytest.raises(KeyError), limits():
-        {}["x"]
-    for template in ("{{ 9 ** 9 ** 9 }}", "{% set x = 2**n %}", {"default": "{{ 2 ** 3 }}"}):
-        with pytest.raises(ValueError, match=r"power \(\*\*\)"):
-            check_template(template)
-    check_template("**bold** {{ x }} ** {% if y %}**{% endif %}")
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "a\rb", "a\x07", "a\x9bb", "\u202eevil", "a\x00b"])

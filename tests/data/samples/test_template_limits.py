@@ -1,0 +1,41 @@
+"""Chat templates of strangers end in bounded time and memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+
+from bytescale_ext.data.samples.template_limits import check_template, limits
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'a' * 4000000000 }}", "memory"),
+        ("{{ 'a'|center(4000000000) }}", "memory"),
+        ("{{ '%4000000000d' % 1 }}", "memory"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+         "{% endfor %}", "takes longer"),
+    ],
+)  # fmt: skip
+def test_templates_have_limits(template: str, text: str) -> None:
+    sandbox = pytest.importorskip("jinja2.sandbox")
+    environment = sandbox.ImmutableSandboxedEnvironment()
+    with pytest.raises(ValueError, match=text), limits(1.0, 1 << 28):
+        environment.from_string(template).render()  # constants are calculated when a template is compiled
+
+
+def test_limits_end_with_the_block() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with limits(0.05):
+        pass
+    time.sleep(0.1)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with pytest.raises(KeyError), limits():
+        {}["x"]
+    for template in ("{{ 9 ** 9 ** 9 }}", "{% set x = 2**n %}", {"default": "{{ 2 ** 3 }}"}):
+        with pytest.raises(ValueError, match=r"power \(\*\*\)"):
+            check_template(template)
+    check_template("**bold** {{ x }} ** {% if y %}**{% endif %}")
