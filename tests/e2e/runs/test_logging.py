@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from bytescale_ext.measure.devices import scaled_device_cost
 from bytescale_ext.measure.timeline import read_phases
-from bytescale_ext.plan.cost.model_cost import flops_cost, model_flops
+from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.e2e.corpora import write_documents
@@ -88,7 +89,7 @@ def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
            "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 1,
            "--hdp-log-dir", folder, "--hdp-timeline-step", TIMELINE_STEP]  # fmt: skip
     outcomes = train_ranks(4, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-balance", "none",
-                           "--hdp-tokens-per-rank", tokens_per_rank,
+                           "--hdp-tokens-per-rank", tokens_per_rank, "--no-measured-speeds",
                            "--train-iters", 6, *log, *flags, entry=record_figures)  # fmt: skip
     plans = [plan_naive(record["lengths"], num_ranks, tokens_per_rank, tokens_multiple=multiple)
              for record in outcomes[0].records()]  # fmt: skip
@@ -129,7 +130,8 @@ def test_the_time_of_steps_is_within_what_megatron_measured(logged: Run) -> None
 
 
 def test_micro_batches_padding_and_imbalance_are_the_plans(logged: Run) -> None:
-    cost = flops_cost(SHAPE)
+    known = scaled_device_cost(SHAPE, 4 // logged.num_ranks, "float32")
+    cost = known.whole().with_padding((logged.rows_multiple - 1) / 2).both
     for row, plans in zip(logged.metrics, intervals(logged), strict=True):
         ranks = range(logged.num_ranks)
         of_rank = [[(mb, plan.lengths) for plan in plans for mb in plan.ranks[rank]] for rank in ranks]
