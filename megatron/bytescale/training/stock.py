@@ -8,7 +8,6 @@ from typing import Final
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -21,6 +20,7 @@ from megatron.bytescale.arguments.data import DataArguments, MiddleArguments, Sa
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import LossChecks, SampleBatches
 from megatron.bytescale.core.datasets.document_dataset import check_splits
+from megatron.bytescale.core.datasets.index_cache import build_datasets
 from megatron.bytescale.core.datasets.window_dataset import WindowSamples, window_config
 
 DataSets = Sequence[object | None]
@@ -55,7 +55,7 @@ def dataset_provider(num_samples: Sequence[int | None], vp_stage: int | None = N
     """Build Megatron's fixed-length data sets; used as ``train_valid_test_datasets_provider``."""
     data = current(SampleArguments)
     kind = MockGPTDataset if data.mock_data else GPTFIMDataset if data.fim_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, num_samples, _is_first_of_tensor_group, dataset_config()).build()
+    return build_datasets(kind, num_samples, _is_first_of_tensor_group, dataset_config())
 
 
 dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # the builder calls barriers on all ranks
@@ -70,7 +70,7 @@ def window_provider(run: RunConfig) -> DatasetProvider:
     check_splits(config, data.wanted_samples(), config.num_windows)
 
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> DataSets:
-        return BlendedMegatronDatasetBuilder(WindowSamples, num_samples, _is_first_of_tensor_group, config).build()
+        return build_datasets(WindowSamples, num_samples, _is_first_of_tensor_group, config)
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide

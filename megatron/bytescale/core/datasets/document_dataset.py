@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -25,6 +24,7 @@ from megatron.core.datasets.utils import Split
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.data.samples.lengths import SampleTable, check_indexed_dataset, read_idx_lengths, sample_table
 from bytescale_ext.data.samples.packed import shift_labels
+from megatron.bytescale.core.datasets.index_cache import build_datasets
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def build_document_datasets(
         ValueError: no data set, a damaged data set, a split without documents, or an option with no meaning here.
     """
     wanted = check_splits(config, sizes, count_documents)
-    datasets = BlendedMegatronDatasetBuilder(kind, list(sizes), is_built_on_rank, wanted).build()
+    datasets = build_datasets(kind, sizes, is_built_on_rank, wanted)
     train, valid, test = (None if dataset is None else SampleSource(dataset) for dataset in datasets)
     return train, valid, test
 

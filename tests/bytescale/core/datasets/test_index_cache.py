@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.bytescale.core.datasets.index_cache import check_index_caches
+
+
+class Payload:
+    """Object whose unpickling writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("place", ["beside the data", "of a split", "--data-cache-path"])
+def test_a_cached_index_that_is_a_pickle_is_refused(place: str, tmp_path: Path) -> None:
+    prefix = str(tmp_path / "docs")
+    config: Any = SimpleNamespace(path_to_cache=None, blend=([prefix], None), blend_per_split=None)
+    folder = tmp_path / "docs" / "cache" / "GPTDataset_indices"
+    if place == "of a split":
+        config.blend, config.blend_per_split = None, [None, ([prefix], None), None]
+    elif place == "--data-cache-path":
+        folder = tmp_path / "cache"
+        config.path_to_cache = str(folder)
+    check_index_caches(config)
+    folder.mkdir(parents=True)
+    np.save(folder / "a-document_index.npy", np.arange(3))
+    check_index_caches(config)
+    run = tmp_path / "run"
+    (folder / "b-shuffle_index.npy").write_bytes(pickle.dumps(Payload(run)))
+    with pytest.raises(ValueError, match=r"b-shuffle_index\.npy: not an array"):
+        check_index_caches(config)
+    assert not run.exists()
+    np.save(folder / "c.npy", np.array([Payload(run)], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="Python objects"):  # an array of objects is not mapped
+        np.load(folder / "c.npy", allow_pickle=True, mmap_mode="r")
