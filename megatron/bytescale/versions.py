@@ -15,7 +15,7 @@ REMEDY = f"install megatron-core=={TESTED[-1]}, or see docs/guide/upgrade.md (ma
 def installed_megatron() -> str | None:
     """Return the version of the megatron-core that Python would import, without importing it; None without one.
 
-    The version stands in its source, so a source tree on the path counts, whatever wheel is installed.
+    The version is read from the source, so a source tree on the path counts, whatever wheel is installed.
     """
     found = importlib.util.find_spec("megatron.core")
     if found is None or found.origin is None:

@@ -99,7 +99,7 @@ class _Runs:
         self._narrow: list[tuple[int, tuple[float, int, int]]] = []  # a heap of the others, with the widest first
 
     def take(self, need: int) -> tuple[float, int, int]:
-        """Remove and return the run that is ready first among those of at least ``need`` ranks (tie: lowest rank)."""
+        """Remove and return the run of at least ``need`` ranks that is ready first (tie: lowest rank)."""
         self.ready(need)
         return heapq.heappop(self._wide)
 
