@@ -110,7 +110,10 @@ def _check_rows(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _ints(values: Sequence[int]) -> _Ints:
-    return np.array(values, dtype=np.int64)
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        raise PlanError("a number has more than 64 bits") from None
 
 
 def _first(mask: npt.NDArray[np.bool_]) -> int | None:

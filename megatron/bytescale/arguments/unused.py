@@ -34,9 +34,13 @@ def _changed(flag: str) -> Condition:
 
     def holds(args: argparse.Namespace) -> bool:
         action = _actions_of_megatron().get(flag)  # None if the installed version has no such flag
-        return action is not None and getattr(args, action.dest, None) not in (action.default, None)
+        return action is not None and getattr(args, action.dest, None) not in (action.default, _NEUTRAL.get(flag), None)
 
     return Condition(holds)
+
+
+_NEUTRAL: Final = {"--expert-tensor-parallel-size": 1}
+"""Values, besides the default, that change nothing without the setting."""
 
 
 @functools.cache
