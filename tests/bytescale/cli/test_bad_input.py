@@ -260,10 +260,10 @@ def plans(folder: Path) -> Path:
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error line of a refused command line."""
+    """Return the error lines of a refused command line, one for each reason."""
     assert cli.main(words) == 2
     shown = capsys.readouterr()
-    assert re.fullmatch(r"bytescale[a-z -]*: error: .+\n", shown.err), shown.err
+    assert re.fullmatch(r"(bytescale[a-z -]*: error: .+\n)+", shown.err), shown.err
     assert shown.out == ""
     return shown.err
 

@@ -70,6 +70,8 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--sampler",
         "github",
+        "--device",
+        "bytescale",
         *SMALL,
         *ONE_STEP,
         "--pipeline-parallel",

@@ -129,7 +129,8 @@ def run_console(rank: int, world: int, folder: str, words: list[str]) -> tuple[i
     """Return (exit code, standard output, standard error) of ``bytescale`` in a folder, with a small environment."""
     os.chdir(folder)
     library = f"{folder}/lib"
-    places = {"stdlib": library, "purelib": f"{library}/site-packages", "platlib": f"{library}/site-packages"}
+    ours = {"stdlib": library, "purelib": f"{library}/site-packages", "platlib": f"{library}/site-packages"}
+    places = {**sysconfig.get_paths(), **ours}
     sysconfig.get_paths = lambda *_: places  # type: ignore[assignment]
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):

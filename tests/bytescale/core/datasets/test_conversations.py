@@ -157,7 +157,7 @@ def test_the_report_and_the_flags_of_training(folder: Path, tmp_path: Path, caps
     for line, told in {
         "--on-bad skip": "need --sft",
         "--sft": "--sft needs --from FILE.jsonl",
-        f"--sft --from {folder / 'tokenizer' / 'tokenizer.json'}": "conversations are lines of files whose names end",
+        f"--sft --from {folder / 'tokenizer' / 'tokenizer.json'}": "conversations are records with the key 'messages'",
     }.items():
         with pytest.raises(ValueError, match=told):
             run(tmp_path / "out", *line.split())

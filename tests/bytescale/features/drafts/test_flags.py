@@ -50,7 +50,7 @@ REFUSED = {
     "clover": "--draft-heads needs a trained model: give its checkpoint as --pretrained-checkpoint DIR",
     "clover --load {in}/model": "has no draft heads to resume: give it as --pretrained-checkpoint",
     "clover --load {in}/empty": "there is no checkpoint, and no --pretrained-checkpoint to start from",
-    "clover --load {in}/broken": "broken/iter_0000007: .metadata cannot be read",
+    "clover --load {in}/broken": "broken/iter_0000007/.metadata cannot be read",
     "clover --pretrained-checkpoint {in}/none": "none: there is no checkpoint",
     "clover --load {in}/heads --num-draft-heads 0": "--num-draft-heads 0 must be at least 1",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescale_ext.measure.devices import scaled_device_cost
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
 from bytescale_ext.plan.hdp import table
 from bytescale_ext.plan.hdp.baselines import place_naive
@@ -19,9 +20,11 @@ from megatron.bytescale.cli import plan, simulate
 from megatron.bytescale.features.hdp import flags as hdp
 from scripts import reference
 from tests.bytescale.arguments.resolving import check_refused, resolved
-from tests.config.runs import hdp_of
+from tests.config.runs import SHAPE, hdp_of
 from tests.e2e.training import HDP, MODEL, TRAIN
 
+KNOWN = scaled_device_cost(SHAPE, 1, "float32")
+"""Costs of the model without a cost file."""
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 
 
@@ -31,7 +34,13 @@ def test_the_configuration_holds_what_was_given() -> None:
     found = resolved(4, *COMMON, *words, "--hdp-global-tokens", 256)
     values = found.args
     expected = hdp_of(
-        global_tokens=256, static_width=4, log_dir=Path("logs"), timeline_step=3, memory_step=2, plan_ahead=1
+        cost=KNOWN.whole(),
+        global_tokens=256,
+        static_width=4,
+        log_dir=Path("logs"),
+        timeline_step=3,
+        memory_step=2,
+        plan_ahead=1,
     )
     assert found.features == {"hdp": expected}
     assert values["calculate_per_token_loss"] is True
@@ -87,16 +96,18 @@ def test_a_new_planner_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_planner_flag_reaches_the_configuration() -> None:
     line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5"
     found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3, "--hdp-hierarchical-rings", "off")
-    expected = hdp_of(ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5)
+    expected = hdp_of(ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5, learns_costs=True)
     cluster = replace(expected.cluster, hierarchical_rings="off")
-    assert found.features["hdp"] == replace(expected, cluster=cluster)
+    cost = found.features["hdp"].cost
+    assert found.features["hdp"] == replace(expected, cluster=cluster, cost=cost)
+    assert cost.forward.nodes is not None, "links between nodes are slower"
     found = resolved(4, *COMMON, *"--seq1f1b-slices 3 --hdp-kept-keys 0".split())
     assert found.features["slices"].slicing == Slicing(3, kept_tokens=0)
 
 
 @pytest.mark.ranks
 def test_swapped_keys_have_host_memory_and_a_price() -> None:
-    """Keys have 256 tokens in float32. Two first slices in flight have 1.25 times the tokens of a micro-batch."""
+    """Keys have 256 tokens in float32: two slices in flight have the tokens of a micro-batch."""
     words = "--seq1f1b-slices 2 --hdp-kept-keys 0 --hdp-swapped-keys 256 --host-memory-gb 0.01".split()
     fast, slow = (
         resolved(4, *COMMON, *words, "--link-gb-per-second", speed, *more)
@@ -109,7 +120,7 @@ def test_swapped_keys_have_host_memory_and_a_price() -> None:
     assert costs[1].forward.b < 1e-3  # seconds, not FLOPs
     activations = fast.features["activations"]
     keys = activations.layers.key_host_bytes
-    assert keys == pytest.approx(1.25 * 2 * 256 * costs[0].key_read * 4e9)  # priced in 16 bits
+    assert keys == pytest.approx(256 * costs[0].key_read * 4e9)
     assert activations.host_bytes == activations.machine.host_bytes + keys == 1e7
     assert resolved(4, *COMMON, *words[:4]).features["slices"].host_bytes == 0
 
