@@ -65,9 +65,9 @@ class Patch:
     subclass: Subclass | None = None
 
     @property
-    def versions_of(self) -> dict[str, tuple[str, ...]]:
-        """The versions of megatron-core that have each source, by its hash."""
-        return {source.source_hash: source.versions for source in self.sources}
+    def hashes(self) -> tuple[str, ...]:
+        """The hash of each source that the row was read against."""
+        return tuple(source.source_hash for source in self.sources)
 
 
 def source_hash(function: Function) -> str:
@@ -138,7 +138,7 @@ def check_patch(patch: Patch) -> None:
     if inspect.unwrap(function) is not function:  # the wrapper would hide another source
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
     installed = hash_of(patch, function)
-    if installed not in patch.versions_of:
+    if installed not in patch.hashes:
         raise ValueError(
             f"{patch.target} of megatron-core {installed_megatron()} has the source hash {installed}, which its row in "
             f"megatron/bytescale/patches.py does not have; {REMEDY}"
@@ -203,7 +203,7 @@ def describe(patch: Patch) -> str:
     if patch.subclass is not None:
         state = "specialized"
     found = hash_of(patch, original)
-    if found not in patch.versions_of:
+    if found not in patch.hashes:
         state = f"unknown source {found}"
     name, features = patch.target.partition(":")[2], ", ".join(patch.features)
     holders = ", ".join((patch.target.replace(":", "."), *patch.aliases))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import warnings
 from pathlib import Path
@@ -41,3 +42,13 @@ def check_megatron_version() -> None:
         raise ValueError(f"megatron-core is not installed; install megatron-core=={TESTED[-1]}")
     if version not in TESTED:
         warnings.warn(f"megatron-core {version} is not tested; tested are {', '.join(TESTED)}", stacklevel=2)
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or of the Megatron that Python would import; None without it."""
+    if package == "megatron-core":
+        return installed_megatron()
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

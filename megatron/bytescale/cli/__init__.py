@@ -7,13 +7,13 @@ a folder with a module ``command``, and one row.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
 from megatron.bytescale.arguments.bad_input import reasons_of
 from megatron.bytescale.arguments.renamed import refuse_renamed
@@ -39,7 +39,7 @@ from megatron.bytescale.cli.generate import command as generate
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 from megatron.bytescale.cli.states import command as states
-from megatron.bytescale.versions import installed_megatron
+from megatron.bytescale.versions import version_of
 
 COMMANDS = (
     train,
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refused(prog: str, *reasons: str) -> int:
     for reason in reasons:
-        print(f"{prog}: error: {printable(' '.join(reason.split()))}", file=sys.stderr)
+        print(f"{prog}: error: {printable(one_line(reason))}", file=sys.stderr)
     return 2
 
 
@@ -147,7 +147,5 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         names = ("bytescale-megatron", "megatron-core", "torch")
-        versions = {name: importlib.metadata.version(name) for name in names}
-        versions["megatron-core"] = str(installed_megatron())
-        print(", ".join(f"{name} {version}" for name, version in versions.items()))
+        print(", ".join(f"{name} {version_of(name) or 'not installed'}" for name in names))
         parser.exit()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from megatron.bytescale.arguments.refusals import ALWAYS
 from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.cli.shared.options import add_cpu, add_json
-from megatron.bytescale.versions import TESTED, installed_megatron
+from megatron.bytescale.versions import TESTED, version_of
 
 NAME = "doctor"
 HELP = "print installed packages, the attention kernel and the backend with reasons, features and patches"
@@ -154,7 +153,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
     patches = status()
     return DoctorReport(
         python=platform.python_version(),
-        packages={name: _version(name) for name in _PACKAGES},
+        packages={name: version_of(name) for name in _PACKAGES},
         device="cpu" if on_cpu else torch.cuda.get_device_name(),
         backend="gloo" if on_cpu else "nccl",
         backend_reason=("--cpu was given" if args.cpu else "torch sees no GPU") if on_cpu else "torch sees a GPU",
@@ -186,15 +185,6 @@ def features_report() -> list[FeatureReport]:
         )
         for feature in FEATURES
     ]
-
-
-def _version(package: str) -> str | None:
-    if package == "megatron-core":  # a source tree on the path counts
-        return installed_megatron()
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def text_of(report: DoctorReport, with_flags: bool = False, with_refusals: bool = False) -> str:
