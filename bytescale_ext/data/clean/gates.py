@@ -97,9 +97,10 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
 
     def refusal(self, document: Document, source: str) -> str | None:
         """Return ``filter: rule`` of the first filter that rejects a document, or None."""
-        for name in self.filters[source]:
-            quality = quality_filter(name, letters_per_word(document.text), script_of(document.text))
-            passed, reason = get_filter_result(quality.filter(document))
+        names = self.filters[source]
+        kind = (letters_per_word(document.text), script_of(document.text)) if names else ()
+        for name in names:
+            passed, reason = get_filter_result(quality_filter(name, *kind).filter(document))
             if not passed:
                 return f"{name}: {reason}"
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ import numpy as np
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from bytescale_ext.data.clean.words import composed
 from bytescale_ext.json_input import finite
 from bytescale_ext.new_file import new_file
 
@@ -41,11 +41,6 @@ def hashes_of(text: str, size: int = 16) -> tuple[int, ...]:
     """Return the hash of a text as 64-bit numbers; ``size`` is the size of the hash in bytes."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
     return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, size, 8))
-
-
-def composed(text: str) -> str:
-    """Return a text with composed characters (NFC): texts that differ in their composition alone are equal."""
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def save_array(path: Path, values: np.ndarray) -> None:

@@ -78,9 +78,14 @@ _ASCII_WORD: Final = re.compile(r"\w+|[^\w\s]")
 RULES: Final = RuleTokenizer()
 
 
+def composed(text: str) -> str:
+    """Return a text with composed characters (NFC): texts that differ in their composition alone are equal."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
 def normal(text: str) -> str:
     """Return a text for comparison: composed (NFC) and in lower case."""
-    return (text if text.isascii() else unicodedata.normalize("NFC", text)).lower()
+    return composed(text).lower()
 
 
 def letters_per_word(text: str) -> int:
