@@ -7,3 +7,8 @@ class PlanError(ValueError):
 
 class OutOfTime(RuntimeError):
     """A planner reached its time limit before it had a plan. ``HdpPlanner.fallback`` returns a plan immediately."""
+
+
+def one_line(text: object, most: int | None = None) -> str:
+    """Return a text, or the message of an error, in one line of at most ``most`` characters; None: of any length."""
+    return " ".join(str(text).split())[:most]

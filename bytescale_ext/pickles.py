@@ -17,6 +17,8 @@ import zipfile
 from collections.abc import Buffer, Callable
 from typing import IO, Any, ClassVar, Final, cast
 
+from bytescale_ext.errors import one_line
+
 _DTYPES: Final = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
@@ -226,7 +228,7 @@ def check_pickle(data: bytes, encoding: str = "ASCII") -> None:
     except UntrustedClass:
         raise
     except Exception as error:  # a damaged pickle raises many types
-        raise ValueError(f"damaged ({' '.join(str(error).split())[:80] or type(error).__name__})") from None
+        raise ValueError(f"damaged ({one_line(error, 80) or type(error).__name__})") from None
 
 
 class FileSlice(io.RawIOBase):

@@ -9,6 +9,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from bytescale_ext.errors import one_line
+
 _BACKEND_ERRORS = (
     "gloo",
     "NCCL",
@@ -36,7 +38,7 @@ def exchange_error(error: RuntimeError, peers: Iterable[int], kind: str) -> Runt
     """
     if not is_peer_error(error):
         return error
-    return PeerLost(f"the exchange with {kind} {named_ranks(peers)} failed: {_single_line(error)}")
+    return PeerLost(f"the exchange with {kind} {named_ranks(peers)} failed: {one_line(error)}")
 
 
 def failure_text(error: RuntimeError) -> str:
@@ -51,7 +53,7 @@ def failure_text(error: RuntimeError) -> str:
     if callers:
         code = callers[-1].f_code
         caller = f" in {code.co_name} ({Path(code.co_filename).name})"
-    return f"{operation}{caller} failed: {_single_line(error)}"
+    return f"{operation}{caller} failed: {one_line(error)}"
 
 
 def _collective_text(frame: FrameType) -> str:
@@ -70,8 +72,3 @@ def named_ranks(ranks: Iterable[int]) -> str:
     shown = ", ".join(map(str, distinct[:_MOST_RANKS_SHOWN]))
     more = f" ... ({len(distinct)} of them)" if len(distinct) > _MOST_RANKS_SHOWN else ""
     return f"rank{'s' if len(distinct) != 1 else ''} {shown}{more}"
-
-
-def _single_line(error: BaseException) -> str:
-    """Return the message of an error without line breaks."""
-    return " ".join(str(error).split())

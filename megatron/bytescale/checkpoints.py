@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import new_file
 from bytescale_ext.pickles import FileSlice, UntrustedClass, check_archive, check_pickle
@@ -192,7 +193,7 @@ def read_metadata(path: Path) -> Metadata:
     except UntrustedClass as error:
         raise UntrustedClass(_untrusted(path, error)) from None
     except Exception as error:  # damaged fields fail in many ways
-        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())[:100]})") from None
+        raise ValueError(f"{path} cannot be read ({one_line(error, 100)})") from None
     return metadata
 
 

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import new_file, private_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import ROW
@@ -98,7 +99,7 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
     try:
         table: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, which fails in many ways
-        raise ValueError(f"{path}: not a table of windows ({' '.join(str(error).split())[:100]}): {_AGAIN}") from None
+        raise ValueError(f"{path}: not a table of windows ({one_line(error, 100)}): {_AGAIN}") from None
     if not isinstance(table, np.ndarray) or table.dtype != ROW or table.ndim != 1 or not len(table):
         raise ValueError(f"{path}: not a table of windows: {_AGAIN}")
     return table, header

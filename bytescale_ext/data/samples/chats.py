@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 
 Message = dict[str, object]
@@ -169,7 +170,7 @@ class MegatronEncoder:
                 texts, return_target=True, add_generation_prompt=False
             )
         except AssertionError as error:
-            raise ValueError(f"the prompt format does not fit: {' '.join(str(error).split())[:120]}") from error
+            raise ValueError(f"the prompt format does not fit: {one_line(error, 120)}") from error
         answers = targets != IGNORED
         if self._tokenizer.pad is not None:
             answers &= targets != self._tokenizer.pad

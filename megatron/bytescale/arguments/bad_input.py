@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
 from bytescale_ext.new_file import write_text
 
@@ -62,7 +63,7 @@ class Reasons:
 def reasons_of(error: ValueError) -> tuple[str, ...]:
     """Return the reasons of an error, one line each."""
     reasons = error.reasons if isinstance(error, Refused) else (str(error),)
-    return tuple(" ".join(reason.split()) for reason in reasons)
+    return tuple(map(one_line, reasons))
 
 
 def _is_first_process() -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.convert.families import layout_of, model_flags
@@ -33,7 +34,7 @@ def config_in(source: Path) -> HuggingFaceConfig:
     try:
         config = library("transformers").AutoConfig.from_pretrained(source, **ONLY_THIS_FOLDER)
     except Exception as error:  # transformers raises many error types for a bad file
-        raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"--input {path}: {one_line(error, 200)}") from None
     return _values(raw, config)
 
 

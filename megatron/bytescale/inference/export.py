@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.errors import one_line
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.checkpoints import read_metadata
 from megatron.bytescale.inference.heads_folder import norms_apart, safetensors_torch, write_folder
@@ -75,5 +76,5 @@ def heads_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     try:
         load(state, checkpoint_id=str(checkpoint), no_dist=True)
     except Exception as error:  # torch raises many types for damaged files
-        raise ValueError(f"{checkpoint} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{checkpoint} cannot be read ({one_line(error, 200)})") from None
     return {norms_apart(name.removeprefix(PREFIX)): tensor for name, tensor in state.items()}

@@ -19,6 +19,7 @@ import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.convert.products import join_qkv, split_qkv
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.inference.new_folder import new_folder
@@ -137,7 +138,7 @@ def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.T
     try:
         return heads_to_megatron(plain, trunk)
     except (RuntimeError, AssertionError, TypeError, AttributeError) as error:  # tensors of other shapes or names
-        raise ValueError(f"--draft {folder / TENSORS}: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"--draft {folder / TENSORS}: {one_line(error, 200)}") from None
 
 
 def norms_apart(name: str) -> str:

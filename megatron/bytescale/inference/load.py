@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.errors import one_line
 from megatron.bytescale import cpu
 from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
@@ -80,7 +81,7 @@ def checkpoint_arguments(checkpoint: Path) -> argparse.Namespace:
     try:
         state = load_common_state_dict(checkpoint)
     except Exception as error:  # Megatron and torch raise many types for damaged files
-        raise ValueError(f"{checkpoint} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{checkpoint} cannot be read ({one_line(error, 200)})") from None
     args = state.get("args") if isinstance(state, dict) else None
     if not isinstance(args, argparse.Namespace):
         raise ValueError(f"{checkpoint}: it holds no training arguments")
@@ -322,7 +323,7 @@ def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
         try:
             loaded = dist_checkpointing.load(part, str(folder)) if part else {}
         except Exception as error:  # Megatron and torch raise many types for tensors of other shapes
-            raise ValueError(f"{folder} cannot be read ({' '.join(str(error).split())[:200]})") from None
+            raise ValueError(f"{folder} cannot be read ({one_line(error, 200)})") from None
         state.update({name: loaded[name] for name in part})
     result = model.load_state_dict(state, strict=not heads.on_their_own)
     assert all(name.startswith(f"{HEADS}.") for name in result.missing_keys), f"{result=}"

@@ -7,6 +7,8 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bytescale_ext.errors import one_line
+
 BYTES = 256
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character, perhaps not yet
 Take = Callable[[Sequence[int], bool], None]
@@ -37,7 +39,7 @@ class Texts:
         try:
             self._tokenizer = build_tokenizer(options)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = f"cannot be read: {' '.join(str(error).split())[-200:]}"
+            reason = f"cannot be read: {one_line(error)[-200:]}"
             if "trust_remote_code" in str(error):
                 reason = "runs Python code: --trust-remote-code"
             name = getattr(args, "tokenizer_model", None)

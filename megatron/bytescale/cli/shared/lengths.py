@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.errors import one_line
+
 LONGEST = 1 << 31  # tokens of a document; a Megatron index cannot hold more
 MOST_PIECES = 50_000_000
 
@@ -77,7 +79,7 @@ def _read_npy(path: Path) -> npt.NDArray[np.integer]:
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, which fails in many ways
-        raise ValueError(f"--lengths {path} is not a numpy array: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"--lengths {path} is not a numpy array: {one_line(error, 200)}") from None
     if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         content = f"shape {values.shape} of {values.dtype}" if isinstance(values, np.ndarray) else "several arrays"
         raise ValueError(f"--lengths {path} holds {content}; it must be one-dimensional and of integers")

@@ -15,6 +15,7 @@ from bytescale_ext.data.samples.chat_templates import TemplateEncoder
 from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
 from bytescale_ext.data.samples.sources import Entry, raw_contents
 from bytescale_ext.data.samples.texts import Tokenizer
+from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import new_file
 from megatron.bytescale.core.datasets.corpus import CorpusSummary, DocumentTally, build_megatron_tokenizer, whole_files
 
@@ -162,5 +163,5 @@ def encode_at(where: str, encode: ChatEncoder, chat: Conversation) -> list[Encod
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except Exception as error:  # chat templates raise their own error types
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error, 160)
         raise ValueError(f"{where}: the chat template refuses the conversation ({reason})") from error
