@@ -59,7 +59,7 @@ def _refuse_constant(name: str) -> object:
 
 
 def finite(value: object) -> object:
-    """Return a value of JSON in which None replaces NaN and infinity, for which JSON has no words."""
+    """Return a value of JSON with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

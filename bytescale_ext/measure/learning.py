@@ -46,9 +46,9 @@ EVERY: Final = 4
 """Number of steps between two exchanges of statistics."""
 
 HELD_OUT: Final = 4
-"""One of so many passes is held out of fits and judges them."""
+"""Every fourth pass is held out of fits and judges them."""
 
-_OUTLIER = 5.0  # a pass counts if it took up to so many times as long as the median pass, for its predicted time
+_OUTLIER = 5.0  # largest pace of a pass that counts, over the median pace; a pace is measured over predicted time
 _RECENT = 64  # passes whose median pace tells outliers
 
 

@@ -66,7 +66,7 @@ class GradientSums:
             self._additions[number] = self._thread.submit(_add, total, target, ticket)
 
     def _computing(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the stream that computes is current, after the work of the hook's stream."""
+        """Return a context that makes the computing stream current. This stream first waits for the hook's stream."""
         if self._compute is None:
             return contextlib.nullcontext()
         self._compute.wait_stream(torch.cuda.current_stream())

@@ -30,7 +30,7 @@ from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 
 FEW_QUERIES: Final = 64
-"""The most queries of a document for which a package may divide the keys among multiprocessors."""
+"""A package may divide the keys among multiprocessors if a document has at most this number of queries."""
 
 
 @dataclass(frozen=True, slots=True)

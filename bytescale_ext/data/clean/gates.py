@@ -24,7 +24,7 @@ from bytescale_ext.data.clean.tally import Tally
 from bytescale_ext.data.clean.words import RULES, letters_per_word
 
 STOP_WORDS: Final = 2  # of a language, in a document that passes
-_SHORT_WORDS: Final = ("HANGUL", "HEBREW", "ARABIC")  # scripts in which words have fewer letters than in English
+_SHORT_WORDS: Final = ("HANGUL", "HEBREW", "ARABIC")  # their words have fewer letters than English words
 
 
 class GopherQuality(BaseFilter):  # type: ignore[misc]  # datatrove has no types
@@ -51,8 +51,8 @@ def quality_filter(name: str, letters: int = 1, script: str = "LATIN") -> BaseFi
 
     Args:
         name: name of the filter.
-        letters: letters of a word in a script without spaces, else 1. Words there are segments of a letter: thresholds
-            of words become thresholds of so many segments.
+        letters: letters of a word in a script without spaces, else 1. A segment there is
+            one letter, so thresholds of words are multiplied by ``letters``.
         script: script of the document. C4's rules about the ends and words of lines hold for Latin script alone.
     """
     if name == "gopher-quality":

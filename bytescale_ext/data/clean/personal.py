@@ -15,7 +15,7 @@ ADDRESS: Final = "192.0.2.1"  # from ranges that are reserved for documentation
 ADDRESS_6: Final = "2001:db8::1"
 _GLOBAL_6: Final = ipaddress.ip_network("2000::/3")
 
-# A letter of a script with spaces. In other scripts an address may stand in a text without blanks around it.
+# A letter of a script with spaces. In other scripts no blanks separate an address from the text.
 _UNSPACED: Final = rf"[{IDEOGRAPHIC}{SYLLABIC}]"
 _LETTER: Final = rf"[[\p{{L}}\p{{M}}\p{{N}}]--{_UNSPACED}]"
 _ATOM: Final = r"[!#$%&'*+/=?^_`{|}~\-]"

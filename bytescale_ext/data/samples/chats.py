@@ -28,7 +28,7 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and what a chat template reads besides them.
+    """Messages, and the other values that a chat template reads.
 
     Attributes:
         messages: messages with all their keys.

@@ -41,7 +41,7 @@ _PULL = 1e-4  # weight of the common ratio in a fit, as a share of all predicted
 _ROUNDS = 400  # of coordinate descent over five factors
 
 LEAST_PASSES: Final = 32
-"""Fewest passes from which factors are fitted."""
+"""Fewest passes of a fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Statistics:
         return Statistics(*(mine + theirs for mine, theirs in zip(self._parts(), other._parts(), strict=True)))
 
     def faded(self, share: float = FORGETTING) -> Statistics:
-        """Return the sums of older passes, of which ``share`` remains. The seconds of ranks are forgotten."""
+        """Return the sums multiplied by ``share``, so that older passes count less. The seconds of ranks become 0."""
         fits = [share * part for part in self._parts()[:4]]
         return Statistics(*fits, *(np.zeros_like(part) for part in self._parts()[4:]))
 

@@ -67,8 +67,8 @@ def lower_bounds(
 
     Args:
         lengths: tokens of each sequence, at least one sequence.
-        cluster: D ranks of C tokens; with pipelines, D is the number of pipelines. All work together takes its seconds
-            over the sum of the speeds of all ranks, and work that one rank or ring must do, over the largest speed.
+        cluster: D ranks of C tokens; with pipelines, D is the number of pipelines. The seconds of
+            all work are divided by the sum of all speeds, and the seconds of a rank or a ring by the largest speed.
         stages: cost of each pipeline stage; a single stage without pipelines.
         slicing: slices of each micro-batch, divided as in ``replay_stages``; 1 slice bounds 1F1B.
 

@@ -39,7 +39,7 @@ def config_in(source: Path) -> HuggingFaceConfig:
 
 
 def _values(raw: HuggingFaceConfig, config: PretrainedConfig) -> HuggingFaceConfig:
-    """Return the values of a configuration, of which positions come from the file and defaults from transformers."""
+    """Return the values of a configuration: positions as the file gives them, and defaults of transformers."""
     values = config.to_dict()
     theta = getattr(config, "rope_theta", None) or getattr(config, "default_theta", None)
     parameters = values.get("rope_parameters")

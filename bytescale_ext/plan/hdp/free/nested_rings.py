@@ -187,7 +187,7 @@ def nest_rings(
     """Place rings on nested runs of ranks (see the module), each at its earliest start (tie: lowest rank).
 
     A ring that is no wider than a node stays in one node; a wider ring begins with a node. If ranks have unlike
-    speeds, a ring has ranks of one speed where it fits on them, and ends as early as possible; else it is as slow as
+    speeds, a ring that fits on ranks of equal speed takes the ranks on which it ends first. A wider ring is as slow as
     its slowest rank.
 
     Args:
