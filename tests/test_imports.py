@@ -25,7 +25,7 @@ from tests.tree import (
 MAX_FLOORS = 7
 # Rooms of plan/, lowest first. A room imports from rooms on its floor and below.
 FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "states", "experts", "sculpt"),
-          ("evaluate",), ("setup",), ("search",))  # fmt: skip
+          ("evaluate", "library"), ("setup",), ("search",))  # fmt: skip
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
