@@ -33,7 +33,7 @@ class Progress:
         loss: language-model loss of the last step; Megatron's own line has the mean of the interval.
         learning_rate: learning rate of the last step, or None.
         gradient_norm: gradient norm of the last step, or None.
-        tokens_so_far: tokens since this process started; a resumed run starts from 0.
+        tokens_so_far: tokens that the run has trained on; a resumed run continues the count of its checkpoint.
         eta_seconds: seconds until ``--train-iters`` at this speed.
         mfu: model FLOP/s over the peak FLOP/s of the device (PaLM, appendix B), or None on an unknown device.
     """

@@ -159,8 +159,9 @@ class LogState:
         totals: figures since the last log line.
         pace: recent speed of this rank.
         hosts: host names of all processes; empty until the first log line.
-        tokens_so_far: tokens of the whole run, on the rank that writes the log.
+        tokens_so_far: tokens that the run has trained on, before a resume too.
         costs: learned costs that the log named last.
+        written_costs: learned costs that were written last; None: none yet.
         plans_compared: whether the ranks have compared a plan yet.
         warned_of_time: whether the log has warned that a planner ran out of time.
     """
@@ -170,6 +171,7 @@ class LogState:
     hosts: tuple[str, ...] = ()
     tokens_so_far: int = 0
     costs: LearnedCosts = field(default_factory=LearnedCosts)
+    written_costs: LearnedCosts | None = None
     plans_compared: bool = False
     warned_of_time: bool = False
 
@@ -275,6 +277,7 @@ class Runtime:
         totals.stale_steps += self.step.stale_steps
         totals.most_stale_steps = max(totals.most_stale_steps, self.step.stale_steps)
         totals.step_samples = len(batch.sample_ids)
+        self.log.tokens_so_far += int(sum(batch.lengths))
         shape = self.run.shape
         if self.step.active_experts is not None:
             shape = shape.with_experts_per_token(self.step.active_experts)

@@ -138,14 +138,16 @@ class Interruptions:
 
 
 @dataclass(frozen=True)
-class SavedCosts:
-    """Learned costs in a checkpoint's arguments.
+class SavedRun:
+    """What a checkpoint's arguments know about the run so far.
 
     Attributes:
         hdp_learned_costs: ``bytescale_ext.measure.learning.state_of``; None: the run learned nothing.
+        hdp_tokens_so_far: tokens that the run has trained on.
     """
 
     hdp_learned_costs: dict[str, object] | None = None
+    hdp_tokens_so_far: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_json
 from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
 from megatron.bytescale.arguments.options import current, options_of, override_current
-from megatron.bytescale.arguments.running import Batches, SampleKind, SavedCosts
+from megatron.bytescale.arguments.running import Batches, SampleKind, SavedRun
 from megatron.bytescale.learned_costs import figures_of_costs, restore_costs
 from megatron.bytescale.runtime import Runtime, Totals
 
@@ -44,14 +44,31 @@ def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Call
             batches = current(Batches)
             consumed = batches.consumed_train_samples + totals.step_samples - batches.global_batch_size
             override_current({"consumed_train_samples": consumed})
+        override_current({"hdp_tokens_so_far": runtime.log.tokens_so_far})
+        losses = mean_losses(given["total_loss_dict"], given["loss_dict"], is_skipped=bool(given["skipped_iter"]))
         result = original(*args, **kwargs)
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
-            losses = {key: float(value) for key, value in given["loss_dict"].items()}
             metrics = collect(runtime, iteration)
-            write_figures(runtime, metrics, progress(runtime, totals, metrics, given), losses)
+            run = progress(runtime, totals, metrics, given)
+            write_figures(runtime, metrics, run, {name: float(value) for name, value in losses.items()})
         return result
 
     return training_log
+
+
+def mean_losses(
+    sums: Mapping[str, torch.Tensor | int], losses: Mapping[str, torch.Tensor], *, is_skipped: bool
+) -> dict[str, torch.Tensor]:
+    """Return the mean of each loss over the log interval, as Megatron's line has it, without reading the device.
+
+    Args:
+        sums: Megatron's ``total_loss_dict`` before this step: sums over earlier steps, and the number of these steps.
+        losses: losses of this step.
+        is_skipped: whether this step updated nothing; then its losses do not count.
+    """
+    num_steps = int(sums.get("advanced iterations", 0)) + (not is_skipped)
+    own = {name: torch.zeros_like(value) if is_skipped else value for name, value in losses.items()}
+    return {name: (value + sums.get(name, 0)).sum() / max(1, num_steps) for name, value in own.items()}
 
 
 def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
@@ -98,7 +115,6 @@ def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: 
     """Return the run's progress. ``given``: the arguments of Megatron's ``training_log`` by name."""
     process = runtime.run.process
     step_seconds = totals.seconds / totals.num_steps
-    runtime.log.tokens_so_far += round(metrics.tokens_per_second * totals.seconds)
     peak = peak_flops(torch.cuda.get_device_name()) if process.on_cuda else None
     world_size = torch.distributed.get_world_size()
     return Progress(
@@ -142,7 +158,7 @@ def write_scalars(scalars: dict[str, float], iteration: int) -> None:
 
 
 def wrap_check_checkpoint_args(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
-    """Restore learned costs, and warn if samples of another kind were consumed before.
+    """Restore learned costs and the count of tokens, and warn if samples of another kind were consumed before.
 
     A kind is documents, windows, or windows of another file. Megatron calls the function when it restores a
     checkpoint's counters, which it does not do with ``--finetune``.
@@ -156,7 +172,10 @@ def wrap_check_checkpoint_args(original: Callable[..., object], runtime: Runtime
                 "now on, and data and learning-rate schedule continue after them. Add --finetune to start a new run "
                 "with its weights (docs/guide/recipes.md)."
             )
-        restore_costs(runtime, options_of(saved, SavedCosts).hdp_learned_costs)
+        run = options_of(saved, SavedRun)
+        restore_costs(runtime, run.hdp_learned_costs)
+        tokens = run.hdp_tokens_so_far
+        runtime.log.tokens_so_far = tokens if isinstance(tokens, int) and tokens > 0 else 0
         return original(saved, *args, **kwargs)
 
     return check_checkpoint_args
