@@ -165,7 +165,13 @@ def draw_steps(args: argparse.Namespace) -> list[list[int]]:
         seeds = range(args.seeds)
         return [sample_lengths(args.sampler, args.seq_length, args.global_tokens, seed).tolist() for seed in seeds]
     lengths = np.array(read_lengths(args.lengths), dtype=np.int64)
+    shortest = lengths.min()
     lengths = lengths[lengths <= args.seq_length]
+    if not len(lengths):
+        raise ValueError(
+            f"the shortest document of --lengths {args.lengths} has {shortest:,} tokens: raise --seq-length "
+            f"{args.seq_length} to keep it"
+        )
     if lengths.sum() < args.global_tokens:
         raise ValueError(
             f"--lengths {args.lengths} holds {lengths.sum()} tokens in documents of at most {args.seq_length}, fewer "

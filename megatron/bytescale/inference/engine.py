@@ -50,13 +50,19 @@ class Generation:
         }
 
 
-def described(texts: Sequence[Generation], seconds: float) -> str:
-    """Return the statistics of texts in words. ``seconds``: wall time of all texts together."""
+def described(texts: Sequence[Generation], seconds: float, *, has_heads: bool) -> str:
+    """Return the statistics of texts in words.
+
+    Args:
+        texts: finished texts.
+        seconds: wall time of all texts together.
+        has_heads: whether draft heads guessed tokens.
+    """
     num_tokens, passes = sum(len(text.tokens) for text in texts), sum(text.target_forwards for text in texts)
-    each = sum(sum(text.accepted) for text in texts) / max(1, passes)
+    accepted = sum(sum(text.accepted) for text in texts)
+    guesses = f", {accepted / max(1, passes):.3f} guesses accepted each" if has_heads else ""
     return (
-        f"{num_tokens} tokens in {passes} forward passes after the prompt, {each:.3f} guesses accepted each, "
-        f"{num_tokens / seconds:.1f} tokens/s"
+        f"{num_tokens} tokens in {passes} forward passes after the prompt{guesses}, {num_tokens / seconds:.1f} tokens/s"
     )
 
 

@@ -157,6 +157,8 @@ def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_too_few_tokens_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "lengths.npy", np.array([5000, 40000]))
+    assert run("--lengths", tmp_path / "lengths.npy", *SMALL, "--seq-length", "4096") == 2
+    assert "has 5,000 tokens: raise --seq-length 4096" in capsys.readouterr().err
     assert run("--lengths", tmp_path / "lengths.npy", *SMALL) == 2
     assert "holds 5000 tokens in documents of at most 32768, fewer than" in capsys.readouterr().err
 

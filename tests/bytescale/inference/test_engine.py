@@ -169,5 +169,8 @@ def test_figures_of_texts() -> None:
         "tokens": [1, 2, 3, 4], "target_forwards": 2, "accepted": [1, 0], "tokens_per_second": 8.0,
     }  # fmt: skip
     wanted = "5 tokens in 2 forward passes after the prompt, 0.500 guesses accepted each, 10.0 tokens/s"
-    assert described([one, other], 0.5) == wanted
-    assert described([other], 1.0).startswith("1 tokens in 0 forward passes after the prompt, 0.000 guesses")
+    assert described([one, other], 0.5, has_heads=True) == wanted
+    assert described([other], 1.0, has_heads=True).startswith(
+        "1 tokens in 0 forward passes after the prompt, 0.000 guesses"
+    )
+    assert described([one], 0.5, has_heads=False) == "4 tokens in 2 forward passes after the prompt, 8.0 tokens/s"

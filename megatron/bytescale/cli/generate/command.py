@@ -115,7 +115,8 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
         if shows:
             print(f"\r{len(ended)} of {len(prompts)} texts", end="", file=log)
     seconds = time.perf_counter() - begun
-    summary = f"{len(prompts)} {'text' if len(prompts) == 1 else 'texts'}: {described(ended, seconds)}"
+    figures = described(ended, seconds, has_heads=decoder.heads is not None)
+    summary = f"{len(prompts)} {'text' if len(prompts) == 1 else 'texts'}: {figures}"
     print(f"{chr(13) * shows}{summary}", file=log)
     return 0
 

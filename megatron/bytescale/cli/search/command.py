@@ -32,7 +32,7 @@ from megatron.bytescale.cli.search.task import DOCUMENTS_OF_A_RANK, tasks_of
 from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
 from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
-from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
+from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, given_flags, words_of
 from megatron.bytescale.cli.shared.options import (
     add_costs,
     add_json,
@@ -165,7 +165,8 @@ def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
         notes.append("the cost file has no exchange between ranks (c is 0), so rings cost nothing here: profile with "
                      "several")  # fmt: skip
     if "--vocab-size" not in given_flags(words_of(args.model_flags)):
-        notes.append(f"--model-flags has no --vocab-size: a vocabulary of {shape.vocab:,} is assumed")
+        source = "is assumed" if shape.vocab == USUAL_VOCAB else "is the tokenizer's, padded"
+        notes.append(f"--model-flags has no --vocab-size: a vocabulary of {shape.vocab:,} {source}")
     if 0 < shape.num_expert_layers < shape.num_layers:
         notes.append("expert layers are assumed to be spread evenly over the layers")
     if task.rows_multiple > 1 and args.cost_file is None:

@@ -90,10 +90,10 @@ def binds(parts: Mapping[str, float], memory_share: float) -> str:
 
 
 def loses(parts: Mapping[str, float], best: Mapping[str, float]) -> str:
-    """Return the part with the largest loss to the best strategy, for example ``+0.12 s waiting``."""
+    """Return the loss to the best strategy and the part that loses most, for example ``+0.12 s (waiting +0.2)``."""
     longer = {name: parts[name] - best[name] for name in PARTS}
-    most = max(longer, key=lambda name: longer[name])
-    return f"+{longer[most]:.3g} s {PARTS[most]}" if longer[most] > 0 else "equal"
+    total, most = sum(longer.values()), max(longer, key=lambda name: longer[name])
+    return f"{total:+.3g} s ({PARTS[most]} {longer[most]:+.3g})" if any(longer.values()) else "equal"
 
 
 def table_text(rows: Sequence[StrategyRow]) -> str:
@@ -107,8 +107,13 @@ def table_text(rows: Sequence[StrategyRow]) -> str:
 def _cells(number: int, row: StrategyRow) -> tuple[str, ...]:
     shares = (f"{row.parts[name] / row.seconds:.1%}" for name in ("idle", "exposed", "update"))
     return (str(number), row.strategy, f"{row.documents:,}", f"{row.seconds:.4g}", f"{row.slow_seconds:.4g}",
-            f"{row.tokens_per_second:,.0f}", "-" if row.mfu is None else f"{row.mfu:.1%}", f"{row.device_gb:.1f}",
-            f"{row.host_gb:.1f}", *shares, row.binds, row.loses)  # fmt: skip
+            f"{row.tokens_per_second:,.0f}", "-" if row.mfu is None else f"{row.mfu:.1%}", gb_text(row.device_gb),
+            gb_text(row.host_gb), *shares, row.binds, row.loses)  # fmt: skip
+
+
+def gb_text(gigabytes: float) -> str:
+    """Return GB with one decimal, or with two digits where that would be 0.0."""
+    return f"{gigabytes:.1f}" if gigabytes >= 1 or gigabytes == 0 else f"{gigabytes:.2g}"
 
 
 def counts_text(exploration: Exploration) -> str:

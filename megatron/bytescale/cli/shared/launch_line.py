@@ -128,7 +128,7 @@ class Launch:
         forecast = Forecast(self.run.decision)
         table, slicing = forecast.table(plan)
         step, traffic = self.step(forecast, plan, seconds), forecast.traffic(table, slicing)
-        step["ring traffic"] = f"{traffic.all_rings / 1e6:,.6g} MB"
+        step["ring traffic"] = bytes_text(traffic.all_rings)
         if node is not None:
             step["between nodes"] = between_nodes(forecast, table, slicing, node)
         received = {
@@ -176,8 +176,18 @@ class Launch:
             f"passes take {predicted.makespan / bound:.3f} of the lower bound of any plan",
             "lost": f"{waiting:.1%} waiting, {exchange:.1%} in exchange and {update:.1%} in the update that do not "
             "overlap with computation",
-            "planning": f"{seconds:.2f} s of one core, {seconds / predicted.seconds:.1%} of the step, during training",
+            "planning": f"{seconds:.2f} s of one core, {_of_step(seconds / predicted.seconds)}, during training",
         }
+
+
+def _of_step(share: float) -> str:
+    return f"{share:.1%} of the step" if share < 1 else f"{share:,.3g} times the step"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return an amount of memory in MB, GB or TB."""
+    scale, unit = next((scale, unit) for scale, unit in ((1e12, "TB"), (1e9, "GB"), (0, "MB")) if num_bytes >= scale)
+    return f"{num_bytes / (scale or 1e6):,.4g} {unit}"
 
 
 def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node: int) -> str:
@@ -185,7 +195,7 @@ def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node:
     rank_bytes = forecast.ring_bytes(table, slicing, node) * max(forecast.setup.mesh.stage_layers)
     wide, nested = documents_on_nodes(table, node)
     return (
-        f"{rank_bytes.sum() / 1e6:,.6g} MB of a stage, {rank_bytes.max() / 1e6:,.6g} MB by the rank that sends "
+        f"{bytes_text(rank_bytes.sum())} of a stage, {bytes_text(rank_bytes.max())} by the rank that sends "
         f"most; {nested:,} of {wide:,} documents on several nodes in hierarchical rings"
     )
 

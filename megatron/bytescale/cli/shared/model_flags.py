@@ -7,6 +7,7 @@ import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from bytescale_ext.plan.activation.operators import LayerOperators
@@ -116,7 +117,7 @@ def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
 def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1) -> argparse.Namespace:
     """Return the arguments of a training with hybrid data parallelism, checked as at its start.
 
-    Missing arguments get default values. No file is read.
+    Missing arguments get default values. No file is read, except a tokenizer in a local folder, for the vocabulary.
 
     Args:
         words: flags of the training.
@@ -162,6 +163,22 @@ def _stand_in_for_gpu() -> Iterator[None]:
         stand_ins.uninstall()
 
 
+def vocabulary_of(folder: str | None) -> int | None:
+    """Return the number of words of a Hugging Face tokenizer in a local folder; None: there is none.
+
+    Raises ValueError for a damaged tokenizer.
+    """
+    path = None if folder is None else Path(folder) / "tokenizer.json"
+    if path is None or not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return int(Tokenizer.from_file(str(path)).get_vocab_size())
+    except Exception as error:  # the library raises no class of its own
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
+
+
 def _fill(args: argparse.Namespace) -> None:
     """Set the arguments that the flags of a model leave out, and clear arguments of files and tokenizers."""
     from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -175,8 +192,8 @@ def _fill(args: argparse.Namespace) -> None:
     args.eval_interval = args.eval_interval or 1000
     if args.train_samples is None:
         args.train_iters = args.train_iters or 1
+    args.vocab_size = args.vocab_size or vocabulary_of(args.tokenizer_model) or USUAL_VOCAB
     args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
-    args.vocab_size = args.vocab_size or USUAL_VOCAB
     args.padded_vocab_size = calculate_padded_vocab_size(
         args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
     )

@@ -7,7 +7,7 @@ from bytescale_ext.plan.search.costed import StepFigures
 from bytescale_ext.plan.search.explore import ScoredStrategy, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.forecast import StepTime
-from megatron.bytescale.cli.search.table import binds, loses, strategy_rows
+from megatron.bytescale.cli.search.table import binds, gb_text, loses, strategy_rows
 from tests.plan.search.tasks import STEPS, small_task
 
 FAST = ScoredStrategy(
@@ -28,7 +28,7 @@ def test_rows() -> None:
     assert fast.mfu == pytest.approx(flops / 8.2 / 1e9 / 8)
     assert (fast.device_gb, slow.host_gb) == (0.5, 2.0)
     assert (fast.binds, fast.loses) == ("computing", "")
-    assert (slow.binds, slow.loses) == ("waiting, memory", "+2.9 s waiting")
+    assert (slow.binds, slow.loses) == ("waiting, memory", "+3.1 s (waiting +2.9)")
     assert strategy_rows([FAST], None)[0].mfu is None
 
 
@@ -38,7 +38,7 @@ def test_steps_of_other_sizes_lose_by_the_time_of_as_many_documents() -> None:
     )
     fast, slow = strategy_rows([FAST, short], None)
     assert (fast.documents, slow.documents) == (8, 4)
-    assert slow.loses == "+3.9 s waiting"
+    assert slow.loses == "+4.1 s (waiting +3.9)"
     assert slow.tokens_per_second == pytest.approx(fast.tokens_per_second * 8.2 / 12.3)
 
 
@@ -47,4 +47,6 @@ def test_what_binds_and_loses() -> None:
     assert binds(parts, 0.5) == "exchange"
     assert binds({**parts, "exposed": 2.0}, 0.96) == "computing, memory"
     assert loses(parts, parts) == "equal"
-    assert loses({**parts, "compute": 91.0}, parts) == "+1 s computing"
+    assert loses({**parts, "compute": 91.0}, parts) == "+1 s (computing +1)"
+    assert loses({**parts, "compute": 90.5, "idle": 1.75}, parts) == "+0.25 s (computing +0.5)"
+    assert [gb_text(size) for size in (0.0, 0.0123, 81.06)] == ["0.0", "0.012", "81.1"]

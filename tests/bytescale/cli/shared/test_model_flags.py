@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
@@ -32,6 +35,16 @@ def test_megatrons_defaults() -> None:
 def test_the_vocabulary_is_padded_as_training_pads_it() -> None:
     assert shape_of_flags(f"{SIZES} --vocab-size 1000").vocab == 1024
     assert shape_of_flags(f"{SIZES} --vocab-size 1000 --make-vocab-size-divisible-by 8").vocab == 1000
+
+
+def test_the_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
+    Tokenizer(WordLevel({f"word {number}": number for number in range(300)})).save(str(tmp_path / "tokenizer.json"))
+    flags = f"{SIZES} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    assert shape_of_flags(flags).vocab == 384, "300 words, padded to a multiple of 128"
+    assert shape_of_flags(f"{flags} --vocab-size 1000").vocab == 1024
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer"):
+        shape_of_flags(flags)
 
 
 def test_groups_of_queries_need_their_flag() -> None:
