@@ -37,6 +37,7 @@ class HdpConfig:
         plans_offload: whether plans may move activations to host memory (``--activation-policy offload``), so that
             ranks can process more than C tokens. ``PlannedOffload`` then checks that the longest sequence fits.
         learns_costs: whether plans follow costs and speeds of ranks that are learned while training.
+        learned_costs: cost file to write them to, in addition to the file in ``log_dir``; or None.
     """
 
     cluster: Cluster
@@ -58,6 +59,7 @@ class HdpConfig:
     memory_step: int | None = None
     plans_offload: bool = False
     learns_costs: bool = False
+    learned_costs: Path | None = None
 
     def __post_init__(self) -> None:
         self._check_capacity()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
+import torch.distributed as dist
 from megatron.training.utils import print_rank_0
 
 from bytescale_ext.measure.cost_file import write_cost
@@ -44,6 +45,7 @@ def learn_costs(runtime: Runtime) -> None:
     ]
     learner.add(batch.plan, passes, runtime.slicing.num_slices)
     learned = learner.end_step(batch.step_index, runtime.device)
+    _write_costs(runtime, learner.learner.costs)
     if learned is None:
         return
     override_current({"hdp_learned_costs": state_of(learner.learner, hardware_of(runtime))})
@@ -59,20 +61,28 @@ def is_news(learned: LearnedCosts, named: LearnedCosts) -> bool:
 
 
 def figures_of_costs(runtime: Runtime) -> dict[str, object]:
-    """Return the learned costs for metrics.jsonl, and write them as a cost file next to it; without learning nothing.
+    """Return the learned costs for metrics.jsonl; without learning nothing."""
+    learner = runtime.parts.learner
+    return {} if learner is None else {"learned_costs": asdict(learner.learner.costs)}
 
-    If the file cannot be written, print a warning and let training continue.
+
+def _write_costs(runtime: Runtime, costs: LearnedCosts) -> None:
+    """Write costs that changed as cost files, on the rank that writes the log.
+
+    If a file cannot be written, print a warning and let training continue.
     """
-    learner, folder = runtime.parts.learner, runtime.hdp.log_dir
-    if learner is None or folder is None:
-        return {}
-    costs = learner.learner.costs
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_cost(folder / FILE, costs.of_model(runtime.run.decision.setup.cost, hardware_of(runtime)))
-    except OSError as error:
-        print(f"warning: {folder / FILE} is not written ({error.strerror}); training continues", file=sys.stderr)
-    return {"learned_costs": asdict(costs)}
+    if costs == runtime.log.written_costs or dist.get_rank() != dist.get_world_size() - 1:
+        return
+    runtime.log.written_costs = costs
+    log_dir, file = runtime.hdp.log_dir, runtime.hdp.learned_costs
+    for path in (None if log_dir is None else log_dir / FILE, file):
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_cost(path, costs.of_model(runtime.run.decision.setup.cost, hardware_of(runtime)))
+        except OSError as error:
+            print(f"warning: {path} is not written ({error.strerror}); training continues", file=sys.stderr)
 
 
 def restore_costs(runtime: Runtime, state: Mapping[str, object] | None) -> None:

@@ -59,7 +59,7 @@ POLICIES = {
     "": [],
     "full": FULL,
     "selective": SELECTIVE,
-    "memo": "--activation-policy memo --host-memory-gb 0.05 --no-measured-speeds".split(),
+    "memo": "--activation-policy memo --host-memory-gb 0.05 --hdp-learn-costs off".split(),
     "offload": "--swap-fraction 0.5 --host-memory-gb 0.05".split(),
     "chunks": "--chunked-cross-entropy 24".split(),
 }

@@ -33,6 +33,7 @@ RENAMED: Final = (
     Renamed("--gpus-per-link", "--link-gb-per-second, the speed of each GPU's share"),
     Renamed("--hdp-check-plans-every", "100 in every run"),
     Renamed("--hdp-ray-server-tokens", "16777216 in every run; give --hdp-ray-servers"),
+    Renamed("--no-measured-speeds", "--hdp-learn-costs off"),
     Renamed("--moe-router-dts", "--moe-dts-steps N"),
     Renamed("--moe-dts-final", "--moe-router-topk 1 --moe-router-pre-softmax for top1"),
     Renamed("--ngram-storage", "--host-tables ngram"),

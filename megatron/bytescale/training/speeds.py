@@ -1,4 +1,7 @@
-"""Measures at start the speeds that activation policies need, on all ranks together (``--no-measured-speeds``: off)."""
+"""Measures at start the speeds that activation policies need, on all ranks together.
+
+``--hdp-learn-costs off`` turns it off.
+"""
 
 from __future__ import annotations
 

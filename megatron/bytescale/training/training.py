@@ -63,7 +63,7 @@ def mean_losses(
 
     Args:
         sums: Megatron's ``total_loss_dict`` before this step: sums over earlier steps, and the number of these steps.
-        losses: losses of this step.
+        losses: losses of this step, each [] or [1].
         is_skipped: whether this step updated nothing; then its losses do not count.
     """
     num_steps = int(sums.get("advanced iterations", 0)) + (not is_skipped)

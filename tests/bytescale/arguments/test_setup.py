@@ -19,7 +19,7 @@ from tests.e2e.training import MODEL, TRAIN
 @pytest.mark.ranks
 def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() -> None:
     """Every fitting option has a cost with copies and recomputation. Less memory leaves fewer options."""
-    given = [*MODEL, *TRAIN, "--cpu", *f"{CHOSEN} BUDGET --host-memory-gb 0.1 --no-measured-speeds".split()]
+    given = [*MODEL, *TRAIN, "--cpu", *f"{CHOSEN} BUDGET --host-memory-gb 0.1 --hdp-learn-costs off".split()]
 
     def config(budget: str, words: str) -> Any:
         words_of_line = [budget if word == "BUDGET" else word for word in given]

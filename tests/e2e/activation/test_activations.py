@@ -67,7 +67,7 @@ POLICIES: dict[str, list[str]] = {
     "memo": ["--activation-policy", "memo", "--swap-fraction", "0.4", *HOST],
     "priced": ["--activation-policy", "priced", "--swap-fraction", "0.3", "--recompute-fraction", "0.5", *HOST],
     "keep-attention": ["--recompute-fraction", "1"],
-    "auto": [*AUTO, *HOST, "--device-memory-gb", "0.00105", "--no-measured-speeds"],  # resident states take 0.0006
+    "auto": [*AUTO, *HOST, "--device-memory-gb", "0.00105", "--hdp-learn-costs", "off"],  # resident states take 0.0006
     "measured": ["--activation-policy", "memo", *HOST],
 }
 # Combinations that run: every policy with HDP, and "memo" or "priced", which differ most, in every layout.
@@ -268,7 +268,8 @@ def test_offload_by_the_plan_widens_shards_and_keeps_the_gradients(corpus: Path,
     link = [
         "--link-gb-per-second",
         "1e9",
-        "--no-measured-speeds",
+        "--hdp-learn-costs",
+        "off",
     ]  # a toy layer has hardly any computation for its bytes
     flags = {
         "plain": ["--hdp-tokens-per-rank", "128"],

@@ -96,7 +96,7 @@ def test_bf16_learns(tmp_path: Path) -> None:
 
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-MEMO = "--activation-policy memo --host-memory-gb 0.05 --no-measured-speeds".split()
+MEMO = "--activation-policy memo --host-memory-gb 0.05 --hdp-learn-costs off".split()
 NOISE = {
     "dropout": ["--hidden-dropout", 0.3],
     "jitter": "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.5 --moe-token-dispatcher-type alltoall "

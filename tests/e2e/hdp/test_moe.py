@@ -53,7 +53,7 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "slices-ep2-pp2-empty-slots": (4, [*EP2, *PP2, "--hdp-tokens-per-rank", 512, *SLICES]),
     "slices-ep2-policy": (
         4,
-        [*EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05, "--no-measured-speeds"],
+        [*EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05, "--hdp-learn-costs", "off"],
     ),
 }
 

@@ -89,7 +89,7 @@ def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
            "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 1,
            "--hdp-log-dir", folder, "--hdp-timeline-step", TIMELINE_STEP]  # fmt: skip
     outcomes = train_ranks(4, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-balance", "none",
-                           "--hdp-tokens-per-rank", tokens_per_rank, "--no-measured-speeds",
+                           "--hdp-tokens-per-rank", tokens_per_rank, "--hdp-learn-costs", "off",
                            "--train-iters", 6, *log, *flags, entry=record_figures)  # fmt: skip
     plans = [plan_naive(record["lengths"], num_ranks, tokens_per_rank, tokens_multiple=multiple)
              for record in outcomes[0].records()]  # fmt: skip

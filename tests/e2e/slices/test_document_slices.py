@@ -39,7 +39,7 @@ pytestmark = pytest.mark.ranks
 
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 ZERO_BUBBLE = "--seq1f1b-zero-bubble"
-POLICY = "--activation-policy priced --host-memory-gb 0.01 --no-measured-speeds --link-gb-per-second 1000".split()
+POLICY = "--activation-policy priced --host-memory-gb 0.01 --hdp-learn-costs off --link-gb-per-second 1000".split()
 STATES = [16 * stage_parameters(ModelShape(2, 32, 4, 2, 8, 48, True, 128), 1, stage == 0, stage == 1)
           for stage in range(2)]  # fmt: skip
 WHOLE_DEVICE = f"{max(STATES) / 1e9 + 0.0008:.9f}"

@@ -58,13 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for words, text in texts.items():
         flag, metavar = words.split()
         group.add_argument(flag, type=float, metavar=metavar, help=text)
-    group.add_argument(
-        "--no-measured-speeds",
-        action="store_true",
-        help="Plan with given or assumed speeds only, so that runs are equal. Default: a policy that chooses shares "
-        "measures the link and one layer when training starts, in about two seconds, on all ranks together; plans of "
-        "documents learn costs and speeds of ranks while training.",
-    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class PolicyFlags:
         swap_fraction, recompute_fraction: shares of the tokens.
         device_memory_gb, host_memory_gb: memory of the device, and host memory of a process.
         link_gb_per_second: speed of each GPU's link to host memory.
-        no_measured_speeds: whether speeds that are not given are assumed instead of measured.
+        hdp_learn_costs: ``off``: speeds that are not given are assumed instead of measured.
         memory_plan, record_memory_plan: files of memory plans.
         hybrid_data_parallel: whether documents are planned.
         transformer_impl: implementation of Megatron's layers.
@@ -88,7 +81,7 @@ class PolicyFlags:
     device_memory_gb: float | None
     host_memory_gb: float | None
     link_gb_per_second: float | None
-    no_measured_speeds: bool
+    hdp_learn_costs: str
     memory_plan: Path | None
     record_memory_plan: Path | None
     hybrid_data_parallel: bool
@@ -127,7 +120,8 @@ def policy_options(flags: PolicyFlags) -> PolicyOptions:
         device_gb=flags.device_memory_gb,
         host_gb=flags.host_memory_gb,
         link_gb=flags.link_gb_per_second,
-        may_measure=not (flags.no_measured_speeds or has_memory_plan),  # a memory plan needs equal shares in two runs
+        may_measure=flags.hdp_learn_costs != "off"
+        and not has_memory_plan,  # a memory plan needs equal shares in two runs
     )
     _check_shares(options.policy)
     _check_budgets(options, plans_offload=flags.hybrid_data_parallel and flags.activation_policy == "offload")
@@ -242,6 +236,7 @@ ACTIVATIONS = Feature(
     resolve=resolve,
     build=build,
     before_checks=before_checks,
+    borrows=lambda flags: ("--hdp-learn-costs",),
     needs="--activation-policy, --swap-fraction or --recompute-fraction",
     reads_cost=True,
     refusals=REFUSALS,

@@ -71,6 +71,14 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
         "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
     )
     group.add_argument(
+        "--hdp-learn-costs",
+        default="on",
+        metavar="on|off|FILE",
+        help="on (default): plans learn the costs and the speeds of ranks while training; an activation policy that "
+        "chooses shares measures the link and one layer when training starts, in about two seconds. FILE: also write "
+        "the learned costs to FILE, a cost file. off: plan with given or assumed costs only, so that runs are equal.",
+    )
+    group.add_argument(
         "--hdp-plan-seconds",
         type=float,
         metavar="S",
@@ -110,8 +118,7 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
 class HdpOptions(StepSizes):
     """Flags of hybrid data parallelism, and the Megatron flags that it reads.
 
-    ``add_arguments`` describes the flags with the prefix ``hdp_``; None: not given. ``no_measured_speeds``: whether
-    plans follow the costs that the run began with.
+    ``add_arguments`` describes the flags with the prefix ``hdp_``; None: not given.
     """
 
     hdp_tokens_per_rank: int
@@ -124,7 +131,8 @@ class HdpOptions(StepSizes):
     hdp_log_dir: Path | None
     hdp_timeline_step: int | None
     hdp_memory_step: int | None
-    no_measured_speeds: bool
+    hdp_learn_costs: str
+    hdp_loader: str
     eval_global_batch_size: int | None
     world_size: int
     tensor_model_parallel_size: int
@@ -231,9 +239,26 @@ def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
         kernel=options.hdp_attention_kernel,
         schedule=batch_schedule_of(options.step_batch_size_schedule, options.seq_length, run.cluster.num_ranks),
         plans_offload=setup.plans_offload,
-        learns_costs=not options.no_measured_speeds and options.hdp_static_width is None,
+        learns_costs=options.hdp_learn_costs != "off" and options.hdp_static_width is None,
+        learned_costs=_file_of_costs(options),
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _file_of_costs(options: HdpOptions) -> Path | None:
+    """Return the file of learned costs. Raises ValueError for a word that is none, and for runs that learn nothing."""
+    value = options.hdp_learn_costs
+    if value in ("on", "off"):
+        return None
+    if Path(value).suffix != ".json":
+        raise ValueError(f"--hdp-learn-costs {value}: give on, off, or the name of a .json file to write")
+    for flag, is_on in (
+        ("--hdp-static-width", options.hdp_static_width is not None),
+        ("--hdp-loader ray", options.hdp_loader == "ray"),
+    ):
+        if is_on:
+            raise ValueError(f"--hdp-learn-costs {value}: plans of {flag} learn no costs")
+    return Path(value)
 
 
 def check_kernel(name: str | None, run: RunConfig) -> None:
@@ -263,7 +288,6 @@ HDP = Feature(
     build=build,
     before_checks=before_checks,
     after_checks=after_checks,
-    borrows=lambda options: ("--no-measured-speeds",),
     reads_cost=True,
     refusals=REFUSALS,
 )
