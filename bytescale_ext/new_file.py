@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -80,6 +81,21 @@ def private_folder(parent: str | os.PathLike[str], name: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Let one thread of all processes at a time into the block; all at once on a file system without locks.
+
+    Raises OSError if the folder cannot be opened.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def check_writable_folder(folder: Path) -> None:

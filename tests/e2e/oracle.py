@@ -103,13 +103,12 @@ def train_documents_one_by_one() -> None:
 
 
 def _whole_documents(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.training import get_args, get_tokenizer
 
-    from megatron.bytescale.core.datasets.document_dataset import build_document_datasets
+    from megatron.bytescale.core.datasets.document_dataset import DocumentConfig, build_document_datasets
 
     args = get_args()
-    config = BlendedMegatronDatasetConfig(
+    config = DocumentConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=(args.data_path, None),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
-from bytescale_ext.data.samples.packed import TokenSource
+from bytescale_ext.data.samples.packed import TokenSource, lengths_of
 from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.step.plan import StepPlan
 
@@ -195,7 +195,7 @@ class _LocalSteps:
     ) -> StepBatch:
         began = time.perf_counter()
         sequences = self.sequences(sample_ids)
-        lengths = tuple(self.source.length(i) for i in sequences)
+        lengths = tuple(lengths_of(self.source, sequences).tolist())
         plan, fell_back = make_plan(lengths)
         planned = time.perf_counter()
         micro_batches = self.settings.read(self.settings.units(plan), self.source, sequences, lengths)

@@ -12,7 +12,7 @@ from bytescale_ext.data.loading.planning import without_tables
 from bytescale_ext.data.samples.answers import AnswerSource, with_answers_only
 from bytescale_ext.data.samples.future import future_tokens, future_weights
 from bytescale_ext.data.samples.grams import GramRule
-from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, with_gram_rows
+from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, lengths_of, with_gram_rows
 from bytescale_ext.data.samples.units import Unit, units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.plan import StepPlan
@@ -128,11 +128,15 @@ def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) 
 
     Returns None if the remaining samples of the source do not exceed ``num_tokens``.
     """
-    remaining = num_tokens
-    for sample in range(consumed_samples, len(source)):
-        remaining -= source.length(sample)
-        if remaining < 0:
-            return tuple(range(consumed_samples, max(sample, consumed_samples + 1)))
+    remaining, first, size = num_tokens, consumed_samples, 1024
+    while first < len(source):
+        lengths = lengths_of(source, range(first, min(first + size, len(source))))
+        ends = np.cumsum(lengths)
+        num_fitting = int(np.searchsorted(ends, remaining, side="right"))
+        if num_fitting < len(ends):
+            return tuple(range(consumed_samples, max(first + num_fitting, consumed_samples + 1)))
+        remaining -= int(ends[-1])
+        first, size = first + len(ends), 2 * size
     return None
 
 

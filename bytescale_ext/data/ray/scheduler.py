@@ -24,7 +24,7 @@ from bytescale_ext.data.loading.planning import without_tables
 from bytescale_ext.data.ray.fetching import Reference, RemoteMethod
 from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.server import PLACE
-from bytescale_ext.data.samples.epochs import EpochOrder
+from bytescale_ext.data.samples.epochs import SampleOrder
 from bytescale_ext.plan.step.plan import StepPlan
 
 _TOKENIZE_SECONDS = 600.0
@@ -49,7 +49,7 @@ class FileSamples:
     file: int
     documents: np.ndarray
     starts: np.ndarray
-    order: EpochOrder
+    order: SampleOrder
 
 
 @dataclass(frozen=True, eq=False, slots=True)

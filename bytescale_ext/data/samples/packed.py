@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -48,6 +48,24 @@ class TokenSource(Protocol):
     def describe(self, sample_id: int) -> str:
         """Return the origin of a sample, for messages."""
         ...
+
+
+@runtime_checkable
+class LengthSource(Protocol):
+    """A ``TokenSource`` that finds the lengths of many samples at once."""
+
+    def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the tokens of samples [n], without reading the tokens: int64 [n]."""
+        ...
+
+
+def lengths_of(source: TokenSource, sample_ids: Sequence[int]) -> np.ndarray:
+    """Return the tokens of samples: int64 [len(sample_ids)]."""
+    if not isinstance(source, LengthSource):
+        return np.array([source.length(i) for i in sample_ids], dtype=np.int64)
+    if isinstance(sample_ids, range):  # numpy would read a range number by number
+        return source.lengths(np.arange(sample_ids.start, sample_ids.stop, sample_ids.step))
+    return source.lengths(np.array(sample_ids, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

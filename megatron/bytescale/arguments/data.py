@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bytescale_ext.data.samples.blends import BlendShares, mean_sample_tokens
-from bytescale_ext.data.samples.lengths import read_idx_lengths
+from bytescale_ext.data.samples.blends import BlendShares
+from bytescale_ext.data.samples.document_samples import open_samples
 from bytescale_ext.json_input import json_settings
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 
@@ -108,7 +108,9 @@ class DataArguments(DataPaths):
         """Return the shares of a blend; None without weights. Raises ValueError for a damaged index."""
         if blend is None or blend[1] is None:
             return None
-        tokens = [_mean_tokens(prefix, self.seq_length, self.trains_on_answers) for prefix in blend[0]]
+        tokens = [
+            _mean_tokens(prefix, self.seq_length, self.trains_on_answers, self.data_cache_path) for prefix in blend[0]
+        ]
         return BlendShares(tuple(blend[0]), tuple(blend[1]), tuple(tokens))
 
     def _by_tokens(self, blend: Blend | None) -> Blend | None:
@@ -127,9 +129,10 @@ class DataArguments(DataPaths):
 
 
 @cache
-def _mean_tokens(prefix: str, seq_length: int, are_cut: bool) -> float:
-    """Return the tokens of the mean sample of a data set."""
-    return mean_sample_tokens(read_idx_lengths(prefix), seq_length, are_cut=are_cut)
+def _mean_tokens(prefix: str, seq_length: int, are_cut: bool, cache_folder: Path | None) -> float:
+    """Return the tokens of the mean sample of a data set; ``are_cut``: see ``mean_sample_tokens``."""
+    samples = open_samples(prefix, seq_length, cache_folder)
+    return samples.mean_tokens_of_first if are_cut else samples.num_tokens / len(samples)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from bytescale_ext.data.samples.epochs import NO_LIMIT, SHUFFLE_LIMIT
 from megatron.bytescale.arguments.options import current
 
 
@@ -148,6 +149,24 @@ class SavedRun:
 
     hdp_learned_costs: dict[str, object] | None = None
     hdp_tokens_so_far: int = 0
+
+
+@dataclass(frozen=True)
+class OrderOfSamples:
+    """Order of the samples, which no flag sets and checkpoints record.
+
+    Attributes:
+        hdp_shuffle_limit: most samples of an epoch whose order is a shuffled array (``sample_order``).
+    """
+
+    hdp_shuffle_limit: int = SHUFFLE_LIMIT
+
+
+@dataclass(frozen=True)
+class SavedOrder:
+    """``OrderOfSamples`` of a checkpoint; without one, all epochs were shuffled arrays."""
+
+    hdp_shuffle_limit: int = NO_LIMIT
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def window_provider(run: RunConfig) -> DatasetProvider:
     check_splits(config, data.wanted_samples(), config.num_windows)
 
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> DataSets:
-        return build_datasets(WindowSamples, num_samples, _is_first_of_tensor_group, config)
+        return build_datasets(WindowSamples, num_samples, _is_first_of_tensor_group, config.in_saved_order())
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide

@@ -19,7 +19,7 @@ from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_json
 from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
 from megatron.bytescale.arguments.options import current, options_of, override_current
-from megatron.bytescale.arguments.running import Batches, SampleKind, SavedRun
+from megatron.bytescale.arguments.running import Batches, SampleKind, SavedOrder, SavedRun
 from megatron.bytescale.learned_costs import figures_of_costs, restore_costs
 from megatron.bytescale.runtime import Runtime, Totals
 
@@ -158,7 +158,9 @@ def write_scalars(scalars: dict[str, float], iteration: int) -> None:
 
 
 def wrap_check_checkpoint_args(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
-    """Restore learned costs and the count of tokens, and warn if samples of another kind were consumed before.
+    """Restore what a checkpoint recorded of a run, and warn if samples of another kind were consumed before.
+
+    The record contains learned costs, the count of tokens and the order of samples.
 
     A kind is documents, windows, or windows of another file. Megatron calls the function when it restores a
     checkpoint's counters, which it does not do with ``--finetune``.
@@ -176,6 +178,8 @@ def wrap_check_checkpoint_args(original: Callable[..., object], runtime: Runtime
         restore_costs(runtime, run.hdp_learned_costs)
         tokens = run.hdp_tokens_so_far
         runtime.log.tokens_so_far = tokens if isinstance(tokens, int) and tokens > 0 else 0
+        if before.consumed_train_samples and str(before) == str(now):
+            override_current({"hdp_shuffle_limit": options_of(saved, SavedOrder).hdp_shuffle_limit})
         return original(saved, *args, **kwargs)
 
     return check_checkpoint_args

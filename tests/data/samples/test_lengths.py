@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bytescale_ext.data.samples.idx_file import open_index
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids, read_idx_lengths, sample_table
 from tests.data.sources import write_data_set
 
@@ -18,6 +19,14 @@ def test_lengths_of_documents_of_several_sequences_and_of_none(tmp_path: Path) -
     assert read_idx_lengths(prefix).tolist() == [3, 0, 3, 0, 4]
     assert read_idx_lengths(Path(prefix + ".idx")).tolist() == [3, 0, 3, 0, 4]
     assert read_idx_lengths(prefix).dtype == np.int64
+
+
+def test_parts_of_an_index_are_read_alone(tmp_path: Path) -> None:
+    index = open_index(write_data_set(tmp_path / "a", DOCUMENTS))
+    assert index.first_tokens(np.arange(6)).tolist() == [0, 3, 3, 6, 6, 10]
+    for begin in range(6):
+        for end in range(begin, 6):
+            assert index.part_lengths(begin, end).tolist() == [3, 0, 3, 0, 4][begin:end]
 
 
 def _damage(prefix: Path, kind: str) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 from bytescale_ext.data.corpus.mask_file import open_mask
+from bytescale_ext.data.samples.idx_file import open_index
 from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths, sample_table
 from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentConfig,
     DocumentDataset,
     SampleSource,
     build_document_datasets,
@@ -27,7 +28,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
 
 
 @dataclass
-class AnswerConfig(BlendedMegatronDatasetConfig):
+class AnswerConfig(DocumentConfig):
     """Megatron's configuration, plus the answer mask of each data set, keyed by path."""
 
     masks: dict[str, np.ndarray] = field(default_factory=dict)
@@ -48,17 +49,19 @@ class AnswerDataset(DocumentDataset):
 
     config: AnswerConfig
 
-    def cut(self, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
-        """Return the first ``--seq-length`` tokens of each document with an answer among them; both arguments: [n]."""
-        self._first_tokens = first_tokens
-        return self.config.table(str(self.dataset_path), first_tokens, lengths)
+    def samples_of(self, begin: int, end: int) -> SampleTable:
+        """Return the first ``--seq-length`` tokens of each document with an answer among them."""
+        bounds = open_index(str(self.dataset_path)).first_tokens(np.arange(begin, end + 1))
+        self._first_tokens = bounds[:-1]
+        return self.config.table(str(self.dataset_path), bounds[:-1], np.diff(bounds))
 
     def answers(self, i: int, start: int, stop: int) -> np.ndarray:
         """Return the answer mask of tokens [start, stop) of sample ``i``, bool [stop - start]; False past its end."""
         row = self._row(i)
-        first = int(self._first_tokens[self.table.document[row]])
+        document, _, length = self.table.place(row)
+        first = int(self._first_tokens[document])
         mask = np.zeros(stop - start, dtype=bool)
-        end = min(stop, int(self.table.length[row]))
+        end = min(stop, length)
         if start < end:
             mask[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
         return mask

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,9 +22,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
-from bytescale_ext.data.samples.epochs import EpochOrder
-from bytescale_ext.data.samples.lengths import SampleTable, check_indexed_dataset, read_idx_lengths, sample_table
+from bytescale_ext.data.samples.document_samples import DocumentSamples, open_samples
+from bytescale_ext.data.samples.epochs import SHUFFLE_LIMIT, sample_order
+from bytescale_ext.data.samples.idx_file import PART, open_index
+from bytescale_ext.data.samples.lengths import SampleTable, check_indexed_dataset, sample_table
 from bytescale_ext.data.samples.packed import shift_labels
+from megatron.bytescale.arguments.options import current, override_current
+from megatron.bytescale.arguments.running import OrderOfSamples
 from megatron.bytescale.core.datasets.index_cache import build_datasets
 
 
@@ -44,19 +49,41 @@ class Sample:
     prefix: str
 
 
+@dataclass
+class DocumentConfig(BlendedMegatronDatasetConfig):
+    """Megatron's configuration, plus the order of samples.
+
+    Attributes:
+        shuffle_limit: see ``OrderOfSamples``.
+    """
+
+    shuffle_limit: int = SHUFFLE_LIMIT
+
+    def in_saved_order(self) -> Self:
+        """Return the configuration with the order of the checkpoint that was loaded, which the next one records."""
+        order = current(OrderOfSamples)
+        override_current(asdict(order))
+        config = copy.copy(self)
+        config.shuffle_limit = order.hdp_shuffle_limit
+        return config
+
+
 class DocumentDataset(MegatronDataset):
     """The documents of one split of one data set, reshuffled each epoch.
 
     The data set covers as many whole epochs as ``num_samples`` needs, or one epoch if ``num_samples`` is None or 0. The
-    arguments are those that ``MegatronDataset`` takes; ``indices`` [documents] are the documents of the split.
+    arguments are those that ``MegatronDataset`` takes; ``indices`` is empty (``numel_low_level_dataset``).
 
     Attributes:
+        first_document: first document of the split.
         table: samples of one epoch; document indices in it are relative to the split's first document.
         order: table row of each sample.
 
     Raises:
         ValueError: samples are requested, but the split has no tokens.
     """
+
+    config: DocumentConfig
 
     def __init__(
         self,
@@ -65,34 +92,37 @@ class DocumentDataset(MegatronDataset):
         indices: np.ndarray,
         num_samples: int | None,
         index_split: Split,
-        config: BlendedMegatronDatasetConfig,
+        config: DocumentConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        bounds = dataset.document_indices
-        offsets = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
-        np.cumsum(dataset.sequence_lengths, dtype=np.int64, out=offsets[1:])
-        first = offsets[bounds[:-1]][indices]
-        self.table = self.cut(first, offsets[bounds[1:]][indices] - first)
-        self.order = EpochOrder(len(self.table), config.random_seed, index_split.value)
+        num_documents = len(dataset.document_indices) - 1
+        share = (0.0, 1.0) if config.blend is None else config.split_matrix[index_split.value]
+        self.first_document, end = document_bounds(share, num_documents)
+        self.table = self.samples_of(self.first_document, end)
+        self.order = sample_order(len(self.table), config.random_seed, index_split.value, config.shuffle_limit)
         self._num_epochs = 0
         if len(self.table):
             self._num_epochs = max(1, -(-(num_samples or 0) // len(self.table)))
         elif num_samples is None or num_samples > 0:
-            raise ValueError(_empty_split(str(dataset_path), index_split, len(bounds) - 1))
+            raise ValueError(_empty_split(str(dataset_path), index_split, num_documents))
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Return the number of documents in the file; ``--split`` divides the file between documents."""
-        return len(low_level_dataset.document_indices) - 1
+        """Return 0: Megatron would list the documents of each split in every process, 4 bytes each."""
+        return 0
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> IndexedDataset:
+    def build_low_level_dataset(dataset_path: str, config: DocumentConfig) -> IndexedDataset:
         """Open the ``.bin`` and ``.idx`` files with Megatron's reader."""
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
 
-    def cut(self, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
-        """Return the samples of documents that begin at tokens ``first_tokens`` [n] of the file; ``lengths``: [n]."""
-        return sample_table(lengths, self.config.sequence_length)
+    def samples_of(self, begin: int, end: int) -> SampleTable | DocumentSamples:
+        """Return the samples of the documents [begin, end) of the file."""
+        prefix, size = str(self.dataset_path), self.config.sequence_length
+        samples = open_samples(prefix, size, cache_folder(self.config)).part(begin, end)
+        if len(samples) > self.config.shuffle_limit:
+            return samples
+        return sample_table(samples.index.part_lengths(begin, end), size)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -109,24 +139,19 @@ class DocumentDataset(MegatronDataset):
 
     def sample(self, i: int) -> Sample:
         """Return the location of sample ``i``."""
-        row = self._row(i)
-        return Sample(
-            document=int(self.indices[self.table.document[row]]),
-            start=int(self.table.start[row]),
-            length=int(self.table.length[row]),
-            prefix=str(self.dataset_path),
-        )
+        document, start, length = self.table.place(self._row(i))
+        return Sample(self.first_document + document, start, length, str(self.dataset_path))
 
     def length(self, i: int) -> int:
         """Return the number of tokens of sample ``i``, without reading them."""
-        return int(self.table.length[self._row(i)])
+        return self.table.place(self._row(i))[2]
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the token counts [n] of samples ``indices`` [n]."""
         wanted = np.asarray(indices, dtype=np.int64)
         if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"samples {int(wanted.min())}..{int(wanted.max())} of {len(self)}")
-        return self.table.length[self.order.rows(wanted)]
+        return self.table.lengths(self.order.rows(wanted)) if wanted.size else wanted
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
         """Read only tokens ``start`` to ``stop`` of sample ``i``, int64 [stop - start].
@@ -193,6 +218,18 @@ class SampleSource:
         dataset, inner = self._locate(i)
         return dataset.length(inner)
 
+    def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the token counts [n] of samples ``indices`` [n]."""
+        if isinstance(self.dataset, DocumentDataset):
+            return self.dataset.lengths(indices)
+        wanted = np.asarray(indices, dtype=np.int64)
+        parts, inner = self.dataset.dataset_index[wanted], self.dataset.dataset_sample_index[wanted]
+        lengths = np.empty(len(wanted), dtype=np.int64)
+        for number, dataset in enumerate(self.dataset.datasets):
+            places = np.flatnonzero(parts == number)
+            lengths[places] = dataset.lengths(inner[places])
+        return lengths
+
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
         """Return tokens [stop - start] of sample ``i``; see ``DocumentDataset.read``."""
         dataset, inner = self._locate(i)
@@ -218,7 +255,7 @@ class SampleSource:
 
 
 def build_document_datasets(
-    config: BlendedMegatronDatasetConfig,
+    config: DocumentConfig,
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
     kind: type[DocumentDataset] = DocumentDataset,
@@ -246,11 +283,11 @@ def build_document_datasets(
     return train, valid, test
 
 
-def check_splits(
-    config: BlendedMegatronDatasetConfig,
+def check_splits[Config: BlendedMegatronDatasetConfig](
+    config: Config,
     sizes: Sequence[int | None],
     count_documents: Callable[[str], int] | None = None,
-) -> BlendedMegatronDatasetConfig:
+) -> Config:
     """Check options and files without reading tokens; return the configuration with only the wanted splits.
 
     Args:
@@ -266,7 +303,8 @@ def check_splits(
         wanted.blend_per_split = _where_wanted(wanted.blend_per_split, sizes)
     else:
         wanted.split_matrix = _where_wanted(wanted.split_matrix, sizes)
-    _check_files(wanted, count_documents or (lambda prefix: check_indexed_dataset(prefix).num_documents))
+    cache = cache_folder(config)
+    _check_files(wanted, count_documents or (lambda prefix: check_indexed_dataset(prefix, cache).num_documents))
     return wanted
 
 
@@ -314,12 +352,23 @@ def check_labels(config: BlendedMegatronDatasetConfig) -> None:
         config: the result of ``check_splits``.
     """
     for split, prefixes, share in wanted_parts(config):
-        lengths = [read_idx_lengths(prefix) for prefix in prefixes]
-        if all(counts[slice(*document_bounds(share, len(counts)))].max() < 2 for counts in lengths):
+        if not any(_has_label(prefix, share) for prefix in prefixes):
             raise ValueError(
                 f"{', '.join(prefixes)}: no document of the {split.name} split has two tokens, so none has a label: "
                 "use longer documents, another --split, or --eval-iters 0"
             )
+
+
+def _has_label(prefix: str, share: tuple[float, float]) -> bool:
+    """Return whether a document of a share of a data set has two tokens. Reads lengths up to the first one."""
+    index = open_index(prefix)
+    begin, end = document_bounds(share, index.num_documents)
+    return any((index.part_lengths(first, min(first + PART, end)) > 1).any() for first in range(begin, end, PART))
+
+
+def cache_folder(config: BlendedMegatronDatasetConfig) -> Path | None:
+    """Return the folder of the index cache (``--data-cache-path``); None: beside each data set."""
+    return None if config.path_to_cache is None else Path(config.path_to_cache)
 
 
 def wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, Sequence[str], tuple[float, float]]]:

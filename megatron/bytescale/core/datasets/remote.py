@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split
 from megatron.training.config import TokenizerConfig
 
@@ -22,9 +21,11 @@ from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.loader import RemoteSplit
 from bytescale_ext.data.ray.scheduler import FileSamples, MakePlan, Samples, SplitSamples
 from bytescale_ext.data.ray.session import check_remote
+from bytescale_ext.data.samples.lengths import SampleTable, sample_table
 from bytescale_ext.data.samples.texts import BYTE_LEVEL_VOCAB_SIZE, Encode, encoder
 from megatron.bytescale.core.datasets.corpus import build_megatron_tokenizer
 from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentConfig,
     DocumentDataset,
     SampleSource,
     build_document_datasets,
@@ -51,7 +52,7 @@ class LineDocuments:
 
 
 @dataclass
-class LineDatasetConfig(BlendedMegatronDatasetConfig):
+class LineDatasetConfig(DocumentConfig):
     """Megatron's configuration, plus the line index of each file, keyed by path."""
 
     lines: dict[str, LineIndex] = field(default_factory=dict)
@@ -65,6 +66,10 @@ class LineDataset(DocumentDataset):
         """Return the documents of one file."""
         lengths = config.lines[dataset_path].table_lengths
         return LineDocuments(lengths, np.arange(len(lengths) + 1))
+
+    def samples_of(self, begin: int, end: int) -> SampleTable:
+        """Return the samples of the documents [begin, end)."""
+        return sample_table(self.dataset.sequence_lengths[begin:end], self.config.sequence_length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +116,7 @@ def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config:
             "--hdp-loader ray on several machines needs --hdp-ray-address: run `ray start --head` on one of them and "
             "`ray start --address HOST:PORT` on the others"
         )
-    dataset = BlendedMegatronDatasetConfig(**data_arguments.settings())
+    dataset = DocumentConfig(**data_arguments.settings())
     blends = [dataset.blend] if dataset.blend is not None else dataset.blend_per_split
     paths = tuple(dict.fromkeys(path for blend in blends if blend is not None for path in blend[0]))
     tokenizer = {field.name: getattr(tokenizer_config, field.name) for field in fields(tokenizer_config)}
@@ -160,7 +165,7 @@ def start_remote(
     """
     is_first = dist.get_rank() == 0
     counts = _from_first({path: len(index) for path, index in data.lines.items()})
-    config = LineDatasetConfig(**settings, lines=data.lines)
+    config = LineDatasetConfig(**settings, lines=data.lines).in_saved_order()
     sources = build_document_datasets(config, sizes, lambda: is_first, LineDataset, counts.__getitem__)
     actors: RemoteActors | None = None
     answer: tuple[RemoteAddress, dict[str, int]] | Exception | None = None
@@ -205,5 +210,7 @@ def _split_samples(source: SampleSource, paths: Sequence[str]) -> SplitSamples:
 
 
 def _file_samples(dataset: DocumentDataset, paths: Sequence[str]) -> FileSamples:
-    documents = dataset.indices[dataset.table.document]
-    return FileSamples(paths.index(str(dataset.dataset_path)), documents, dataset.table.start, dataset.order)
+    table = dataset.table
+    assert isinstance(table, SampleTable), f"{table=}"
+    documents = dataset.first_document + table.document
+    return FileSamples(paths.index(str(dataset.dataset_path)), documents, table.start, dataset.order)

@@ -6,9 +6,10 @@ import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from bytescale_ext.data.samples.lengths import read_idx_lengths, sample_table
+from bytescale_ext.data.samples.document_samples import DocumentSamples, open_samples
+from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths
 from megatron.bytescale.core.datasets.answer_dataset import AnswerConfig
-from megatron.bytescale.core.datasets.document_dataset import document_bounds, wanted_parts
+from megatron.bytescale.core.datasets.document_dataset import cache_folder, document_bounds, wanted_parts
 
 
 def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> int:
@@ -22,11 +23,13 @@ def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> 
     )
     most = 0
     for prefix in prefixes:
-        lengths = read_idx_lengths(prefix)
-        part = slice(*document_bounds(share, len(lengths)))
+        samples: SampleTable | DocumentSamples
         if isinstance(config, AnswerConfig):
-            table = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
+            lengths = read_idx_lengths(prefix)
+            part = slice(*document_bounds(share, len(lengths)))
+            samples = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
         else:
-            table = sample_table(lengths[part], config.sequence_length)
-        most = max(most, 2 * (num_tokens // int(table.length.sum()) + 2) * len(table))
+            whole = open_samples(prefix, config.sequence_length, cache_folder(config))
+            samples = whole.part(*document_bounds(share, whole.index.num_documents))
+        most = max(most, 2 * (num_tokens // samples.num_tokens + 2) * len(samples))
     return most

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.config.sculpt import SculptConfig
+from bytescale_ext.data.samples.lengths import SampleTable, sample_table
 from bytescale_ext.data.samples.packed import shift_labels
 from bytescale_ext.plan.sculpt.pieces import window_bounds
 from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentConfig,
     DocumentDataset,
     SampleSource,
     build_document_datasets,
@@ -33,7 +34,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
 
 
 @dataclass
-class WindowConfig(BlendedMegatronDatasetConfig):
+class WindowConfig(DocumentConfig):
     """Megatron's configuration, plus the attention and the window table of each data set, keyed by path."""
 
     tables: dict[str, np.ndarray] = field(default_factory=dict)
@@ -72,6 +73,11 @@ class WindowDataset(DocumentDataset):
         table = config.tables[dataset_path]
         reader = DocumentDataset.build_low_level_dataset(dataset_path, config)
         return WindowedDocuments(reader, table, window_bounds(table), table["length"])
+
+    def samples_of(self, begin: int, end: int) -> SampleTable:
+        """Return the samples of the windows [begin, end)."""
+        lengths = window_lengths(self.dataset.document_indices[begin : end + 1], self.dataset.sequence_lengths)
+        return sample_table(lengths, self.config.sequence_length)
 
     def rows(self, i: int) -> np.ndarray:
         """Return the rows [n] of the window of sample ``i``."""
@@ -163,6 +169,10 @@ class DocumentsOfWindows(SampleSource):
             numbers += range(first, first + len(dataset.rows(window)))
         return tuple(numbers)
 
+    def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the token counts [n] of rows ``indices`` [n]."""
+        return np.array([self.length(int(i)) for i in indices], dtype=np.int64)
+
     def length(self, i: int) -> int:
         """Return the number of tokens of row ``i``, without reading them."""
         dataset, window, place = self._place(i)
@@ -184,6 +194,19 @@ class DocumentsOfWindows(SampleSource):
         dataset, window = self._locate(sample)
         assert isinstance(dataset, WindowDataset), f"{dataset=}"
         return dataset, window, place
+
+
+def window_lengths(bounds: np.ndarray, row_lengths: np.ndarray) -> np.ndarray:
+    """Return the tokens of consecutive windows, int64 [n].
+
+    Args:
+        bounds: first row of each window, and the row after the last window: [n + 1].
+        row_lengths: tokens of each row of the table, [rows].
+    """
+    offsets = np.zeros(int(bounds[-1] - bounds[0]) + 1, dtype=np.int64)
+    np.cumsum(row_lengths[bounds[0] : bounds[-1]], dtype=np.int64, out=offsets[1:])
+    lengths: np.ndarray = np.diff(offsets[bounds - bounds[0]])
+    return lengths
 
 
 def window_config(config: SculptConfig, settings: dict[str, Any]) -> WindowConfig:

@@ -44,6 +44,7 @@ from megatron.bytescale.arguments.units import ALSO, CountedFlags
 from megatron.bytescale.arguments.vocabulary import Vocabulary
 from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
 from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentConfig,
     SampleSource,
     build_document_datasets,
     check_labels,
@@ -76,7 +77,7 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
     if line := current(Vocabulary).text():
         print_rank_0(line)
     if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # these check it
-        check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
+        check_labels(check_splits(DocumentConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:
         print_units(data, has_lengths=run.find(RemoteConfig) is None)
     learns = runtime.hdp.learns_costs and run.find(RemoteConfig) is None  # Ray's actors plan with the first costs
@@ -126,7 +127,10 @@ def train_on_windows(training: Training, runtime: Runtime) -> Training:
     data = current(DataArguments)
     windows = window_config(runtime.run.get(SculptConfig), data.settings())
     check_splits(windows, data.wanted_samples(), windows.num_windows)
-    return replace(training, dataset_provider=dataset_provider(runtime, partial(build_windows, windows)))
+    return replace(
+        training,
+        dataset_provider=dataset_provider(runtime, lambda sizes: build_windows(windows.in_saved_order(), sizes)),
+    )
 
 
 def train_on_answers(training: Training, runtime: Runtime) -> Training:
@@ -135,7 +139,10 @@ def train_on_answers(training: Training, runtime: Runtime) -> Training:
     config = answer_config(runtime.run.get(AnswerLossConfig).prefixes, data.settings())
     for line in check_answers(check_splits(config, data.wanted_samples())):
         print_rank_0(line)
-    return replace(training, dataset_provider=dataset_provider(runtime, partial(build_conversations, config)))
+    return replace(
+        training,
+        dataset_provider=dataset_provider(runtime, lambda sizes: build_conversations(config.in_saved_order(), sizes)),
+    )
 
 
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -153,7 +160,7 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
 
 def document_sources(num_samples: Sequence[int | None]) -> Sequence[SampleSource | None]:
     """Return the documents of each split of Megatron's data sets."""
-    config = BlendedMegatronDatasetConfig(**current(DataArguments).settings())
+    config = DocumentConfig(**current(DataArguments).settings()).in_saved_order()
     return build_document_datasets(config, num_samples, lambda: True)
 
 
@@ -217,7 +224,7 @@ def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Seque
     train, *others = num_samples
     if train and hdp.global_tokens is not None:
         settings = current(DataArguments).settings()
-        config = BlendedMegatronDatasetConfig(**settings)
+        config = DocumentConfig(**settings)
         if answers is not None:
             config = answer_config(answers.prefixes, settings)
         left = hdp.global_tokens * (batches.train_iters - batches.iteration)
@@ -350,9 +357,9 @@ def check_data(data: DataArguments, run: RunConfig, is_text: bool) -> None:
         if is_text:
             check_line_file(prefix)
             continue
-        check_indexed_dataset(prefix)
+        check_indexed_dataset(prefix, data.data_cache_path)
         if run.process.rank == 0:
-            check_token_ids(prefix, run.shape.vocab)
+            check_token_ids(prefix, run.shape.vocab, cache=data.data_cache_path)
     with refusals_of_megatron():
         config = BlendedMegatronDatasetConfig(**data.settings())
     parts = config.blend_per_split if config.blend is None else config.split_matrix

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings
+from bytescale_ext.data.samples.document_samples import DocumentSamples
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
 from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentConfig,
     DocumentDataset,
     SampleSource,
     build_document_datasets,
@@ -36,10 +37,10 @@ def _write(prefix: Path, lengths: Sequence[int], dtype: type = np.uint16, first:
     return str(prefix)
 
 
-def _config(seq_length: int = SEQ_LENGTH, seed: int = 1234, **options: object) -> BlendedMegatronDatasetConfig:
+def _config(seq_length: int = SEQ_LENGTH, seed: int = 1234, **options: object) -> DocumentConfig:
     if "blend_per_split" not in options:
         options.setdefault("split", "100,0,0")
-    return BlendedMegatronDatasetConfig(random_seed=seed, sequence_length=seq_length, **options)  # type: ignore[arg-type]
+    return DocumentConfig(random_seed=seed, sequence_length=seq_length, **options)  # type: ignore[arg-type]
 
 
 def _build(sizes: Sequence[int | None], **options: object) -> tuple[SampleSource | None, ...]:
@@ -246,3 +247,44 @@ def test_the_loader_runs_on_a_blend(tmp_path: Path) -> None:
             ]
             assert packed.tokens.tolist() == [token for part in expected for token in part]
     assert loader.state_dict()["consumed_samples"] == len(source) // 4 * 4
+
+
+def test_samples_of_a_long_epoch_are_found_without_a_table(tmp_path: Path) -> None:
+    lengths = [*LENGTHS, 0, 31, 7, 0]
+    prefixes = [_write(tmp_path / "a", lengths), _write(tmp_path / "b", [9] * 30)]
+    source = _build([200, 0, 0], blend=(prefixes, [0.7, 0.3]), shuffle_limit=0)[0]
+    assert source is not None
+    dataset = source.dataset.datasets[0]
+    assert isinstance(dataset.table, DocumentSamples)
+    assert dataset.num_empty == lengths.count(0)
+    expected = Counter((document, token) for document, n in enumerate(lengths) for token in range(n))
+    for epoch in range(2):
+        size = dataset.samples_per_epoch
+        assert _tokens(dataset, range(epoch * size, epoch * size + size)) == expected
+    assert source.lengths(range(200)).tolist() == [source.length(i) for i in range(200)]
+    for i in range(200):
+        sample = source.sample(i)
+        assert source.read(i, 0, sample.length).tolist() == source.dataset[i]["tokens"].tolist()
+
+
+def test_splits_of_a_long_epoch_hold_their_documents(tmp_path: Path) -> None:
+    lengths = [0, 3, 20, 0, 0, 8, 9, 1, 30, 0, 2, 17, 0, 4]
+    prefix = _write(tmp_path / "a", lengths)
+    sources = _build([None, None, None], blend=([prefix], None), split="30,40,30", shuffle_limit=0)
+    documents = Counter[int]()
+    for source in sources:
+        assert source is not None
+        for i in range(len(source)):
+            sample = source.sample(i)
+            documents[sample.document] += sample.length
+    assert documents == {document: length for document, length in enumerate(lengths) if length}
+    first = sources[1]
+    assert first is not None
+    assert {first.sample(i).document for i in range(len(first))} <= set(range(4, 10))
+
+
+def test_a_run_resumes_in_its_order(prefix: str) -> None:
+    """The order does not depend on the samples that are asked for, so a resumed run continues in it."""
+    long = _dataset(prefix, 100, shuffle_limit=0)
+    again = _dataset(prefix, 37, shuffle_limit=0)
+    assert [again.sample(i) for i in range(20, 37)] == [long.sample(i) for i in range(20, 37)]

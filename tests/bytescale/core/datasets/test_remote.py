@@ -39,7 +39,6 @@ def documents(rank: int, world: int) -> tuple[list[int], list[int]]:
 
     config = SimpleNamespace(lines={"a.jsonl": SimpleNamespace(table_lengths=np.array([5, 0, 7]))})
     made = LineDataset.build_low_level_dataset("a.jsonl", config)  # type: ignore[arg-type]
-    assert LineDataset.numel_low_level_dataset(made) == 3
     return made.sequence_lengths.tolist(), made.document_indices.tolist()
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
-from megatron.bytescale.core.datasets.document_dataset import build_document_datasets
+from megatron.bytescale.core.datasets.document_dataset import DocumentConfig, build_document_datasets
 from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
 from tests.data.sources import write_data_set
 
@@ -22,7 +21,7 @@ def test_the_samples_hold_the_tokens(num_tokens: int, weights: list[float] | Non
         write_data_set(tmp_path / name, [[[1] * length] for length in lengths]) for name, lengths in LENGTHS.items()
     ]
     blend = prefixes[:1] if weights is None else prefixes, weights
-    config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=64, blend=blend, split="100,0,0")
+    config = DocumentConfig(random_seed=1, sequence_length=64, blend=blend, split="100,0,0")
     wanted = samples_that_hold(num_tokens, config)
     source = build_document_datasets(config, [20 + wanted, 0, 0], lambda: True)[0]
     assert source is not None
