@@ -190,7 +190,7 @@ def slice_attention(
     """
     backend.check(q, k, v, layout.num_rows)
     settings = _Settings(prefix, layout, backend)
-    out: torch.Tensor = _SliceAttention.apply(  # type: ignore[no-untyped-call]  # torch's, without annotations
+    out: torch.Tensor = SliceAttention.apply(  # type: ignore[no-untyped-call]  # torch's, without annotations
         q, k, v, settings, *backend.weights
     )
     return out
@@ -207,7 +207,7 @@ class _SliceCtx(torch.autograd.function.FunctionCtx):
     settings: _Settings
 
 
-class _SliceAttention(torch.autograd.Function):
+class SliceAttention(torch.autograd.Function):
     """Autograd function of a slice. Saves queries, output and log-sum-exp; keys and values stay in the prefix."""
 
     @staticmethod

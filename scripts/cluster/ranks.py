@@ -123,7 +123,7 @@ def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: in
 
     with new_log(launch.log(rank), is_binary=True) as log:
         if launch.is_warm:
-            return _fork(lambda: _run_warm(launch.command, environment, log.fileno(), enter))
+            return fork(lambda: run_warm(launch.command, environment, log.fileno(), enter))
         return subprocess.Popen(
             [sys.executable, *launch.command],
             env={**os.environ, **environment},
@@ -152,7 +152,8 @@ def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
     }
 
 
-def _fork(child: Callable[[], int]) -> ForkedRank:
+def fork(child: Callable[[], int]) -> ForkedRank:
+    """Fork this process, and end the fork with the exit code that ``child`` returns; 1 if it raises."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -169,7 +170,7 @@ def _fork(child: Callable[[], int]) -> ForkedRank:
         os._exit(code)  # the child must not run the rest of the parent
 
 
-def _run_warm(command: tuple[str, ...], environment: Mapping[str, str], log: int, enter: Callable[[], None]) -> int:
+def run_warm(command: tuple[str, ...], environment: Mapping[str, str], log: int, enter: Callable[[], None]) -> int:
     """Run a script as a program in this process; return its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

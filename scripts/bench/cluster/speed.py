@@ -4,6 +4,7 @@
     sudo .venv/bin/python scripts/bench/cluster/speed.py [--rounds 2]             # all cases: hours
     sudo .venv/bin/python scripts/bench/cluster/speed.py --cases "byted 1x8 0.4"  # lengths, nodes x ranks, links
     .venv/bin/python scripts/bench/cluster/page.py                                # writes docs/results/measured.md
+    .venv/bin/python scripts/bench/cluster/speed.py --device-times h100 --quick   # in virtual time, see the end
 
 All arms train the same small model on the same documents in the same steps. Lengths follow a published distribution,
 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Documents of fewer than 128 tokens are joined, so
@@ -17,6 +18,11 @@ reverse. The first step of a run does not count. Results are written after each 
 the first ended.
 
 Only the ratio of two arms in one run can be compared.
+
+With ``--device-times`` time is virtual. Every rank runs the same training, on CPU, with a model of one layer for each
+stage and lengths 1:32, and records what a GPU would be told (``virtual/record.py``). A replay (``virtual/replay.py``)
+gives each kernel the time that it takes for a 7B model on the named device, each launch its host time, and each message
+its share of the links. The figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -54,6 +60,7 @@ from scripts.bench.cluster.cases import (
 from scripts.bench.cluster.figures import all_figures, case_figures, table
 from scripts.bench.cluster.predict import predicted_seconds, wall_cost
 from scripts.bench.cluster.results import Results, Run, Step
+from scripts.bench.cluster.virtual import command as virtual
 from scripts.bench.progress import progress
 from scripts.bench.report import ROOT, in_turns
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
@@ -239,14 +246,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="+", metavar="CASE",
                         help="run these cases, as 'byted 2x4 matched': lengths, nodes x ranks, links, which are "
                         "unlimited, fast, matched, slow, or Gbit/s inside and between nodes (4/0.4)")  # fmt: skip
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="run these arms, the first against the others")
+    parser.add_argument(
+        "--arms", nargs="+", choices={**ARMS, **virtual.ARMS}, help="run these arms, the first against the others"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="runs of each arm (%(default)s)")
     parser.add_argument(
         "--steps", type=int, default=4, help="steps of each run; the first does not count (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and tokens (%(default)s)")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "cluster" / "results.json", metavar="FILE",
-                        help="file of results; logs are in its folder (runs/cluster/results.json)")  # fmt: skip
+    parser.add_argument("--device-times", metavar="NAME", help="train without the emulated cluster, and replay what "
+                        "the ranks do in the times of a device: h100, h200, or a file of timings")  # fmt: skip
+    parser.add_argument("--results", type=Path, metavar="FILE",
+                        help="file of results; logs are in its folder (runs/cluster/results.json, with --device-times "
+                        "runs/cluster/virtual/NAME.json)")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE",
                         help=f"draw step {TRACED_STEP} of the first and last arm of the first case")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -272,10 +284,14 @@ def main() -> int:
     """Run the missing runs, print the tables and, with ``--json``, one JSON object as the last line."""
     args = build_parser().parse_args()
     try:
+        if args.device_times is not None:
+            virtual.run(args)
+            return 0
         planned = with_names(QUICK if args.quick else FULL, args.cases, args.arms)
         check(args, planned)
-        bench = Bench(args.results.resolve().parent, args.steps, args.seed)
-        results = Results.open(args.results, bench.setting)
+        path = args.results or ROOT / "runs" / "cluster" / "results.json"
+        bench = Bench(path.resolve().parent, args.steps, args.seed)
+        results = Results.open(path, bench.setting)
         run_all(bench, results, planned, args.rounds)
         if args.plot is not None:
             draw(bench, results, planned[0], args.plot)

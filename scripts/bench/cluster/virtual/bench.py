@@ -1,0 +1,111 @@
+"""Record the arms of each case, replay them at each speed of the links, and keep the results in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from bytescale_ext.new_file import write_text
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
+from bytescale_ext.plan.step.sizes import Cluster
+from scripts.bench.cluster.virtual.cases import ARMS, SCALE, Case, Planned
+from scripts.bench.cluster.virtual.links import Links
+from scripts.bench.cluster.virtual.recording import PLANNED_GBPS, Recording
+from scripts.bench.cluster.virtual.replay import model_steps
+from scripts.bench.cluster.virtual.times import planned_cost
+from scripts.bench.progress import progress
+
+LINKS: Final = (PLANNED_GBPS, 100.0)
+"""Gbit/s of each device between nodes."""
+
+type CaseResult = dict[str, dict[str, Any]]
+"""Results of the arms of a case by name: ``losses``, ``tokens`` and ``bounds`` of the steps, ``minutes``, and ``steps``
+by the speed of the links: seconds and seconds by kind of each step. The first step does not count and is left out."""
+
+
+@dataclass
+class Results:
+    """All results of one device.
+
+    Attributes:
+        path: file of the results.
+        setting: settings that must be equal for results to be compared.
+        cases: results by case.
+    """
+
+    path: Path
+    setting: dict[str, Any]
+    cases: dict[str, CaseResult] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, setting: dict[str, Any]) -> Results:
+        """Return the results of a file, or new ones. Raises ValueError for results of another setting."""
+        if not path.exists():
+            return cls(path, setting)
+        results = cls.read(path)
+        if results.setting != setting:
+            raise ValueError(f"--results {path}: it has results of {results.setting}, not of {setting}")
+        return results
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Return the results of a file."""
+        value = json.loads(path.read_text())
+        return cls(path, value["setting"], value["cases"])
+
+    def write(self) -> None:
+        """Write the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, json.dumps({"setting": self.setting, "cases": self.cases}, indent=1) + "\n")
+
+
+def run_arm(recording: Recording, case: Case, arm_name: str) -> dict[str, Any]:
+    """Record and replay one arm; see ``CaseResult``. Raises RuntimeError if a rank fails."""
+    begun, arm, device = time.monotonic(), ARMS[arm_name], recording.device
+    folder = recording.folder / str(case).replace(" ", "-").replace(",", "") / arm_name
+    programs, times = recording.run(case, arm, folder), recording.times(case, arm)
+    steps = {}
+    for gbps in LINKS:
+        network = (gbps * 1e9 / 8, device.node_latency, device.network_latency)
+        replayed = model_steps(programs, times, Links(case.ranks_per_node, device.node_bytes, *network))
+        steps[f"{gbps:g}"] = [asdict(step) for step in replayed[1:]]
+    lengths = [step["lengths"] for step in steps[f"{LINKS[0]:g}"]]
+    for step in (step for replayed in steps.values() for step in replayed):
+        del step["lengths"]
+    return {
+        "losses": list(programs.losses[1:]),
+        "tokens": [sum(of_step) * SCALE for of_step in lengths],
+        "bounds": [bound(recording, case, of_step) for of_step in lengths],
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "steps": steps,
+    }
+
+
+def bound(recording: Recording, case: Case, lengths: Sequence[int]) -> float:
+    """Return the seconds that no plan can beat, forward and backward, at the first speed of the links.
+
+    ``lengths``: recorded tokens.
+    """
+    cluster = Cluster(case.num_ranks, case.tokens_per_rank // SCALE, case.ranks_per_node)
+    cost = planned_cost(recording.times(case, ARMS["ours"]), PLANNED_GBPS * 1e9 / 8)
+    return lower_bounds(lengths, cluster, [cost.whole().on(cost.nodes(cluster))]).largest
+
+
+def run_all(recording: Recording, results: Results, planned: Sequence[Planned]) -> None:
+    """Run the missing arms of some cases. ``scripts.cluster.ranks.preload`` must have been called."""
+    missing = [
+        (row.case, arm) for row in planned for arm in row.arms if arm not in results.cases.get(str(row.case), {})
+    ]
+    for case, arm in progress(missing, lambda turn: f"{turn[0]}: {turn[1]}"):
+        try:
+            result = run_arm(recording, case, arm)
+        except RuntimeError as error:  # the other arms go on; the next start tries it again
+            print(error, file=sys.stderr, flush=True)
+            continue
+        results.cases.setdefault(str(case), {})[arm] = result
+        results.write()

@@ -1,0 +1,54 @@
+"""``speed.py --device-times``: the real runtime in the times of a named device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from scripts.bench.cluster.virtual.bench import Results, run_all
+from scripts.bench.cluster.virtual.cases import ARMS, FULL, QUICK, Planned
+from scripts.bench.cluster.virtual.figures import all_figures, table
+from scripts.bench.cluster.virtual.recording import Recording
+from scripts.bench.cluster.virtual.times import DeviceTimes
+from scripts.bench.report import ROOT
+from scripts.cluster.ranks import preload
+
+__all__ = ["ARMS", "run"]
+FOLDER = ROOT / "runs" / "cluster" / "virtual"
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options of ``speed.py`` that mean nothing in virtual time."""
+    for name, value in (("--plot", args.plot), ("--rounds", args.rounds != 1), ("--cases", args.cases)):
+        if value:
+            raise ValueError(f"{name} is not for --device-times, whose cases and figures do not vary")
+
+
+def planned(quick: bool, arms: list[str] | None) -> tuple[Planned, ...]:
+    """Return the cases, with the named arms of each of them only."""
+    rows = QUICK if quick else FULL
+    return tuple(
+        Planned(row.case, tuple(arm for arm in row.arms if arms is None or arm in (row.arms[0], *arms))) for row in rows
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the missing arms, print the tables and, with ``--json``, one JSON object as the last line.
+
+    Raises ValueError for bad options.
+    """
+    check(args)
+    device = DeviceTimes.read(args.device_times)
+    path = args.results or FOLDER / f"{device.name.lower()}.json"
+    recording = Recording(Path(path).resolve().parent / "recordings", device, args.steps, args.seed)
+    setting = {"device": device.name, "source": device.source, "steps": args.steps, "seed": args.seed}
+    results = Results.open(Path(path), setting)
+    preload()
+    run_all(recording, results, planned(args.quick, args.arms))
+    for case, arms in results.cases.items():
+        for links in next(iter(arms.values()))["steps"]:
+            print(f"{case}, {links} Gbit/s between nodes, emulated with device times of {device.name}")
+            print("\n".join(table(arms, links)) + "\n")
+    if args.json:
+        print(json.dumps(all_figures(results.cases)))

@@ -1,0 +1,140 @@
+"""Write docs/results/cluster.md from the results of ``speed.py --device-times``.
+
+.venv/bin/python scripts/bench/cluster/virtual/page.py [--results docs/results/cluster/h100.json]
+
+The script takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # so that it also runs as a file
+
+from bytescale_ext.new_file import write_text
+from scripts.bench.cluster.virtual.bench import CaseResult, Results
+from scripts.bench.cluster.virtual.cases import ARMS, SCALE, SHORTEST, TOKENS_OF_RANK, TOKENS_PER_RANK
+from scripts.bench.cluster.virtual.figures import arm_figures, table
+from scripts.bench.cluster.virtual.replay import MOST_REPEATS
+from scripts.bench.report import ROOT
+
+FIRST_PIPELINE = next(name for name, arm in ARMS.items() if arm.num_stages > 1)
+
+
+def ratios(cases: Mapping[str, CaseResult], arm: str, baseline: str) -> dict[str, list[float]]:
+    """Return how many times as fast ``baseline`` is as ``arm`` in each counted step, by case and links."""
+    found = {}
+    for case, arms in cases.items():
+        if arm not in arms or baseline not in arms:
+            continue
+        for links, steps in arms[arm]["steps"].items():
+            own = arms[baseline]["steps"][links]
+            found[f"{case}, {links} Gbit/s"] = [
+                other["seconds"] / mine["seconds"] for other, mine in zip(steps, own, strict=True)
+            ]
+    return found
+
+
+def summary(cases: Mapping[str, CaseResult]) -> list[str]:
+    """Return the table of all arms: lowest, median and highest step of all cases."""
+    lines = ["| | compared with | lowest | median | highest | cases |", "|---|---|---|---|---|---|"]
+    for name, arm in ARMS.items():
+        baseline = "ours" if arm.num_stages == 1 else FIRST_PIPELINE
+        found = ratios(cases, name, baseline)
+        if not found or name == baseline:
+            continue
+        values = [value for steps in found.values() for value in steps]
+        low = min(found, key=lambda case: min(found[case]))
+        high = max(found, key=lambda case: max(found[case]))
+        lines.append(
+            f"| {ARMS[baseline].title} | {arm.title} | {min(values):.2f} ({low}) | {statistics.median(values):.2f} | "
+            f"{max(values):.2f} ({high}) | {len(found)} |"
+        )
+    return lines
+
+
+def how(results: Results) -> list[str]:
+    """Return the paragraphs on what is recorded, modelled and left out."""
+    return [
+        "## How", "",
+        "Each rank is a CPU process that runs the whole training: loader, planner, Megatron's schedules, rings, "
+        f"reductions, optimizer. The model has one layer for each stage, and lengths are 1:{SCALE}. A rank records its "
+        "kernels, messages, collectives and waits. A replay runs these programs in virtual time for a 7B model of 32 "
+        "layers (grouped-query attention, 8 key-value heads): kernels take their time on the device, launches take "
+        "the time of the host, and messages share links max-min fairly. The losses of the arms of a case differ by "
+        f"{largest_difference(results.cases):.0e} at most (relative).", "",
+        f"- Documents have published lengths. Documents below {SHORTEST} tokens are joined. C is "
+        f"{TOKENS_PER_RANK // 1024}K tokens a rank, times the stages of a pipeline. A step has about "
+        f"{TOKENS_OF_RANK // 1024}K tokens a rank. {results.setting['steps'] - 1} steps of seed "
+        f"{results.setting['seed']} count.",
+        f"- Device: {results.setting['source']}",
+        "- Links: each GPU has 308 GB/s inside its node of 8 and the stated Gbit/s between nodes. Plans are made for "
+        "400 Gbit/s.",
+        "- Host: 0.76 ms a layer and direction, 0.09 ms a further block of a ring "
+        "(`scripts/bench/host/overhead.py`).",
+        "- All documents of a pack, or of a block of a ring, are one launch of variable length, in every arm. Static "
+        "context parallelism, packing and Megatron's hybrid plan run with the same rings and kernels as ours, so only "
+        "plans and barriers differ.",
+        "- Not modelled: memory and recomputation, the processors that NCCL takes from kernels, and planning, which "
+        "runs in processes of its own.",
+        f"- {MOST_REPEATS // 2} and {MOST_REPEATS} of the 32 equal layers are replayed; their difference is extended "
+        "to 32.", "",
+    ]  # fmt: skip
+
+
+def largest_difference(cases: Mapping[str, CaseResult]) -> float:
+    """Return the largest relative difference of a loss from ours."""
+    return max(
+        abs(loss - other) / loss
+        for arms in cases.values()
+        for arm in arms.values()
+        for loss, other in zip(next(iter(arms.values()))["losses"], arm["losses"], strict=True)
+    )
+
+
+def text(results: Results) -> str:
+    """Return the page."""
+    cases = results.cases
+    minutes = sum(arm["minutes"] for arms in cases.values() for arm in arms.values())
+    bounds = [arm_figures(arms, links)["ours"]["over_bound"]
+              for arms in cases.values() for links in arms["ours"]["steps"]]  # fmt: skip
+    lines = [
+        "# The real runtime in the times of a GPU", "",
+        "This page is written by one command; do not edit it:", "",
+        "    python scripts/bench/cluster/virtual/page.py", "",
+        f"Every figure on this page is **emulated with device times** of an {results.setting['device']}. Nothing was "
+        "measured on a GPU.", "",
+        "    python scripts/bench/cluster/speed.py --device-times h100 --quick", "",
+        f"The results took {minutes:.0f} minutes on two cores that other work shared.", "",
+        *how(results),
+        "## Summary", "",
+        "How many times as fast the first is, over all counted steps of all cases and links.", "",
+        *summary(cases), "",
+        f"Ours takes {min(bounds):.2f} to {max(bounds):.2f} of the bound of all plans (median step of a case). "
+        "The bound counts no joins, no latencies, no sharing of links and no optimizer, and links of 400 Gbit/s.", "",
+    ]  # fmt: skip
+    for case, arms in cases.items():
+        for links in arms["ours"]["steps"]:
+            lines += [f"## {case}, {links} Gbit/s", "", *table(arms, links), ""]
+    lines.append(
+        "*exchange*: exposed transfers of rings; *stage*: of pipelines; *reduction*: of gradients and parameters; "
+        "*waiting*: for other ranks; *launch*: for the own host."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "cluster" / "h100.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "cluster.md")
+    args = parser.parse_args()
+    write_text(args.output, text(Results.read(args.results)))
+
+
+if __name__ == "__main__":
+    main()
