@@ -229,7 +229,7 @@ PATCHES: tuple[Patch, ...] = (
         subclass=DocumentRouter,
         features=(MULTI_TOKEN,),
         why="the layer inside multi-token prediction takes its router from Megatron's spec of a plain layer",
-        sources=(Source("2b2fbd0022a9", TESTED), Source("eb26c11f1d78", NEXT)),
+        sources=(Source("a2459b314d0f", TESTED), Source("ca56a9b3b881", NEXT)),
     ),
 )
 

@@ -39,6 +39,7 @@ from megatron.bytescale.core.optimizer.late import LateUpdates
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
 from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
+from megatron.bytescale.core.transformer.moe.document_loads import DocumentLoads, RoutedRows
 from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 
 
@@ -133,6 +134,8 @@ class StepState:
         next_batch: function that waits for the batch of the next step; it returns None at the end of the data.
         weight_gradients: weight gradients that wait for idle time (zero bubble), in a step of our schedule; else None.
         expert_loads: routing loads that slices of one micro-batch share; None outside a step of slices.
+        routed: documents of the running pass's rows; None in models without ``seq_aux_loss``.
+        document_loads: (micro-batch, model chunk) -> loads of its documents, until its last slice runs forward.
         label_shares: labels of the step in proportion to its tokens, and to the first guesses of draft heads.
         token_numbers: number of each row of the running pass, int64 [rows]; None in models without dropout or jitter.
         active_experts: mean number of experts per token if routers vary it; else None.
@@ -144,6 +147,8 @@ class StepState:
     next_batch: Callable[[], StepBatch | None] | None = None
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
+    routed: RoutedRows | None = None
+    document_loads: dict[tuple[int, int], DocumentLoads] = field(default_factory=dict)
     label_shares: LabelShares = LabelShares()
     token_numbers: torch.Tensor | None = None
     active_experts: float | None = None

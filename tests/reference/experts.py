@@ -38,6 +38,10 @@ class Router:
     Attributes:
         bias: bias of each expert that only the choice sees, [experts].
         counts: tokens of the running step that chose each expert, [experts].
+        best_counts: tokens of the running step with each expert among their highest scores, [experts].
+        last_counts: ``best_counts`` of the step before.
+        document_losses: balancing loss of each document of the running step, times its tokens, scalars.
+        score_sums: sum of the normalized scores of each document's tokens, each [experts].
         z_losses: squared log-sum-exp of the router's scores of each document of the running step, each [n].
     """
 
@@ -46,6 +50,9 @@ class Router:
         self.experts = experts
         self.bias = torch.zeros(experts.count, dtype=torch.float64)
         self.counts = torch.zeros(experts.count, dtype=torch.float64)
+        self.best_counts = self.last_counts = torch.zeros(experts.count, dtype=torch.float64)
+        self.document_losses: list[torch.Tensor] = []
+        self.score_sums: list[torch.Tensor] = []
         self.z_losses: list[torch.Tensor] = []
 
     def __call__(self, weights: dict[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
@@ -54,6 +61,7 @@ class Router:
         self.z_losses.append(logits.logsumexp(-1).square())
         shares = self.shares(logits)
         self.counts += (shares > 0).sum(0)
+        self.note_balance(logits)
         result = torch.zeros_like(x)
         for number in range(self.experts.count):
             rows = shares[:, number].nonzero()[:, 0]
@@ -64,6 +72,29 @@ class Router:
             gate = weights.get(prefix + "shared_experts.gate_weight")
             result = result + (always if gate is None else always * (x @ gate.T).sigmoid())
         return result
+
+    def note_balance(self, logits: torch.Tensor) -> None:
+        """Note a document's balancing loss, and its scores. ``logits``: [n, experts].
+
+        The losses take the experts with the highest scores, without bias and groups.
+        """
+        if not self.experts.document_loss and not self.experts.step_loss:
+            return
+        scores = logits.sigmoid() if self.experts.score == "sigmoid" else logits.softmax(-1)
+        scores = scores / scores.sum(-1, keepdim=True)
+        best = best_of(scores.detach(), self.experts.chosen)
+        frequencies = best.double().mean(0) * self.experts.count / self.experts.chosen
+        self.document_losses.append(len(scores) * (frequencies * scores.mean(0)).sum())
+        self.score_sums.append(scores.sum(0))
+        self.best_counts = self.best_counts + best.sum(0)
+
+    def balance_losses(self, num_tokens: int) -> torch.Tensor:
+        """Return the weighted balancing losses of a step of so many tokens, a scalar."""
+        of_documents = torch.stack(self.document_losses).sum() / num_tokens
+        total = self.last_counts.sum()
+        shares = self.last_counts / total if total else torch.full_like(self.last_counts, 1 / self.experts.count)
+        of_step = self.experts.count * (shares * torch.stack(self.score_sums).sum(0) / num_tokens).sum()
+        return self.experts.document_loss * of_documents + self.experts.step_loss * of_step
 
     def shares(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the weight of each expert for each token, [n, experts]; 0 for experts that are not chosen."""
@@ -90,8 +121,9 @@ class Router:
         """Move the bias of each expert towards equal loads, and begin a new step."""
         if self.experts.bias_rate is not None:
             self.bias = self.bias + self.experts.bias_rate * (self.counts.mean() - self.counts).sign()
+        self.last_counts, self.best_counts = self.best_counts, torch.zeros_like(self.counts)
         self.counts = torch.zeros_like(self.counts)
-        self.z_losses = []
+        self.document_losses, self.score_sums, self.z_losses = [], [], []
 
 
 def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:

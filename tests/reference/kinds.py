@@ -60,6 +60,14 @@ KINDS |= {
     "answers later tokens": Settings(only_answers=True, depths=2, depth_weight=0.4),
 }
 
+BALANCED = {
+    "balanced documents": Settings(experts=replace(SIGMOID, document_loss=0.1), positions=Positions(base=500)),
+    "balanced steps": Settings(experts=Experts(layers=(0, 1), document_loss=0.05, step_loss=0.1)),
+    "balanced answers": Settings(only_answers=True, experts=Experts(document_loss=0.2, shared=16)),
+}
+"""Models with balancing losses; their combinations are chosen by hand."""
+KINDS |= BALANCED
+
 
 def flags(model: Settings) -> list[str]:
     """Return the words of the command line that ask for a model."""
@@ -137,12 +145,19 @@ def yarn_flags(yarn: Yarn) -> list[str]:
     return words + (["--mscale-all-dim", str(yarn.scale_all)] if yarn.scale_all is not None else [])
 
 
+def balancing_flags(experts: Experts) -> list[str]:
+    losses = {"seq_aux_loss": experts.document_loss, "global_aux_loss": experts.step_loss}
+    given = {name: coefficient for name, coefficient in losses.items() if coefficient}
+    words = ["--moe-router-load-balancing-type", *(given or ["none"])]
+    return [*words, "--moe-aux-loss-coeff", *map(str, given.values())] if given else words
+
+
 def expert_flags(experts: Experts, layers: int) -> list[str]:
     where = [int(layer in experts.layers) for layer in range(layers)]
     words = (
         f"--num-experts {experts.count} --moe-router-topk {experts.chosen} --moe-ffn-hidden-size {experts.width} "
         f"--moe-layer-freq {str(where).replace(' ', '')} --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type none "
+        f"{' '.join(balancing_flags(experts))} "
         f"--moe-router-score-function {'sigmoid' if experts.score == 'sigmoid' else 'softmax'}"
     ).split()
     words += ["--moe-router-pre-softmax"] if experts.score == "before" else []

@@ -81,6 +81,8 @@ class Experts:
         score: function of the router's scores; softmax "after" or "before" the choice of experts, or sigmoid.
         bias_rate: change of the bias that only the choice sees, per step (DeepSeek-V3, section 2.1.2), or None.
         groups: (number of groups, chosen groups), or None.
+        document_loss: coefficient of the balancing loss of each document (DeepSeek-V3, section 2.1.2).
+        step_loss: coefficient of the balancing loss with the choices of the step before.
         z_loss: coefficient of the squared log-sum-exp of the router's scores (ST-MoE, equation 5).
         shared: width of the shared expert, or None.
         is_shared_gated: whether a sigmoid scales the shared expert.
@@ -94,6 +96,8 @@ class Experts:
     scaling: float = 1.0
     bias_rate: float | None = None
     groups: tuple[int, int] | None = None
+    document_loss: float = 0.0
+    step_loss: float = 0.0
     z_loss: float = 0.0
     shared: int | None = None
     is_shared_gated: bool = False

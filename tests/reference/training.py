@@ -125,7 +125,11 @@ def train_reference(settings: Settings, steps: Sequence[Sequence[Document]], opt
         later = torch.stack([loss for _, loss in results]).sum() / labels
         z_loss = sum((torch.cat(router.z_losses).mean() for router in model.routers.values()), torch.zeros(()))
         coefficient = settings.experts.z_loss if settings.experts else 0.0
-        (mean + later + coefficient * z_loss).backward()
+        balance = torch.zeros(())
+        if settings.experts and (settings.experts.document_loss or settings.experts.step_loss):
+            num_tokens = sum(len(tokens) for tokens, _, _ in documents)
+            balance = sum((router.balance_losses(num_tokens) for router in model.routers.values()), balance)
+        (mean + later + coefficient * z_loss + balance).backward()
         losses.append(mean.item())
         if not first:
             first = {name: weight.grad.clone() for name, weight in model.weights.items() if weight.grad is not None}

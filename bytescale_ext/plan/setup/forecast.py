@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 Floats = npt.NDArray[np.float64]
+LOAD_BYTES: Final = 4
+"""Bytes of the number of a document's tokens that choose an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,13 @@ class Forecast:
             all_rings=float(from_rings.sum()) * sum(mesh.stage_layers),
         )
 
+    @property
+    def load_bytes(self) -> float:
+        """Bytes of one document's expert loads, which each member of its ring sends to each other: mean of a layer."""
+        shape = self.setup.shape
+        of_layers = shape.num_expert_layers / shape.num_layers
+        return self.setup.numerics.counts_documents * LOAD_BYTES * shape.num_experts * of_layers
+
     def ring_bytes(self, table: ShardTable, slicing: Slicing, node: int | None = None) -> Floats:
         """Return the bytes that each HDP rank receives from its rings in one layer: [num_ranks].
 
@@ -258,7 +268,7 @@ class Forecast:
         of_keys, both = ring_bytes_per_token(setup.shape, setup.mesh.tensor_parallel, *sizes)
         keys, sums = ring_tokens(table, slowest_stage(setup)[1].both, slicing)
         share = 1.0 if node is None else table.sent_to_other_nodes(node)
-        each = (of_keys * keys + (both - of_keys) * sums) * share
+        each = (of_keys * keys + (both - of_keys) * sums + self.load_bytes * (table.widths - 1)) * share
         return np.bincount(table.row_ranks[table.rows], weights=each, minlength=table.num_ranks)
 
 

@@ -91,6 +91,7 @@ class Numerics:
         recomputed_layers: number of layers of each stage that "block" recomputes.
         gradient_bytes: bytes of one element of a gradient that ranks exchange.
         sum_bytes: bytes of one element of a sum of key gradients.
+        counts_documents: whether routers exchange the expert loads of documents in rings (``seq_aux_loss``).
     """
 
     element_bytes: int = 2
@@ -101,6 +102,7 @@ class Numerics:
     recomputed_layers: int = 0
     gradient_bytes: int = 4
     sum_bytes: int = 4
+    counts_documents: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from bytescale_ext.plan.setup.setup import (
 )
 from bytescale_ext.plan.states.pages import FLOAT_BYTES
 from bytescale_ext.plan.states.timeline import ADAM_BYTES_PER_SECOND, IN_HOST
+from megatron.bytescale.arguments.layer_settings import Balancing
 from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, stage_layers
 from megatron.bytescale.arguments.operators import operators_of
 from megatron.bytescale.arguments.options import options_of
@@ -125,6 +126,7 @@ def numerics_of(args: Any) -> Numerics:
         recomputed_layers=args.recompute_num_layers or 0 if recompute == "block" else 0,
         gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else element,
         sum_bytes=max(FLOAT_BYTES, element),
+        counts_documents=bool(args.num_experts and "seq_aux_loss" in options_of(args, Balancing).ways),
     )
 
 

@@ -41,7 +41,7 @@ EXAMPLES = {
         "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2"
     ),
     "--moe-token-dispatcher-type flex": "--moe-token-dispatcher-type flex --num-experts 4",
-    "--moe-router-load-balancing-type": "--moe-router-load-balancing-type aux_loss seq_aux_loss --num-experts 4",
+    "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn --num-experts 4",
     "--moe-router-load-balancing-type of slices": "--moe-router-load-balancing-type global_aux_loss --num-experts 4",
     "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1.5 --num-experts 4",
     "--moe-latent-size": "--moe-latent-size 16",

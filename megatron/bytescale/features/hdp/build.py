@@ -60,7 +60,9 @@ from megatron.bytescale.core.packed_seq_params import DocumentSeqParams, PackedU
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.core.transformer.document_dropout import number_tokens, use_document_dropout, uses_noise
+from megatron.bytescale.core.transformer.moe.document_loads import balances_documents, route_by_document
 from megatron.bytescale.core.transformer.moe.router import padding_mask
+from megatron.bytescale.core.transformer.moe.step_loads import add_step_loads, sum_step_loads
 from megatron.bytescale.learned_costs import learner_of
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
@@ -103,9 +105,10 @@ def print_units(data: DataArguments, *, has_lengths: bool) -> None:
 def use_document_model(training: Training, runtime: Runtime) -> Training:
     """Give the model attention and positions of documents, and mark the end of the gradients."""
     training.model.transformer_layer_spec = document_layer_spec(runtime)
-    training.model.pre_wrap_hooks.append(partial(prepare_model, runtime))
+    training.model.pre_wrap_hooks += [partial(prepare_model, runtime), add_step_loads]
     training.model.post_wrap_hooks.append(partial(use_document_dropout, runtime))
     training.model.post_wrap_hooks.append(partial(order_reductions, runtime))
+    training.wrap_finalize(sum_step_loads)
     training.wrap_finalize(partial(count_sequences, runtime=runtime))
     return training.wrap_finalize(partial(wrap_finalize_model_grads, runtime=runtime))
 
@@ -277,9 +280,11 @@ def forward_step(runtime: Runtime) -> ForwardStep:
             if not chunk.vp_stage and is_first:
                 # Once per stage, because Megatron's counter divides by the number of stages.
                 runtime.step.counted_lengths += packed.counted_lengths
-        before_backward = None
+        before_backward = []
         if model.training and uses_noise(chunk.config):
-            before_backward = number_tokens(runtime, packed, chunk.config)
+            before_backward.append(number_tokens(runtime, packed, chunk.config))
+        if model.training and balances_documents(chunk.config):
+            before_backward.append(route_by_document(runtime, packed, index, chunk))
         packed = packed.to(runtime.device)
         output = model(
             packed.tokens[None] if chunk.pre_process else None,
@@ -297,8 +302,8 @@ def forward_step(runtime: Runtime) -> ForwardStep:
             ),
             padding_mask=padding_mask(packed, model),
         )
-        if before_backward is not None and output.requires_grad:
-            output.register_hook(before_backward)
+        for hook in before_backward if output.requires_grad else ():
+            output.register_hook(hook)
         if model.training and output.requires_grad:
             output.register_hook(lambda _: runtime.parts.clock.mark("backward", index))
         return output, partial(sum_of_losses, packed)

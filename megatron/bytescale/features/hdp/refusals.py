@@ -72,9 +72,11 @@ REFUSALS = (
            "different numbers of tokens, and allgather needs equal numbers",
            equals("moe_token_dispatcher_type", "allgather")
            & where(ExpertSizes, lambda sizes: ranks_that_share_experts(sizes) > 1)),
-    refuse("--moe-router-load-balancing-type", "hdp", "use aux_loss or none, and --moe-router-enable-expert-bias if "
-           "wanted: the others need statistics of whole documents or of all ranks within a layer",
-           given("num_experts") & where(Balancing, lambda balancing: balancing.is_beyond("aux_loss", "none"))),
+    refuse("--moe-router-load-balancing-type", "hdp", "use aux_loss, seq_aux_loss, global_aux_loss or none, and "
+           "--moe-router-enable-expert-bias if wanted: sinkhorn and quantile_balancing choose a token's experts by the "
+           "other tokens of its micro-batch, so the choice would depend on the plan",
+           given("num_experts") & where(Balancing, lambda balancing: balancing.is_beyond(
+               "aux_loss", "seq_aux_loss", "global_aux_loss", "none"))),
     refuse("--moe-expert-capacity-factor", "hdp", "remove it: the dropped tokens would depend on the plan",
            chosen("moe_expert_capacity_factor")),
     refuse("--overlap-moe-expert-parallel-comm", "hdp", "remove it: it runs its own schedule, without planned steps"),

@@ -15,9 +15,9 @@ REFUSALS = (
     refuse("--delay-wgrad-compute", "slices", "remove it: it pairs forward and backward passes in another order"),
     refuse("--overlap-param-gather-with-optimizer-step", "slices", "give --overlap-param-gather alone"),
     refuse("--moe-router-load-balancing-type of slices", "slices", "use aux_loss, seq_aux_loss or none, and "
-                  "--moe-router-enable-expert-bias if wanted: the others choose or weight experts by statistics that a "
-                  "slice does not have",
-           given("num_experts")
+           "--moe-router-enable-expert-bias if wanted; global_aux_loss needs --hybrid-data-parallel, as Megatron's "
+           "own depends on the order of micro-batches, and the others choose experts by tokens outside the slice",
+           given("num_experts") & ~given("hybrid_data_parallel")
            & where(Balancing, lambda balancing: balancing.is_beyond("aux_loss", "seq_aux_loss", "none"))),
     refuse("--moe-expert-capacity-factor", "slices", "remove it: the dropped tokens would depend on the slices",
            chosen("moe_expert_capacity_factor")),

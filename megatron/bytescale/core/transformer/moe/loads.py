@@ -107,11 +107,17 @@ class _Ctx(torch.autograd.function.FunctionCtx):
 
 
 class GradientOfScores(torch.autograd.Function):
-    """A scalar placeholder for the loss: 0 in the forward pass; backward gives all tokens' scores the same gradient."""
+    """A scalar placeholder for the loss: 0 in the forward pass; the gradient is made in the backward pass."""
 
     @staticmethod
     def forward(ctx: _Ctx, scores: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return 0. ``scores``: [tokens, columns]. ``make``: returns the gradient [columns] in the backward pass."""
+        """Return 0.
+
+        Args:
+            ctx: torch's context.
+            scores: scores of each token, [tokens, columns].
+            make: returns their gradient, [columns] if it is the same for all tokens, or [tokens, columns].
+        """
         ctx.shape, ctx.make = scores.shape, make
         return scores.new_zeros(())
 

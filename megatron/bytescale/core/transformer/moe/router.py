@@ -3,14 +3,20 @@
 Under hybrid data parallelism micro-batches differ in size and number, and some contain padding. So each loss is a mean
 over all T tokens of the step::
 
-    aux_loss   1/T sum over micro-batches m of  T_m E sum_i f_i P_i     f, P over the T_m tokens that one rank (with its
-                                                                        tensor-parallel group) routes in m
-    z_loss     1/T sum over tokens of  logsumexp(logits)^2              independent of the plan
+    aux_loss          1/T sum over micro-batches m of T_m E sum_i f_i P_i
+                      f, P over the T_m tokens that one rank (with its tensor-parallel group) routes in m
+    seq_aux_loss      1/T sum over documents d of T_d E sum_i f_i P_i
+                      f, P over the T_d tokens of d, on all ranks and in all slices (``document_loads.py``)
+    global_aux_loss   E sum_i f_i P_i
+                      P over the step, f over the step before (``step_loads.py``)
+    z_loss            1/T sum over tokens of logsumexp(logits)^2
+
+Only the first depends on the plan.
 
 Megatron divides all gradients of a step by its number of labels. A step may have few labels (only answers) or none
 (documents of one token). So sums over tokens are multiplied by the step's labels / T (``StepState.label_shares``), and
 a coefficient has the same effect with every loss mask.
-Both losses, and the loads that update the expert bias, ignore padding. Megatron computes the same with
+All losses, and the loads that update the expert bias, ignore padding. Megatron computes the same with
 ``--calculate-per-token-loss``, except for padding. There a micro-batch of padding divides by zero (here it adds
 nothing), padding on some of the tensor-parallel ranks changes the weight of tokens (here it does not), and the mask of
 the expert bias does not match the shape of the routing map. The logged values are means over the tokens of the step,
@@ -32,8 +38,9 @@ from megatron.core.utils import unwrap_model
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from megatron.bytescale.core.transformer.document_dropout import jitter
-from megatron.bytescale.core.transformer.moe.loads import SliceLoad
+from megatron.bytescale.core.transformer.moe.loads import GradientOfScores, SliceLoad
 from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter
+from megatron.bytescale.core.transformer.moe.step_loads import LAST, count_choices, shares_of_last_step
 
 
 class DocumentRouter(SliceRouter):
@@ -58,10 +65,11 @@ class DocumentRouter(SliceRouter):
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         coefficient = self.get_aux_loss_coeff("aux_loss")
-        if coefficient == 0:
+        in_slices = self.runtime.step.expert_loads is not None
+        if coefficient == 0 or not (in_slices or torch.is_grad_enabled()):
             return probs
         assert with_padding_mask, f"{with_padding_mask=}"
-        if self.runtime.step.expert_loads is not None:
+        if in_slices:
             return self.attach(
                 probs,
                 self.balanced("aux_loss", scores_for_aux_loss, routing_map, True),
@@ -84,6 +92,50 @@ class DocumentRouter(SliceRouter):
         self._record("load_balancing_loss", loss)
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient * self.labels_per_token)
 
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Attach the balancing loss of each document (``document_loads.py``); shapes as in ``SliceRouter.balanced``."""
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient == 0:
+            return probs
+        assert with_padding_mask, f"{with_padding_mask=}"
+        routed, comm = self.runtime.step.routed, self.runtime.parts.comm
+        assert routed is not None and comm is not None, f"{routed=} {comm=}"
+        documents = routed.loads
+        complete = documents.add(self, routed, scores, chosen)
+        loads = documents.routers[self]
+        if complete is not None:
+            documents.share(loads, self.tp_cp_group, comm, comm.rank)
+            self._record("seq_load_balancing_loss", (documents.weights(loads, self.topk) * loads.scores).sum())
+            loads.scores = None
+
+        def gradient() -> torch.Tensor:
+            weights = documents.weights(loads, self.topk) * (coefficient * self.labels_per_token)
+            return weights[routed.documents]
+
+        scalar: torch.Tensor = GradientOfScores.apply(scores, gradient)
+        return MoEAuxLossAutoScaler.apply(probs, scalar)
+
+    def _apply_global_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        """Attach the balancing loss of all ranks (``step_loads.py``); shapes as in ``SliceRouter.balanced``."""
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        assert with_padding_mask, f"{with_padding_mask=}"
+        count_choices(self, chosen)
+        loss = self.num_experts * (scores.sum(0) * shares_of_last_step(self)).sum()
+        self._record("global_load_balancing_loss", loss)
+        return MoEAuxLossAutoScaler.apply(probs, loss * coefficient * self.labels_per_token)
+
     @property
     def labels_per_token(self) -> torch.Tensor | float:
         """The ratio of the labels of the step to its tokens, over all ranks: a scalar."""
@@ -98,6 +150,12 @@ class DocumentRouter(SliceRouter):
         loss = z_loss_func(logits.float(), 1.0, padding_mask=padding_mask) * (~padding_mask).sum()
         self._record("z_loss", loss)
         return MoEAuxLossAutoScaler.apply(logits, loss * coefficient * self.labels_per_token)
+
+    def _load_from_state_dict(self, state: dict[str, torch.Tensor], prefix: str, *args: object) -> None:
+        """Load the router. Checkpoints of runs without ``global_aux_loss`` have no loads of a step before."""
+        if hasattr(self, LAST):
+            state.setdefault(prefix + LAST, getattr(self, LAST))
+        super()._load_from_state_dict(state, prefix, *args)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         if padding_mask is not None:  # Megatron's own mask has another shape in some versions

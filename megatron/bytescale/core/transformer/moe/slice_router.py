@@ -63,11 +63,13 @@ class SliceRouter(TopKRouter):
         """Route tokens as Megatron does: logits [rows, b, experts] -> probabilities and map, both [tokens, experts].
 
         Megatron skips auxiliary losses in a forward pass without gradients. If the layer will be recomputed, the first
-        backward pass still needs the loads of all slices, so this method records them.
+        backward pass still needs the loads of all slices and ranks, so this method records them.
         """
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         is_recomputed_later = self.training and not torch.is_grad_enabled()
-        if is_recomputed_later and self.runtime.step.expert_loads is not None and self.is_aux_loss_enabled():
+        step = self.runtime.step
+        has_loads = step.expert_loads is not None or step.routed is not None
+        if is_recomputed_later and has_loads and self.is_aux_loss_enabled():
             num_rows, batch = logits.shape[:2]
             mask = None if padding_mask is None else padding_mask.reshape(-1)
             chosen, scores = compute_routing_scores_for_aux_loss(

@@ -122,6 +122,53 @@ def test_padding_has_no_part() -> None:
     run_ranks(padding_and_none, 1)
 
 
+def losses_of_documents_and_steps(rank: int, world: int) -> None:
+    """One document: Megatron's loss of a sequence. Two steps: the second step's loss has the choices of the first."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+
+    from megatron.bytescale.core.transformer.moe.document_loads import DocumentLoads, RoutedRows
+    from megatron.bytescale.core.transformer.moe.step_loads import add_step_loads, sum_step_loads
+
+    init_num_microbatches_calculator(0, None, 6, 1, 3)
+    group: Any = dist.group.WORLD
+    documents = {"moe_router_load_balancing_type": "seq_aux_loss"}
+    expected = gradient(build("stock", group, **documents), rows(NUM_TOKENS), None)
+    router = build("ours", group, **documents)
+    router.runtime.add_parts(comm=SimpleNamespace(rank=0))
+    loads = DocumentLoads(torch.tensor([float(NUM_TOKENS)]), (), 1)
+    router.runtime.step.routed = RoutedRows(loads, 0, torch.zeros(10, dtype=torch.int64))
+    mask = torch.arange(10) >= NUM_TOKENS
+    with torch.no_grad():  # the first pass of a recomputed layer counts
+        router(rows(10), mask[:, None])
+    torch.testing.assert_close(gradient(router, rows(10), mask), expected)
+    assert set(logged(router)) == {"seq_load_balancing_loss", "z_loss"}
+
+    router = build("ours", group, moe_router_load_balancing_type="global_aux_loss")
+    router.config.moe_z_loss_coeff = None
+    assert add_step_loads([router])
+    assert not router.last_step_loads.any()
+    assert torch.allclose(gradient(router, rows(10), mask), torch.zeros(()), atol=1e-6), "even shares have no gradient"
+    assert logged(router)["global_load_balancing_loss"] == pytest.approx(6.0)
+    router.zero_grad()
+    parallel_state.get_tensor_and_data_parallel_group = lambda **_: group
+    sum_step_loads(lambda model: None)([router])
+    chosen, scores = compute_routing_scores_for_aux_loss(router.gating(rows(NUM_TOKENS))[:, 0], 2, "softmax")
+    assert torch.equal(router.last_step_loads, chosen.sum(0))
+    assert not router.running_step_loads.any()
+    loss = AUX * NUM_EXPERTS * (scores.sum(0) * chosen.sum(0) / chosen.sum()).sum()
+    (expected,) = torch.autograd.grad(loss, router.weight)
+    torch.testing.assert_close(gradient(router, rows(10), mask), expected)
+    state = router.state_dict()
+    assert state.pop("last_step_loads").dtype == torch.int64
+    router.load_state_dict(state)  # of a run with another loss
+
+
+def test_losses_of_documents_and_of_steps() -> None:
+    run_ranks(losses_of_documents_and_steps, 1)
+
+
 def padding_on_one_rank(rank: int, world: int) -> None:
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
