@@ -76,6 +76,8 @@ def loss_and_gradient(args: Any) -> tuple[list[Any], RunConfig, Any, tuple[float
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
     from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
     from megatron.bytescale.core.transformer.dot_product_attention import sample_layout
+    from megatron.bytescale.core.transformer.moe.document_loads import DocumentLoads, RoutedRows
+    from megatron.bytescale.core.transformer.moe.step_loads import add_step_loads
     from megatron.bytescale.runtime import Runtime
 
     global_vars._GLOBAL_ARGS = args
@@ -83,7 +85,8 @@ def loss_and_gradient(args: Any) -> tuple[list[Any], RunConfig, Any, tuple[float
     runtime = Runtime.of(run)
     window, head_dim = run.shape.window, run.shape.head_dim
     kernel = choose_kernel(torch.device("cpu"), torch.float32, head_dim, None, windows=window is not None)[0]
-    runtime.add_parts(kernel=kernel)
+    comm: Any = SimpleNamespace(rank=0)
+    runtime.add_parts(kernel=kernel, comm=comm)
     configurations = configurations_of(args)
     config: Any = configurations[0]
     config.transformer_layer_spec, config.vocab_size = document_layer_spec(runtime), VOCAB
@@ -93,6 +96,9 @@ def loss_and_gradient(args: Any) -> tuple[list[Any], RunConfig, Any, tuple[float
     num_microbatches_calculator.init_num_microbatches_calculator(0, None, 8, 1, 1)
     batch: Any = SimpleNamespace(num_tokens=NUM_TOKENS)
     runtime.step.batch = batch
+    documents = DocumentLoads(torch.tensor([float(NUM_TOKENS)]), (), 1)
+    runtime.step.routed = RoutedRows(documents, 0, torch.zeros(NUM_TOKENS, dtype=torch.int64))
+    add_step_loads([model])
     tokens, labels = torch.randint(0, VOCAB, (2, 1, NUM_TOKENS), generator=torch.Generator().manual_seed(5))
     layouts = [sample_layout(NUM_TOKENS, 1, limit) for limit in (None, window)]
     params = DocumentSeqParams(positions=torch.arange(NUM_TOKENS), layout=layouts[0], window_layout=layouts[1])
