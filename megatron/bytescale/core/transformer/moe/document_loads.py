@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.parallel.upload import upload
@@ -125,6 +126,12 @@ class DocumentLoads:
         for indices, received in arriving:
             loads.tokens.index_add_(0, indices, received.sum(0, dtype=torch.int32))
 
+    def take_loss(self, loads: RouterLoads, topk: int) -> torch.Tensor:
+        """Return this rank's part of T L, a scalar, and free the sums of scores."""
+        scores, loads.scores = loads.scores, None
+        assert scores is not None, "the loss is taken once"
+        return (self.weights(loads, topk) * scores).sum()
+
     def weights(self, loads: RouterLoads, topk: int) -> torch.Tensor:
         """Return E n_di / (k T_d), the gradient of T L with respect to scores: float32 [documents, experts]."""
         return loads.tokens * (loads.tokens.shape[-1] / topk / self.lengths)[:, None]
@@ -178,7 +185,7 @@ def route_by_document(
         unfinished[key] = DocumentLoads.of(shards, step.lengths, num_slices, runtime.device)
     loads = unfinished.pop(key) if slice_index == num_slices - 1 else unfinished[key]
     documents = documents_of_rows(packed, shards)
-    if chunk.config.sequence_parallel:
+    if get_model_config(chunk).sequence_parallel:
         documents = documents.chunk(parallel_state.get_tensor_model_parallel_world_size())[
             parallel_state.get_tensor_model_parallel_rank()
         ]

@@ -113,8 +113,7 @@ class DocumentRouter(SliceRouter):
         loads = documents.routers[self]
         if complete is not None:
             documents.share(loads, self.tp_cp_group, comm, comm.rank)
-            self._record("seq_load_balancing_loss", (documents.weights(loads, self.topk) * loads.scores).sum())
-            loads.scores = None
+            self._record("seq_load_balancing_loss", documents.take_loss(loads, self.topk))
 
         def gradient() -> torch.Tensor:
             weights = documents.weights(loads, self.topk) * (coefficient * self.labels_per_token)

@@ -51,7 +51,7 @@ def count_choices(router: torch.nn.Module, chosen: torch.Tensor) -> None:
 
 
 def sum_step_loads(original: Callable[..., object]) -> Callable[..., object]:
-    """Wrap ``finalize_model_grads_func``: make the counts of the running step those of the step before.
+    """Wrap ``finalize_model_grads_func``: store the counts of the running step for the next step.
 
     Collective on all processes of a stage: one all-reduce of int64 [routers, experts].
     """
