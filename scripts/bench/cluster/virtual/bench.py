@@ -20,7 +20,7 @@ from scripts.bench.cluster.virtual.replay import model_steps
 from scripts.bench.cluster.virtual.times import planned_cost
 from scripts.bench.progress import progress
 
-LINKS: Final = (PLANNED_GBPS, 100.0)
+LINKS: Final = (PLANNED_GBPS, 200.0, 100.0)
 """Gbit/s of each device between nodes."""
 
 type CaseResult = dict[str, dict[str, Any]]
