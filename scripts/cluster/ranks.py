@@ -108,6 +108,9 @@ def preload() -> None:
         "training.profile",
     ):
         importlib.import_module(f"megatron.bytescale.{name}")
+    importlib.import_module(
+        "megatron.core.tokenizers.text"
+    )  # transformers and torch's compiler: half of a rank's start
     gc.collect()
     gc.freeze()  # garbage collection in ranks neither visits nor copies these objects
 

@@ -41,7 +41,7 @@ class StepTimes:
 
     Attributes:
         lengths: recorded tokens of its documents.
-        seconds: from its begin to its end, on the last rank.
+        seconds: time from its begin to its end, on the last rank.
         by_kind: mean seconds of a rank by ``KINDS``.
     """
 
@@ -335,8 +335,8 @@ def ring_flows(members: Sequence[int], size: float, links: Links) -> list[tuple[
 def model_steps(programs: Programs, times: ModelTimes, links: Links) -> tuple[StepTimes, ...]:
     """Return the times of all steps.
 
-    A stage of more than ``MOST_REPEATS`` equal layers is replayed with half and with all of so many layers, and their
-    difference is extended to the other layers.
+    A stage of more than ``MOST_REPEATS`` equal layers is replayed with ``MOST_REPEATS`` layers and with half of them.
+    The difference of the two times is extended to the other layers.
     """
     if times.repeats <= MOST_REPEATS:
         return tuple(Replay(programs, times, links).steps)

@@ -34,7 +34,7 @@ class DeviceTimes:
 
     Attributes:
         name: name of the device.
-        source: where the timings are from.
+        source: origin of the timings.
         attention_flops: FLOP/s of causal attention over the computed pairs, in bfloat16.
         attention_token: seconds of an attention kernel for a query and a number of its heads.
         attention_start: seconds of an attention kernel without queries.

@@ -21,7 +21,11 @@ from tests.bench.cluster.virtual.samples import MODEL, RECORDED
 
 
 @pytest.mark.parametrize(("keys", "is_causal"), [((5, 1, 9), True), ((4, 7, 3), False)])
-def test_the_kernel_of_recordings_equals_the_reference(keys: tuple[int, ...], is_causal: bool) -> None:
+@pytest.mark.parametrize("rows", [2, 6, 15])
+def test_the_kernel_of_recordings_equals_the_reference(
+    keys: tuple[int, ...], is_causal: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.bench.cluster.virtual.dense.ROWS", rows)
     cu_q, cu_k = CuSeqlens.of_lengths([5, 1, 9]), CuSeqlens.of_lengths(keys)
     block = AttentionBlock(cu_q, cu_k, is_causal, 0.25)
     generator = torch.Generator().manual_seed(0)
