@@ -141,7 +141,12 @@ def refusal_rows() -> Iterator[str]:
 
 def commands_page() -> str:
     """Return the page of the subcommands of ``bytescale``."""
-    parts = [f"# Commands\n\n{DO_NOT_EDIT}\nThe same text as `bytescale COMMAND --help`.\n"]
+    parts = [
+        f"# Commands\n\n{DO_NOT_EDIT}\n"
+        "The same text as `bytescale COMMAND --help`. In the examples `$MODEL_FLAGS` stands for Megatron's flags of a\n"
+        "model, such as `--num-layers 32 --hidden-size 4096`, and `$TRAINING_FLAGS` for all words after\n"
+        "`pretrain_gpt_hdp.py`.\n"
+    ]
     return "\n".join([*parts, *sections_of(cli.parser())])
 
 
