@@ -124,6 +124,27 @@ def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
+def connect_stages(device: torch.device) -> None:
+    """Connect neighbouring stages, the last and the first too, for messages that Megatron sends one by one.
+
+    NCCL has a communicator for each pair of ranks and group then. With two stages Megatron takes the group of all
+    processes for one of the two directions. The members of a pipeline call it together.
+    """
+    if device.type != "cuda":
+        return
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages = dist.get_process_group_ranks(group)
+    pairs = {tuple(sorted(pair)) for pair in zip(stages, [*stages[1:], stages[0]], strict=True)}
+    for pair in sorted(pairs):  # the same order on all processes
+        if dist.get_rank() in pair:
+            for shared in (group, dist.group.WORLD) if len(stages) == 2 else (group,):
+                first, second = pair
+                number, is_first = torch.zeros(1, device=device), dist.get_rank() == first
+                work = dist.isend(number, second, shared) if is_first else dist.irecv(number, first, shared)
+                assert work is not None, "this process is in the group"
+                work.wait()
+
+
 def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.device) -> list[torch.nn.Module]:
     """Hook in ``ModelConfig.post_wrap_hooks``: connect Megatron's groups that steps use. Collective, all processes.
 
@@ -151,6 +172,8 @@ def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.d
     if config.pipeline_model_parallel_size > 1 and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
         groups.append(parallel_state.get_embedding_group())
     connect(groups, device)
+    if config.pipeline_model_parallel_size > 1 and not config.batch_p2p_comm:
+        connect_stages(device)
     return model_chunks
 
 
