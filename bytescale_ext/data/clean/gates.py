@@ -18,6 +18,7 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 
 from bytescale_ext.data.clean.languages import has_common_words, script_of
+from bytescale_ext.data.clean.own import OwnSteps
 from bytescale_ext.data.clean.personal import PersonalData
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
@@ -70,7 +71,7 @@ def quality_filter(name: str, letters: int = 1, script: str = "LATIN") -> BaseFi
 
 
 class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Drops documents that a filter of their source rejects, then masks personal data."""
+    """Drops documents by their keys, by the filters of their source and by own steps, then masks personal data."""
 
     name = "gate"
     type = "filter"
@@ -79,14 +80,16 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
         super().__init__()
         self.tallies = tallies
         self.filters = {source.name: source.filters if "filters" in recipe.steps else () for source in recipe.sources}
+        self.keep = {source.name: source.keep for source in recipe.sources}
+        self.own = recipe.own
         self.mask = PersonalData() if "pii" in recipe.steps else None
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents that pass the filters, with masked text."""
-        tally = Tally()
+        tally, own = Tally(), OwnSteps(self.own)
         for document in data:
             source = str(document.metadata["source"])
-            rule = self.refusal(document, source)
+            rule = self.refusal(document, source) or own.refusal(document)
             if rule is not None:
                 tally.add(source, f"filter {rule}", num_bytes=len(document.text.encode("utf-8", "surrogatepass")))
                 tally.example(f"filter {rule}", document.id, document.text)
@@ -96,7 +99,11 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
         tally.save(self.tallies / f"filter-{rank:05d}.json")
 
     def refusal(self, document: Document, source: str) -> str | None:
-        """Return ``filter: rule`` of the first filter that rejects a document, or None."""
+        """Return ``filter: rule`` of the first condition or filter that rejects a document, or None."""
+        keys = document.metadata.get("keys", {})
+        for condition in self.keep[source]:
+            if not condition.is_met(keys):
+                return f"keep: {condition.key}"
         names = self.filters[source]
         kind = (letters_per_word(document.text), script_of(document.text)) if names else ()
         for name in names:

@@ -23,6 +23,55 @@ _DEFAULT_TASKS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """Condition for a key of a document. A document without the key does not meet it.
+
+    Attributes:
+        key: key or column, such as url, date or language.
+        values: values of the key that are kept; empty: all between ``least`` and ``most``.
+        least, most: smallest and largest value, both numbers or both texts (dates in ISO format); None: no limit. A
+            text that begins with ``most`` is kept, so "2024" includes all days of 2024.
+    """
+
+    key: str
+    values: tuple[str | int | float | bool, ...] = ()
+    least: str | float | None = None
+    most: str | float | None = None
+
+    def is_met(self, keys: Mapping[str, object]) -> bool:
+        """Return whether a document with these keys meets the condition."""
+        value = keys.get(self.key)
+        if self.values:
+            return value in self.values
+        return (self.least is None or _is_ordered(self.least, value)) and (
+            self.most is None
+            or _is_ordered(value, self.most)
+            or (isinstance(value, str) and value.startswith(str(self.most)))
+        )
+
+
+def _is_ordered(first: object, second: object) -> bool:
+    """Return whether two numbers or two texts are in ascending order."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first <= second
+    is_pair = isinstance(first, (int, float)) and isinstance(second, (int, float))
+    return is_pair and first <= second  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStep:
+    """A step of one's own.
+
+    Attributes:
+        use: ``package.module:name`` or ``path/to/file.py:name`` of a function or of a step of datatrove.
+        options: further arguments, by name.
+    """
+
+    use: str
+    options: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """One source of documents.
 
@@ -32,6 +81,7 @@ class Source:
         format: one of ``FORMATS``.
         glob: pattern of the files in a folder.
         filters: some of ``FILTERS``; a document that a filter rejects is dropped.
+        keep: conditions; a document that does not meet all of them is dropped.
     """
 
     name: str
@@ -39,6 +89,7 @@ class Source:
     format: str
     glob: str
     filters: tuple[str, ...]
+    keep: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +110,7 @@ class Recipe:
         max_weight: largest weight of a document that represents many.
         sentences: number of consecutive sentences that are removed if they are repeated elsewhere.
         min_words: smallest number of words of these sentences together.
+        own: own steps, which run after the filters.
     """
 
     sources: tuple[Source, ...]
@@ -74,6 +126,7 @@ class Recipe:
     max_weight: float = 3.0
     sentences: int = 3
     min_words: int = 12
+    own: tuple[OwnStep, ...] = ()
 
     def fingerprint(self) -> str:
         """Return a hash of the recipe and of the names, sizes and modification times of its files."""
@@ -99,12 +152,16 @@ def read_recipe(path: Path | None, inputs: Sequence[str], overrides: Mapping[str
     tables = [_named(words) for words in inputs] or in_file
     if not isinstance(tables, list) or not tables:
         raise ValueError("no sources: give --input NAME=PATH, or [[source]] tables in --recipe")
-    known = {field.name for field in dataclasses.fields(Recipe)} - {"sources"}
+    own = values.pop("step", [])
+    known = {field.name for field in dataclasses.fields(Recipe)} - {"sources", "own"}
     unknown = sorted(values.keys() - known)
     if unknown:
-        raise ValueError(f"{path}: no setting {unknown[0]} (there are {', '.join(sorted(known))}, filters, [[source]])")
+        raise ValueError(
+            f"{path}: no setting {unknown[0]} (there are {', '.join(sorted(known))}, filters, [[source]], [[step]])"
+        )
     sources = tuple(_source(table, filters) for table in tables)
     values["steps"] = tuple(_strings("steps", values.get("steps", STEPS), STEPS))
+    values["own"] = tuple(_own(table) for table in (own if isinstance(own, list) else [own]))
     recipe = Recipe(sources, **values)  # type: ignore[arg-type]  # _check refuses values of wrong types
     _check(recipe)
     if "tasks" not in values:
@@ -157,7 +214,7 @@ def _named(words: str) -> dict[str, object]:
 def _source(table: object, filters: object) -> Source:
     if not isinstance(table, dict) or not {"name", "path"} <= table.keys():
         raise ValueError("[[source]]: give name and path")
-    unknown = sorted(table.keys() - {"name", "path", "format", "glob", "filters"})
+    unknown = sorted(table.keys() - {"name", "path", "format", "glob", "filters", "keep"})
     if unknown:
         raise ValueError(f"source {table['name']}: no setting {unknown[0]}")
     name, path = str(table["name"]), str(table["path"])
@@ -168,7 +225,35 @@ def _source(table: object, filters: object) -> Source:
     if kind not in FORMATS:
         raise ValueError(f"source {name}: no format {kind} (there are {', '.join(FORMATS)})")
     names = _strings(f"source {name}: filters", table.get("filters", filters), FILTERS)
-    return Source(name, path, kind, str(table.get("glob", _GLOBS[kind])), tuple(names))
+    keep = _conditions(name, table.get("keep", {}))
+    return Source(name, path, kind, str(table.get("glob", _GLOBS[kind])), tuple(names), keep)
+
+
+def _conditions(source: str, table: object) -> tuple[Condition, ...]:
+    """Return the conditions of a source. Raises ValueError for other than lists and ranges of values."""
+    if not isinstance(table, dict):
+        raise ValueError(f'source {source}: keep: give a table such as {{ language = ["en"] }}')
+    conditions = []
+    for key, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(each, (str, int, float)) for each in value):
+            conditions.append(Condition(key, tuple(value)))
+            continue
+        is_range = isinstance(value, dict) and value and value.keys() <= {"least", "most"}
+        if not is_range or len({isinstance(limit, str) for limit in value.values()}) != 1:
+            raise ValueError(
+                f"source {source}: keep: {key}: give a list of values, or numbers or texts as least and most, such as "
+                '{ least = "2020", most = "2024" }'
+            )
+        conditions.append(Condition(key, (), value.get("least"), value.get("most")))
+    return tuple(conditions)
+
+
+def _own(table: object) -> OwnStep:
+    """Return an own step. Raises ValueError for a table without ``use``."""
+    if not isinstance(table, dict) or not isinstance(table.get("use"), str) or ":" not in table["use"]:
+        raise ValueError('[[step]]: give use = "package.module:name" or use = "path/to/file.py:name"')
+    options = {key: value for key, value in table.items() if key != "use"}
+    return OwnStep(table["use"], tuple(options.items()))
 
 
 def _strings(setting: str, values: object, known: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from bytescale_ext.data.clean.gates import DocumentFilter, quality_filter
 from bytescale_ext.data.clean.languages import has_common_words, script_of
-from bytescale_ext.data.clean.personal import ADDRESS, ADDRESS_6, EMAIL, PersonalData
+from bytescale_ext.data.clean.personal import ADDRESS, ADDRESS_6, EMAIL, KEY, PHONE, PersonalData
 from bytescale_ext.data.clean.recipe import FILTERS, Recipe, Source
 from bytescale_ext.data.clean.words import letters_per_word
 from tests.data.cleaning import document, run_steps, told
@@ -102,7 +102,36 @@ def test_addresses_in_any_script(text: str) -> None:
     assert PersonalData().masked(text) == MASKED[text]
 
 
+PHONES = {
+    "Call +49 89 1234567 or (415) 555-2671.": f"Call {PHONE} or {PHONE}.",
+    "Tel: 030/123456-78, Fax 030 1234579": f"Tel: {PHONE}, Fax {PHONE}",
+    "电话：010-12345678。手机13912345678吧": f"电话：{PHONE}。手机{PHONE}吧",
+    "ring 415-555-2671 or 0049 89 1234567": f"ring {PHONE} or {PHONE}",
+    "2024-05-06, 12:30:45, 3.14159265358979": "2024-05-06, 12:30:45, 3.14159265358979",
+    "ISBN 978-3-16-148410-0, 1990-2000, 1,234,567,890": "ISBN 978-3-16-148410-0, 1990-2000, 1,234,567,890",
+    "x = a +1234 - 1234567890123; call 12 people": "x = a +1234 - 1234567890123; call 12 people",
+}
+KEYS = {
+    "id AKIAIOSFODNN7EXAMPLE;": f"id {KEY};",
+    "ghp_" + 18 * "a1" + " of " + "hf_" + 17 * "bC": f"{KEY} of {KEY}",
+    'api_key: "abcd1234efgh5678ijkl90"': f'api_key: "{KEY}"',
+    "client_secret = 'changeme'": "client_secret = 'changeme'",
+    "a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\nab+/=\n-----END RSA PRIVATE KEY-----\nb": f"a\n{KEY}\nb",
+    "-----BEGIN PUBLIC KEY-----\nMIIE\n-----END PUBLIC KEY-----": (
+        "-----BEGIN PUBLIC KEY-----\nMIIE\n-----END PUBLIC KEY-----"
+    ),
+    "a sk-learn and eyJust.text": "a sk-learn and eyJust.text",
+}
+
+
+@pytest.mark.parametrize("text", PHONES | KEYS)
+def test_phone_numbers_and_keys(text: str) -> None:
+    assert PersonalData().masked(text) == (PHONES | KEYS)[text]
+
+
 def test_long_lines_without_addresses_take_no_time() -> None:
+    for text in ("1" * 200_000, "1 " * 100_000, "tel " * 50_000, "12.34-" * 40_000, "api_key='" * 20_000):
+        assert PersonalData().masked(text) == text
     for text in ("a" * 200_000 + "@", "a.b-" * 50_000 + "@ x", "联" * 100_000 + " @"):
         assert PersonalData().masked(text) == text
 

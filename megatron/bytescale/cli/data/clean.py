@@ -80,10 +80,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--tokenizer-type needs --tokenize")
     done = begin(finish)
     if not done:
+        from bytescale_ext.data.clean.own import check_own_steps
         from bytescale_ext.data.clean.readers import check_packages
         from bytescale_ext.data.clean.stages import run_stages, stages_of
 
         check_packages(recipe)
+        check_own_steps(recipe)
         run_stages(stages_of(recipe, finish.work, finish), finish.work, where)
         if args.executor == "slurm" and not (args.output / "report.json").exists():
             print(f"submitted; the last job writes {args.output / 'report.json'}")
