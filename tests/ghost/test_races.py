@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +34,36 @@ OWN_STREAMS = [case for case in CASES if case.name in NAMES]
 IN_THE_ENGINE = "core/distributed/distributed_data_parallel.py"
 
 
+class Late:
+    """Stands for a pool of threads whose work runs as late as it may: when its result is needed.
+
+    A thread that happens to be early would order accesses that nothing else orders, and hide a race.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        assert num_threads == 1, "one thread keeps the order of its work"
+
+    def submit(self, work: Callable[..., None], *args: object) -> Late.Result:
+        return Late.Result(partial(work, *args))
+
+    @dataclass
+    class Result:
+        """Work that runs once."""
+
+        work: Callable[[], None] | None
+
+        def result(self) -> None:
+            work, self.work = self.work, None
+            if work is not None:
+                work()
+
+
 def train_watched(mutant: Mutant | None) -> None:
     """Entry that prints the races of a training."""
+    import bytescale_ext.states.gradients
     from tests.ghost.races import watch
 
+    vars(bytescale_ext.states.gradients)["ThreadPoolExecutor"] = Late
     if mutant is not None:
         mutant.install()
     detector = watch()
