@@ -9,10 +9,10 @@ import torch
 
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import Kernel
-from bytescale_ext.attention.latent import Expansion
+from bytescale_ext.attention.latent import Expansion, Halves
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.rows import Rows
-from bytescale_ext.attention.travel import ForwardResult, Keys
+from bytescale_ext.attention.travel import ForwardResult, Keys, like
 from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
 type Exchanges[Result] = Generator[Pending, None, Result]
@@ -29,15 +29,15 @@ class Backend:
         scale: factor of the scores, usually ``dim ** -0.5``.
         sink: attention sink of each head, ``[heads]`` (``sink.py``), or None. Kernels and passes ignore it;
             ``ring_attention`` and ``slice_attention`` join it to their result.
-        expansion: expansion of the latents that rings and slices have in place of keys and values (``latent.py``);
-            None for plain keys and values.
+        expansion: expansion of the latents, or of the halves of keys and values of different widths, that rings and
+            slices have in place of keys and values (``latent.py``); None for plain keys and values.
     """
 
     comm: Comm | None
     kernel: Kernel
     scale: float
     sink: torch.Tensor | None = None
-    expansion: Expansion | None = None
+    expansion: Expansion | Halves | None = None
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -55,14 +55,20 @@ class Backend:
             None if expansion is None or expansion.gradient is None else expansion.gradient.to(expansion.weight.dtype)
         )
 
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> None:
+    def value_dim(self, v: Keys) -> int:
+        """Return the width of one head of the values; ``v``: values or second halves, ``[tk, kv_heads, dim]``."""
+        return int(like(v).shape[2]) if self.expansion is None else self.expansion.value_dim
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int, *, travels: bool = False) -> None:
         """Raise ValueError unless ``q [num_rows, heads, dim]`` and ``k, v [num_rows, kv_heads, dim]`` fit each other.
 
-        With an expansion, ``k, v`` are the halves of latents, ``[num_rows, 1, half]``.
+        With an expansion, ``k, v`` are halves, ``[num_rows, kv_heads, half]``. ``travels``: keys and values share
+        messages, so that their heads must have one width.
         """
+        same = k.shape == v.shape if travels else k.shape[:2] == v.shape[:2]
         if self.expansion is not None:
             self.expansion.check((q, k, v), num_rows)
-        elif q.shape[0] != num_rows or k.shape != v.shape or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
+        elif q.shape[0] != num_rows or not same or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"ring attention over {num_rows} rows needs q [rows, heads, dim] and k, v [rows, kv_heads, dim]; "
                 f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
@@ -79,7 +85,7 @@ class Backend:
         return self.comm.exchange(sends, receives)
 
     def forward(self, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock) -> Output:
-        """Return ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of a block's queries over its keys.
+        """Return ``out [rows, heads, value_dim]`` and ``lse [heads, rows]`` of a block's queries over its keys.
 
         ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block selects rows.
         """
@@ -89,7 +95,7 @@ class Backend:
     def backward(self, dout: torch.Tensor, saved: ForwardResult, block: PlacedBlock) -> Gradients:
         """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.
 
-        ``dout``: ``[t, heads, dim]``.
+        ``dout``: ``[t, heads, value_dim]``.
         """
         rows, keys_and_values = block.queries, (block.keys.take(saved.k), block.keys.take(saved.v))
         block_out, block_lse = rows.take(saved.out), rows.take(saved.lse, dim=1)
@@ -100,7 +106,7 @@ class Backend:
         return dq, dk, dv
 
     def _expanded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[key rows, kv_heads, dim]``, expanded if they are the halves of latents."""
+        """Return keys and values ``[key rows, kv_heads, dim]``, expanded if they are halves."""
         return (k, v) if self.expansion is None else self.expansion.expand(k, v)
 
 

@@ -53,18 +53,19 @@ def ring_attention(
     Args:
         q: queries, ``[t, heads, dim]``; ``t == layout.num_rows``.
         k, v: keys and values, ``[t, kv_heads, dim]``, in the dtype of ``q``; ``heads`` is a multiple of ``kv_heads``.
-            Or the halves of latents (``latent.py``), which the backend expands.
+            Heads of values may have another width if the layout has no passes. Or halves (``latent.py``), which the
+            backend expands.
         layout: attention layout of this rank. The layouts of all members of a ring must come from the same plan.
         backend: kernel and communication.
 
     Returns:
-        ``[t, heads, dim]`` in the dtype of ``q``. Padding rows and their gradients are zero.
+        ``[t, heads, value_dim]`` in the dtype of ``q``. Padding rows and their gradients are zero.
 
     Raises:
         ValueError: the shapes or dtypes of the tensors do not fit the layout or each other.
         PeerLost: the connection to a peer is lost.
     """
-    backend.check(q, k, v, layout.num_rows)
+    backend.check(q, k, v, layout.num_rows, travels=bool(layout.all_passes))
     settings = (layout, backend)
     out: torch.Tensor = RingAttention.apply(  # type: ignore[no-untyped-call]  # torch's, without annotations
         q, k, v, settings, *backend.weights
@@ -135,11 +136,11 @@ def attention_forward(
         totals: Output | None = None
         for block in layout.local_blocks:
             totals = _joined(totals, q, (k, v), block, backend, q.dtype)
-        return totals or empty_output(q)
+        return totals or empty_output(q, value_dim=backend.value_dim(v))
     if (ring_pass := layout.whole_pass) is not None:
         out, lse = yield from _forward_pass(q, k, v, ring_pass, backend, _compute_nothing)
         return out.to(q.dtype), lse
-    out, lse = empty_output(q)
+    out, lse = empty_output(q, value_dim=backend.value_dim(v))
 
     def compute_local() -> None:
         for block in layout.local_blocks:
@@ -190,7 +191,7 @@ def _forward_pass(
         if arriving is not None:
             yield arriving
             travelling.arrive(hop + 1)
-    return totals or empty_output(q, accumulation_dtype(q.dtype))
+    return totals or empty_output(q, accumulation_dtype(q.dtype), backend.value_dim(v))
 
 
 def _joined(
@@ -209,7 +210,7 @@ def _joined(
     if totals is None and block.causal and block.queries.num_rows == len(q):
         out, lse = backend.forward(q, *keys, block)
         return out.to(dtype).contiguous(), lse.contiguous()
-    totals = totals or empty_output(q, dtype)
+    totals = totals or empty_output(q, dtype, backend.value_dim(keys[1]))
     _compute_block(totals, q, *keys, block, backend)
     return totals
 

@@ -188,7 +188,7 @@ def slice_attention(
         ValueError: the shapes or dtypes of the tensors do not fit the layout or each other.
         PeerLost: the connection to a peer is lost.
     """
-    backend.check(q, k, v, layout.num_rows)
+    backend.check(q, k, v, layout.num_rows, travels=True)
     settings = _Settings(prefix, layout, backend)
     out: torch.Tensor = SliceAttention.apply(  # type: ignore[no-untyped-call]  # torch's, without annotations
         q, k, v, settings, *backend.weights

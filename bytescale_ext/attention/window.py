@@ -32,7 +32,7 @@ def window_forward(
         meanwhile: function to call while the keys are in transit.
     """
     keys, values = yield from _pool(k, v, window_pass, backend, meanwhile)
-    out, lse = empty_output(q)
+    out, lse = empty_output(q, value_dim=backend.value_dim(v))
     for block in window_pass.blocks:
         block_out, block_lse = backend.forward(q, keys, values, block)
         block.queries.put_(out, block_out)

@@ -46,7 +46,10 @@ class LatentCase(Case):
 
     def backend(self, comm: Comm | None, name: str = "reference", dtype: torch.dtype = torch.float64) -> Backend:
         expansion = Expansion(self.weight().to(dtype), self.sizes, self.position_dim)
-        return dataclasses.replace(super().backend(comm, name, dtype), expansion=expansion)
+        plain = super().backend(comm, name, dtype)
+        widths = self.sizes[0] + self.position_dim, self.sizes[1]
+        kernel = plain.kernel if plain.kernel.takes(widths) else plain.kernel.with_padding(widths)
+        return dataclasses.replace(plain, expansion=expansion, kernel=kernel)
 
     def latents(self, seq: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(2000 + seq)
@@ -55,7 +58,9 @@ class LatentCase(Case):
 
     def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         q, _, _, dout = super().values(seq, dtype)
-        return q, *latent_halves(self.latents(seq).to(dtype)), dout
+        content_dim, value_dim = self.sizes
+        halves = latent_halves(self.latents(seq).to(dtype))
+        return q[..., : content_dim + self.position_dim], *halves, dout[..., :value_dim]
 
     def expected(self, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, ...]]:
         return [answer[:-1] for answer in expanded_answers(self)]
@@ -77,7 +82,6 @@ def expanded_answers(case: LatentCase) -> list[tuple[torch.Tensor, ...]]:
         shared = latents[:, None, case.key_rank :].expand(-1, case.heads, -1)
         k = torch.cat((expanded[..., : case.sizes[0]], shared), -1)
         v = expanded[..., case.sizes[0] :]
-        k, v = (torch.nn.functional.pad(one, (0, case.dim - one.shape[-1])) for one in (k, v))
         out = dense_attention(q, k, v, (length,), case.scale, case.window, case.sink())
         dq, of_latents, of_weight = torch.autograd.grad(out, leaves, dout)
         answers.append((out.detach(), dq, *latent_halves(of_latents), of_weight))

@@ -3,16 +3,18 @@
     forward(q, k, v, block)      -> out, lse
     backward(dout, saved, block) -> dq, dk, dv
 
-======================  ===========================  =========================================================
-tensors                 shape                        dtype
-======================  ===========================  =========================================================
-``q, out, dout, dq``    ``[tq, heads, dim]``         a dtype of the kernel
-``k, v, dk, dv``        ``[tk, kv_heads, dim]``      the same dtype; ``heads`` is a multiple of ``kv_heads``
-``lse``                 ``[heads, tq]``              ``accumulation_dtype``; natural log-sum-exp of the scores
-======================  ===========================  =========================================================
+=============  =============================  =========================================================
+tensors        shape                          dtype
+=============  =============================  =========================================================
+``q, dq``      ``[tq, heads, dim]``           a dtype of the kernel
+``k, dk``      ``[tk, kv_heads, dim]``        the same dtype; ``heads`` is a multiple of ``kv_heads``
+``v, dv``      ``[tk, kv_heads, value_dim]``  the same dtype
+``out, dout``  ``[tq, heads, value_dim]``     the same dtype
+``lse``        ``[heads, tq]``                ``accumulation_dtype``; natural log-sum-exp of the scores
+=============  =============================  =========================================================
 
-``tq`` and ``tk`` are the last offsets of the block. Tensors may be strided. A query without keys gets ``out`` 0 and
-``lse`` minus infinity.
+``value_dim`` is ``dim``, except in kernels that take other widths of values (``Kernel.takes``). ``tq`` and ``tk`` are
+the last offsets of the block. Tensors may be strided. A query without keys gets ``out`` 0 and ``lse`` minus infinity.
 
 The backward function takes the ``out`` and ``lse`` over *all* keys of the queries, including keys outside of the block
 (FlashAttention-2, Algorithm 2: ``delta = rowsum(dout * out)``). So the gradients of all blocks add up to the gradients
@@ -51,17 +53,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_output(q: torch.Tensor, dtype: torch.dtype | None = None) -> Output:
+def empty_output(q: torch.Tensor, dtype: torch.dtype | None = None, value_dim: int | None = None) -> Output:
     """Return the output of queries without keys, to overwrite or to join blocks to.
 
     Args:
         q: ``[t, heads, dim]``.
         dtype: dtype of ``out``; by default the dtype of ``q``.
+        value_dim: width of one head of the values; by default ``dim``.
 
     Returns:
-        ``out [t, heads, dim]`` of zeros and ``lse [heads, t]`` of minus infinity in the accumulation dtype.
+        ``out [t, heads, value_dim]`` of zeros and ``lse [heads, t]`` of minus infinity in the accumulation dtype.
     """
-    out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
+    out = torch.zeros((*q.shape[:2], value_dim or q.shape[2]), dtype=dtype or q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
     return out, lse
 

@@ -32,7 +32,7 @@ GROUPINGS = 32
 
 def efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Call ``aten::_efficient_attention_forward``: ``out [tq, heads, dim]`` and ``lse [heads, tq]``."""
-    out, lse = empty_output(q)
+    out, lse = empty_output(q, value_dim=v.shape[2])
     for group in similar_documents(block.cu_q, block.cu_k):
         group_out, group_lse = _forward(group.queries.take(q), group.keys.take(k), group.keys.take(v), group, block)
         group.queries.put_(out, group_out)

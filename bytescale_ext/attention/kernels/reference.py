@@ -14,7 +14,7 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock, Tile
 
 def reference_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``; see ``contract.py``. Supports all devices and dtypes."""
-    out, lse = empty_output(q)
+    out, lse = empty_output(q, value_dim=v.shape[2])
     for rows, keys in block.documents():
         scores = _scores(q[rows], k[keys], block)
         document_lse = torch.logsumexp(scores, dim=-1)

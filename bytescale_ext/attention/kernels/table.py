@@ -61,7 +61,8 @@ class Kernel:
         first_on: major compute capabilities on which the row precedes the rest of the table.
         widths_on: major compute capability -> supported pairs of head dim and width of values above 128; a capability
             that is not in it has no further limit.
-        narrow_values: pairs of head dim and width of values that the kernel computes without padding the values.
+        unequal_widths: pairs of different widths of keys and of values that the kernel takes; None: all pairs. Of other
+            pairs the narrower tensors are padded.
         is_probed_apart: whether an error may end the process or break its use of the device, so that the probe needs a
             process of its own.
         join: function that joins a block to the totals; ``choose_kernel`` sets it for the device.
@@ -79,7 +80,7 @@ class Kernel:
     generations: tuple[int, ...] = ()
     first_on: tuple[int, ...] = ()
     widths_on: Mapping[int, tuple[Widths, ...]] = field(default_factory=dict)
-    narrow_values: tuple[Widths, ...] = ()
+    unequal_widths: tuple[Widths, ...] | None = ()
     is_probed_apart: bool = False
     join: JoinFunction = join_
 
@@ -110,20 +111,29 @@ class Kernel:
             return None
         return f"on compute capability {generation} it does not support head dim {widths[0]}, values of {widths[1]}"
 
-    def without_padding(self, value_dim: int) -> Kernel:
-        """Return the kernel for values whose numbers from ``value_dim`` on are zeros, which it does not compute.
+    def takes(self, widths: Widths) -> bool:
+        """Return whether the kernel takes keys and values of these widths without padding."""
+        return widths[0] == widths[1] or self.unequal_widths is None or widths in self.unequal_widths
 
-        The shapes of the contract stay: outputs and gradients of values are padded with zeros.
+    def with_padding(self, widths: Widths) -> Kernel:
+        """Return the kernel for keys and values of different widths: it pads the narrower tensors with zeros.
+
+        Zeros change neither scores nor values. Outputs and gradients keep the widths of the contract.
         """
+        dim, value_dim = widths
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            return pad(x, (0, max(widths) - x.shape[2])) if x.shape[2] < max(widths) else x
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
-            out, lse = self.forward(q, k, v[..., :value_dim], block)
-            return pad(out, (0, q.shape[2] - value_dim)), lse
+            out, lse = self.forward(padded(q), padded(k), padded(v), block)
+            return out[..., :value_dim].contiguous(), lse
 
         def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
-            narrow = saved._replace(v=saved.v[..., :value_dim], out=saved.out[..., :value_dim])
-            dq, dk, dv = self.backward(dout[..., :value_dim], narrow, block)
-            return dq, dk, pad(dv, (0, saved.v.shape[2] - value_dim))
+            q, k, v, out, lse = saved
+            whole = Saved(padded(q), padded(k), padded(v), padded(out), lse)
+            dq, dk, dv = self.backward(padded(dout), whole, block)
+            return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
         return replace(self, forward=forward, backward=backward)
 
@@ -205,6 +215,7 @@ def kernel_table() -> tuple[Kernel, ...]:
             lambda: None,
             reference_forward,
             reference_backward,
+            unequal_widths=None,
             by_name_on=("cuda",),  # it stores all scores: 4.3 GB for a document of 8,192 tokens with 16 heads
         ),
     )
@@ -225,7 +236,7 @@ def _package_kernels() -> tuple[Kernel, ...]:
             version_3,
             generations=(8, 9),
             first_on=(HOPPER,),
-            narrow_values=(LATENT_WIDTHS,),
+            unequal_widths=(LATENT_WIDTHS,),
             is_probed_apart=True,  # a failed launch calls exit(1) instead of raising
         ),
         version_2,
@@ -234,7 +245,7 @@ def _package_kernels() -> tuple[Kernel, ...]:
             generations=(HOPPER, *BLACKWELL, 12),
             first_on=(HOPPER, *BLACKWELL),
             widths_on=dict.fromkeys(BLACKWELL, (LATENT_WIDTHS, (256, 256))),
-            narrow_values=(LATENT_WIDTHS,),
+            unequal_widths=(LATENT_WIDTHS,),
             is_probed_apart=True,  # its kernels are compiled here, and a faulty kernel breaks CUDA in its process
         ),
     )
@@ -297,10 +308,10 @@ def choose_kernel(
     Args:
         device: device of the inputs.
         dtype: dtype of the inputs.
-        head_dim: size of a head of queries and keys, and of padded values.
+        head_dim: size of a head of queries and keys.
         name: name of the kernel; None: the first that fits.
         windows: whether blocks may have windows.
-        value_dim: size of a head of values without padding; None: there is no padding.
+        value_dim: size of a head of values; None: ``head_dim``.
 
     Raises:
         ValueError: the named kernel is unknown or does not support the inputs here, or no kernel supports them.
@@ -308,12 +319,12 @@ def choose_kernel(
     device = torch.device(device)
     widths = head_dim, value_dim or head_dim
     if name is not None:
-        kernel = named_kernel(device, dtype, head_dim, name)
+        kernel = named_kernel(device, dtype, max(widths), name)
         _refuse(name, probe(kernel, device, dtype, head_dim, windows, value_dim))
         return _ready(KernelChoice(kernel, "requested by name", ()), device, dtype, widths)
     considered: list[tuple[str, str]] = []
     for kernel in ordered_kernels(generation_of(device)):
-        why_not = kernel.why_not(device, dtype, head_dim)
+        why_not = kernel.why_not(device, dtype, max(widths))
         if why_not is None and device.type in kernel.by_name_on:
             why_not = f"on {device.type} it must be named, because it stores queries x keys scores"
         why_not = why_not or probe(kernel, device, dtype, head_dim, windows, value_dim)
@@ -326,11 +337,12 @@ def choose_kernel(
 
 
 def _ready(choice: KernelChoice, device: torch.device, dtype: torch.dtype, widths: Widths) -> KernelChoice:
-    """Return the choice without padded values, if it can, and with the best function that joins blocks here."""
-    if widths in choice.kernel.narrow_values:
-        reason = f"{choice.reason}; values of {widths[1]} are not padded"
-        choice = choice._replace(kernel=choice.kernel.without_padding(widths[1]), reason=reason)
-    join, why_not = choose_join(device, dtype, widths[0])
+    """Return the choice, with padding if its kernel needs it, and with the best function that joins blocks here."""
+    if widths[0] != widths[1]:
+        takes = choice.kernel.takes(widths)
+        reason = f"{choice.reason}; keys of {widths[0]} and values of {widths[1]} are {'not ' * takes}padded"
+        choice = choice._replace(kernel=choice.kernel if takes else choice.kernel.with_padding(widths), reason=reason)
+    join, why_not = choose_join(device, dtype, widths[1])
     if device.type == "cpu":
         return choice
     join_text = (
@@ -375,11 +387,11 @@ def probe(
         dtype: dtype of the inputs.
         head_dim: size of a head.
         windows: whether blocks may have windows.
-        value_dim: size of a head of values without padding; None: there is no padding.
+        value_dim: size of a head of values; None: ``head_dim``.
     """
     widths = head_dim, value_dim or head_dim
-    if widths not in kernel.narrow_values:
-        widths = head_dim, head_dim
+    if not kernel.takes(widths):
+        widths = max(widths), max(widths)
     if why_not := kernel.why_not_on(generation_of(device), widths):
         return why_not
     return (_probe_in_child if kernel.is_probed_apart else probe_here)(kernel, device, dtype, widths, windows)
@@ -418,16 +430,18 @@ def probe_here(
         The reason why the kernel is unfit, or None.
     """
     head_dim, value_dim = widths
-    if value_dim < head_dim:
-        kernel = kernel.without_padding(value_dim)
     for block in probe_blocks(head_dim**-0.5, windows, on_gpu=device.type == "cuda"):
         generator = torch.Generator().manual_seed(0)
         num_q, num_k = block.cu_q.num_tokens, block.cu_k.num_tokens
         q, dout, k, v = (
-            torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
-            for rows, heads in ((num_q, 4), (num_q, 4), (num_k, 2), (num_k, 2))
+            torch.randn(rows, heads, dim, generator=generator).to(device, dtype)
+            for rows, heads, dim in (
+                (num_q, 4, head_dim),
+                (num_q, 4, value_dim),
+                (num_k, 2, head_dim),
+                (num_k, 2, value_dim),
+            )
         )
-        dout[..., value_dim:] = v[..., value_dim:] = 0
         try:
             error_size = _largest_error(kernel, dout, q, k, v, block)
         except Exception as error:  # packages fail in their own ways
@@ -469,12 +483,12 @@ def _largest_error(
 ) -> float:
     """Return the largest relative error of ``out``, ``lse``, ``dq``, ``dk`` and ``dv``.
 
-    ``dout, q``: ``[tq, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``.
+    ``q``: ``[tq, heads, dim]``; ``k``: ``[tk, kv_heads, dim]``; ``dout`` and ``v`` may have another last size.
     """
     expected = out, lse = reference_forward(q, k, v, block)
     if not block.causal:  # the backward pass gets an output and log-sum-exp over further keys
         twice_keys = replace(block, cu_k=CuSeqlens((0, 2 * k.shape[0])))
-        out, lse = reference_forward(q, torch.cat((k, v)), torch.cat((v, k)), twice_keys)
+        out, lse = reference_forward(q, torch.cat((k, -k.flip(0))), torch.cat((v, v.flip(0))), twice_keys)
     saved = Saved(q, k, v, out, lse)
     results = (*kernel.forward(q, k, v, block), *kernel.backward(dout, saved, block))
     references = (*expected, *reference_backward(dout, saved, block))

@@ -121,7 +121,7 @@ WINDOW_TILES = (32, 256)
 
 def cpu_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Call torch's flash attention for CPU on each document: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
-    out, lse = empty_output(q)
+    out, lse = empty_output(q, value_dim=v.shape[2])
     for rows, keys, mask in _calls(block, q):
         part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *map(_heads_first, (q[rows], k[keys], v[keys])), 0.0, **mask, scale=block.scale

@@ -62,7 +62,7 @@ class LatentShape:
         once and sends 2 bytes per number. The backward pass projects three times (again, and for two gradients), and
         sends 2 bytes and a 4-byte sum. So the ratio of FLOPs and bytes is equal in both passes.
         """
-        saved = 2 * num_heads * max(head_dim, self.value_dim) - self.ring_numbers
+        saved = num_heads * (head_dim + self.value_dim) - self.ring_numbers
         flops = 2.0 * self.key_rank * num_heads * (head_dim - self.position_dim + self.value_dim)
         return self.is_plain and 2 * saved * FLOPS_PER_RING_BYTE > flops
 
@@ -231,7 +231,8 @@ def key_value_numbers(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Return the numbers per token in the keys and values, or in the latent, of one layer on one rank."""
     if shape.latent is not None and has_latents(shape, tensor_parallel):
         return float(shape.latent.ring_numbers)  # each tensor-parallel rank has the whole latent
-    return 2.0 * shape.num_kv_heads * max(shape.head_dim, shape.value_dim) / tensor_parallel
+    both = shape.head_dim + shape.value_dim
+    return float(shape.num_kv_heads * (both + both % 2)) / tensor_parallel
 
 
 def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from bytescale_ext.attention.kernels import probe_child, table
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
@@ -328,35 +331,48 @@ def test_values_are_not_padded_where_the_kernel_takes_two_widths(monkeypatch: py
     on_generation(monkeypatch, 10, "flash_attn_4")
     found = choose_kernel("cuda", torch.bfloat16, 192, value_dim=128)
     assert found.kernel.name == "flash_attn_4"
-    assert "values of 128 are not padded" in found.reason
+    assert "keys of 192 and values of 128 are not padded" in found.reason
     on_generation(monkeypatch, 10, "flash_attn")
-    assert "padded" not in choose_kernel("cuda", torch.bfloat16, 192, value_dim=128).reason
+    assert "values of 128 are padded" in choose_kernel("cuda", torch.bfloat16, 192, value_dim=128).reason
+    assert "padded" not in choose_kernel("cuda", torch.bfloat16, 128, value_dim=128).reason
 
 
-def test_a_kernel_without_padding_keeps_the_contract() -> None:
-    seen = []
-    reference = kernel_named("reference")
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
-        seen.append(v.shape[2])
-        out, lse = reference.forward(q, k, torch.nn.functional.pad(v, (0, q.shape[2] - v.shape[2])), block)
-        return out[..., : v.shape[2]], lse
-
-    def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
-        seen.extend(x.shape[2] for x in (dout, saved.v, saved.out))
-        missing = (0, saved.q.shape[2] - saved.v.shape[2])
-        dout, v, out = (torch.nn.functional.pad(x, missing) for x in (dout, saved.v, saved.out))
-        dq, dk, dv = reference.backward(dout, saved._replace(v=v, out=out), block)
-        return dq, dk, dv[..., : saved.v.shape[2]]
-
-    kernel = dataclasses.replace(
-        reference, name="two widths", forward=forward, backward=backward, narrow_values=((24, 16),)
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24)])
+def test_keys_and_values_of_different_widths(widths: tuple[int, int]) -> None:
+    """A kernel that takes both widths gets no padded tensor and does no work for padding; others get padded tensors."""
+    flops, pads = {}, {}
+    block = table.probe_blocks(0.2, False, on_gpu=False)[0]
+    num_q, num_k = block.cu_q.num_tokens, block.cu_k.num_tokens
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(rows, 2, dim, generator=generator)
+        for rows, dim in ((num_q, widths[0]), (num_k, widths[0]), (num_k, widths[1]), (num_q, widths[1]))
     )
-    assert probe(kernel, CPU, torch.float32, 24, value_dim=16) is None
-    assert set(seen) == {16}
-    seen.clear()
-    assert probe(kernel, CPU, torch.float32, 24, value_dim=8) is None  # it would be padded
-    assert set(seen) == {24}
+    results = {}
+    for name, unequal in (("unpadded", None), ("padded", ())):
+        kernel = dataclasses.replace(kernel_named("reference"), unequal_widths=unequal)
+        assert probe(kernel, CPU, torch.float32, widths[0], value_dim=widths[1]) is None
+        kernel = kernel if kernel.takes(widths) else kernel.with_padding(widths)
+        with FlopCounterMode(display=False) as counted, CountPads() as padded:
+            out, lse = kernel.forward(q, k, v, block)
+            results[name] = out, lse, *kernel.backward(dout, Saved(q, k, v, out, lse), block)
+        flops[name], pads[name] = counted.get_total_flops(), padded.count
+    assert [x.shape for x in results["unpadded"]] == [x.shape for x in results["padded"]]
+    for one, other in zip(*results.values(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert pads["unpadded"] == 0 < pads["padded"]
+    dim, value_dim = widths  # four products with keys or queries, three with values
+    assert flops["unpadded"] / flops["padded"] == pytest.approx((4 * dim + 3 * value_dim) / (7 * max(widths)), 1e-3)
+
+
+class CountPads(TorchDispatchMode):
+    """Counts the operators that pad tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "pad" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_gpu_is_probed_at_the_edges_of_tiles_and_with_a_long_document() -> None:

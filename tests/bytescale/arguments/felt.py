@@ -83,8 +83,9 @@ def loss_and_gradient(args: Any) -> tuple[list[Any], RunConfig, Any, tuple[float
     global_vars._GLOBAL_ARGS = args
     run = resolve(args)
     runtime = Runtime.of(run)
-    window, head_dim = run.shape.window, run.shape.head_dim
-    kernel = choose_kernel(torch.device("cpu"), torch.float32, head_dim, None, windows=window is not None)[0]
+    window, shape = run.shape.window, run.shape
+    settings = {"windows": window is not None, "value_dim": shape.value_dim}
+    kernel = choose_kernel(torch.device("cpu"), torch.float32, shape.head_dim, None, **settings)[0]
     comm: Any = SimpleNamespace(rank=0)
     runtime.add_parts(kernel=kernel, comm=comm)
     configurations = configurations_of(args)

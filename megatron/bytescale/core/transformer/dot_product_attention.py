@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from bytescale_ext.attention.backend import Backend
-from bytescale_ext.attention.latent import Expansion
+from bytescale_ext.attention.latent import Expansion, Halves
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
@@ -94,11 +94,11 @@ class DocumentAttention(torch.nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         params: DocumentSeqParams,
-        expansion: Expansion | None = None,
+        expansion: Expansion | Halves | None = None,
     ) -> torch.Tensor:
-        """Return the attention output [t, heads, dim] of q (same shape) with k, v [t, kv_heads, dim].
+        """Return the attention output [t, heads, value_dim] of q [t, heads, dim] with k, v [t, kv_heads, dim].
 
-        With an expansion, ``k`` and ``v`` are the two halves of latents. Communicates on the ring group.
+        With an expansion, ``k`` and ``v`` are two halves (``latent.py``). Communicates on the ring group.
         """
         layout = params.layout if self.window is None else params.window_layout
         assert layout is not None, f"{params=}"

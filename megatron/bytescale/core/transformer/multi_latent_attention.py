@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from torch.nn.functional import pad
 
-from bytescale_ext.attention.latent import Expansion, latent_halves
+from bytescale_ext.attention.latent import Expansion, Halves, halves_of, latent_halves
+from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.plan.cost.model_shape import LatentShape
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
@@ -195,9 +195,14 @@ class DocumentRotary(torch.nn.Module):
 class DocumentLatentCore(DocumentAttention):
     """``DocumentAttention`` on tensors without a batch, with another head size for values than for queries and keys.
 
-    The narrower tensors are padded with zeros, which change neither scores nor values. Instead of keys and values it
-    also accepts latents and the weight of the projection that expands them.
+    Instead of keys and values it also accepts latents and the weight of the projection that expands them. In rings and
+    slices keys and values travel as two halves of equal width.
+
+    Attributes:
+        hook: called as ``hook(attend, query, key, value, params, expansion)`` in place of ``attend``, if set.
     """
+
+    hook: Callable[..., torch.Tensor] | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -218,10 +223,23 @@ class DocumentLatentCore(DocumentAttention):
             content_dim = query.shape[-1] - position_dim
             sizes = content_dim, value.shape[0] // query.shape[1] - content_dim
             expansion = Expansion(value, sizes, position_dim)
-            q = pad(query, (0, expansion.width - query.shape[-1]))
-            of_heads = self.attend(q, *latent_halves(key), packed_seq_params, expansion)
-            return of_heads[..., : sizes[1]].flatten(1)[:, None]
-        width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-        q, k, v = (pad(tensor, (0, width - tensor.shape[-1])).contiguous() for tensor in (query, key, value))
-        out = self.attend(q, k, v, packed_seq_params)
-        return out[..., :value_width].flatten(1)[:, None]
+            return self._attended(query.contiguous(), *latent_halves(key), packed_seq_params, expansion)
+        widths, layout = (key.shape[-1], value.shape[-1]), packed_seq_params.layout
+        if widths[0] == widths[1] or (isinstance(layout, AttentionLayout) and not layout.all_passes):
+            q, k, v = (tensor.contiguous() for tensor in (query, key, value))
+            return self._attended(q, k, v, packed_seq_params)
+        halves = halves_of(torch.cat((key, value), dim=-1))
+        return self._attended(query.contiguous(), *halves, packed_seq_params, Halves(widths))
+
+    def _attended(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: DocumentSeqParams,
+        expansion: Expansion | Halves | None = None,
+    ) -> torch.Tensor:
+        """Return ``attend``, through the hook if set, as [t, 1, heads * value_dim]; arguments as there."""
+        given = (q, k, v, params, expansion)
+        out = self.attend(*given) if self.hook is None else self.hook(self.attend, *given)
+        return out.flatten(1)[:, None]
