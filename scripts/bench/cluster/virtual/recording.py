@@ -38,7 +38,7 @@ MODEL: Final = (
 TRAIN: Final = (
     "--lr 1e-3 --clip-grad 1.0 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--log-interval 1 --log-throughput --eval-iters 0 --eval-interval 1000 --split 100,0,0 "
-    "--no-check-for-nan-in-loss-and-grad --hybrid-data-parallel --no-measured-speeds"
+    "--no-check-for-nan-in-loss-and-grad --hybrid-data-parallel --hdp-learn-costs off"
 ).split()
 
 
