@@ -19,8 +19,9 @@ from bytescale_ext.new_file import write_text
 from scripts.bench.cluster.virtual.bench import CaseResult, Results
 from scripts.bench.cluster.virtual.cases import ARMS, SCALE, SHORTEST, TOKENS_OF_RANK, TOKENS_PER_RANK
 from scripts.bench.cluster.virtual.figures import arm_figures, table
+from scripts.bench.cluster.virtual.recording import PLANNED_GBPS
 from scripts.bench.cluster.virtual.replay import MOST_REPEATS
-from scripts.bench.report import ROOT
+from scripts.bench.report import ROOT, Target
 
 FIRST_PIPELINE = next(name for name, arm in ARMS.items() if arm.num_stages > 1)
 
@@ -39,22 +40,45 @@ def ratios(cases: Mapping[str, CaseResult], arm: str, baseline: str) -> dict[str
     return found
 
 
+def compared(cases: Mapping[str, CaseResult]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Return the ratios of each pair of arms: ours over the others, and slices over 1F1B."""
+    pipelines = [name for name, arm in ARMS.items() if arm.num_stages > 1 and name != FIRST_PIPELINE]
+    pairs = [("ours", name) for name, arm in ARMS.items() if arm.num_stages == 1 and name != "ours"]
+    pairs += [(name, FIRST_PIPELINE) for name in pipelines]
+    found = {(first, second): ratios(cases, second, first) for first, second in pairs}
+    return {pair: steps for pair, steps in found.items() if steps}
+
+
 def summary(cases: Mapping[str, CaseResult]) -> list[str]:
-    """Return the table of all arms: lowest, median and highest step of all cases."""
+    """Return the table of all pairs of arms: lowest, median and highest step of all cases."""
     lines = ["| | compared with | lowest | median | highest | cases |", "|---|---|---|---|---|---|"]
-    for name, arm in ARMS.items():
-        baseline = "ours" if arm.num_stages == 1 else FIRST_PIPELINE
-        found = ratios(cases, name, baseline)
-        if not found or name == baseline:
-            continue
+    for (first, second), found in compared(cases).items():
         values = [value for steps in found.values() for value in steps]
         low = min(found, key=lambda case: min(found[case]))
         high = max(found, key=lambda case: max(found[case]))
         lines.append(
-            f"| {ARMS[baseline].title} | {arm.title} | {min(values):.2f} ({low}) | {statistics.median(values):.2f} | "
-            f"{max(values):.2f} ({high}) | {len(found)} |"
+            f"| {ARMS[first].title} | {ARMS[second].title} | {min(values):.2f} ({low}) | "
+            f"{statistics.median(values):.2f} | {max(values):.2f} ({high}) | {len(found)} |"
         )
     return lines
+
+
+def targets(cases: Mapping[str, CaseResult]) -> list[Target]:
+    """Return the targets, as far as their arms have run."""
+    pairs = compared(cases)
+    values = {pair: [one for steps in found.values() for one in steps] for pair, found in pairs.items()}
+    planned = f"{PLANNED_GBPS:g}"
+    bounds = [arm_figures(arms, planned)["ours"]["over_bound"] for arms in cases.values()]
+    rows = [Target(f"ours, {planned} Gbit/s: time / bound, highest case", max(bounds), 1.05, at_most=True)]
+    for arm, limit in (("hybrid", 1.15), ("bytescale", 1.05)):
+        if ("ours", arm) in values:
+            rows.append(Target(f"ours over {ARMS[arm].title}, median", statistics.median(values["ours", arm]), limit))
+    rows += [
+        Target(f"{ARMS[first].title} over 1F1B, lowest step", min(of_pair), 0.98)
+        for (first, second), of_pair in values.items()
+        if second == FIRST_PIPELINE
+    ]
+    return rows
 
 
 def how(results: Results) -> list[str]:
@@ -65,7 +89,7 @@ def how(results: Results) -> list[str]:
         f"reductions, optimizer. The model has one layer for each stage, and lengths are 1:{SCALE}. A rank records its "
         "kernels, messages, collectives and waits. A replay runs these programs in virtual time for a 7B model of 32 "
         "layers (grouped-query attention, 8 key-value heads): kernels take their time on the device, launches take "
-        "the time of the host, and messages share links max-min fairly. The losses of the arms of a case differ by "
+        "the time of the host, and messages share links max-min fairly. The losses of arms with equal models differ by "
         f"{largest_difference(results.cases):.0e} at most (relative).", "",
         f"- Documents have published lengths. Documents below {SHORTEST} tokens are joined. C is "
         f"{TOKENS_PER_RANK // 1024}K tokens a rank, times the stages of a pipeline. A step has about "
@@ -87,13 +111,14 @@ def how(results: Results) -> list[str]:
 
 
 def largest_difference(cases: Mapping[str, CaseResult]) -> float:
-    """Return the largest relative difference of a loss from ours."""
-    return max(
-        abs(loss - other) / loss
-        for arms in cases.values()
-        for arm in arms.values()
-        for loss, other in zip(next(iter(arms.values()))["losses"], arm["losses"], strict=True)
-    )
+    """Return the largest relative difference of the losses of two arms with equal models: equal numbers of stages."""
+    found = [0.0]
+    for arms in cases.values():
+        firsts: dict[int, list[float]] = {}
+        for name, arm in arms.items():
+            first = firsts.setdefault(ARMS[name].num_stages, arm["losses"])
+            found += [abs(loss - other) / loss for loss, other in zip(first, arm["losses"], strict=True)]
+    return max(found)
 
 
 def text(results: Results) -> str:
@@ -114,6 +139,7 @@ def text(results: Results) -> str:
         "## Summary", "",
         "How many times as fast the first is, over all counted steps of all cases and links.", "",
         *summary(cases), "",
+        "| figure | target | reached | |", "|---|---|---|---|", *(target.row for target in targets(cases)), "",
         f"Ours takes {min(bounds):.2f} to {max(bounds):.2f} of the bound of all plans (median step of a case). "
         "The bound counts no joins, no latencies, no sharing of links and no optimizer, and links of 400 Gbit/s.", "",
     ]  # fmt: skip
@@ -122,7 +148,7 @@ def text(results: Results) -> str:
             lines += [f"## {case}, {links} Gbit/s", "", *table(arms, links), ""]
     lines.append(
         "*exchange*: exposed transfers of rings; *stage*: of pipelines; *reduction*: of gradients and parameters; "
-        "*waiting*: for other ranks; *launch*: for the own host."
+        "*waiting*: for other ranks, which may wait for a slower link; *launch*: for the own host."
     )
     return "\n".join(lines) + "\n"
 

@@ -13,7 +13,7 @@ from scripts.bench.cluster.virtual.bench import CaseResult, Results
 from scripts.bench.cluster.virtual.cases import ARMS, QUICK, SCALE
 from scripts.bench.cluster.virtual.command import check, planned
 from scripts.bench.cluster.virtual.figures import arm_figures, table
-from scripts.bench.cluster.virtual.page import ratios, summary, text
+from scripts.bench.cluster.virtual.page import compared, ratios, summary, targets, text
 from scripts.bench.cluster.virtual.replay import KINDS
 
 SETTING = {"device": "H100", "source": "published timings.", "steps": 3, "seed": 0}
@@ -46,6 +46,15 @@ def test_the_summary_names_the_cases_of_the_lowest_and_highest_step() -> None:
     assert ratios(cases(), "static", "ours") == {"byted, 400 Gbit/s": [1.5, 1.0], "byted, 100 Gbit/s": [4.0, 5.0]}
     (row,) = summary(cases())[2:]
     assert "1.00 (byted, 400 Gbit/s) | 2.75 | 5.00 (byted, 100 Gbit/s) | 2" in row
+
+
+def test_pipelines_are_compared_with_1f1b() -> None:
+    arms = {name: arm_result([seconds, seconds], [seconds, seconds]) for name, seconds in
+            (("ours", 1.0), ("stages", 3.0), ("slices", 2.0))}  # fmt: skip
+    assert compared({"byted": arms})["slices", "stages"] == {
+        "byted, 400 Gbit/s": [1.5, 1.5], "byted, 100 Gbit/s": [1.5, 1.5]
+    }  # fmt: skip
+    assert [target.is_met for target in targets({"byted": arms})] == [True, True]
 
 
 def test_the_page_says_that_its_figures_are_emulated(tmp_path: Path) -> None:
