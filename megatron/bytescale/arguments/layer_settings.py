@@ -34,7 +34,7 @@ class QueryGroups:
 class Balancing:
     """The methods that balance the loads of experts: one method, or several together."""
 
-    moe_router_load_balancing_type: str | list[str]
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
 
     @property
     def ways(self) -> set[str]:
