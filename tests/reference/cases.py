@@ -158,7 +158,9 @@ def generated() -> Iterator[Case]:
             yield Case(kind, *words, int(draw("length")), turn)
 
 
-BALANCED_CASES = [
+OTHER_CASES = [
+    Case("later tokens", "2-slices", "memo", "adam", 256, 0),
+    Case("later token", "4-pp2", "offload", "sgd", 128, 1),
     Case("balanced documents", "4-ep2-pp2-slices", "full", "sgd", 256, 0),
     Case("balanced documents", "4-tp2-slices", "", "adam", 128, 1),
     Case("balanced documents", "4", "selective", "sgd", 256, 2),
@@ -168,4 +170,4 @@ BALANCED_CASES = [
     Case("balanced answers", "2-slices", "", "sgd", 256, 0),
     Case("balanced answers", "4-pp2", "full", "adam", 128, 1),
 ]
-CASES = [*generated(), *BALANCED_CASES]
+CASES = [*generated(), *OTHER_CASES]

@@ -107,7 +107,8 @@ class DeviceNeed:
     backward pass of a planned layer, this layer is whole, and so is the layer that is being read back, except for its
     cheap tensors, which are rebuilt. Gradients take additional memory; before them, rebuilt rows of a tensor do, until
     they are copied into it. In slices, all layers also hold keys and sums of key gradients until their own backward
-    pass, and experts hold tensors that no policy moves. The last stage holds the memory behind its layers. Swapped keys
+    pass, and experts hold tensors that no policy moves. Layers of multi-token prediction are whole until the
+    backward pass of the other layers. The last stage holds the memory behind its layers. Swapped keys
     are on the device in two layers. Gathered hidden states and messages of virtual stages exist during all passes.
 
     Attributes:
@@ -131,10 +132,13 @@ class DeviceNeed:
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
             held = load.num_layers * moment.bytes + moment.read + moment.head + moment.running * load.beside_bytes
-            always = (times - share) * resident * layer + held
+            others = (moment.tokens - moment.running) * load.later_bytes
+            others += load.later_layers * moment.bytes * (1 - moment.running / moment.tokens)
+            always = (times - share) * resident * layer + held + others
+            of_later = moment.running * (load.later_bytes + load.later_layers * moment.bytes / moment.tokens)
             in_experts = moment.running * load.expert_working_bytes
             at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)
-            peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))
+            peaks.append((always + of_later + at_loss, max(0.0, times * planned - share * on_its_way)))
             if planned:
                 read = share * max(whole - 1, 0) * ahead
                 in_backward = share * min(whole, 1) * running + read + max(working, share * copies)

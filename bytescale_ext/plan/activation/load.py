@@ -38,6 +38,10 @@ Two thirds of an H200's NVLink, which has 450 GB/s in each direction.
 MEMORY_BYTES_PER_SECOND: Final = 3.3e12
 """Speed of device memory that is not given; an H100 has 3.35e12."""
 
+LATER_STATES: Final = 5
+"""Hidden states that a layer of multi-token prediction saves in addition to a plain layer: the later token's embedding,
+two normed states side by side, and its output before and after the last norm."""
+
 LOGIT_BYTES: Final = 6
 """Bytes of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
 
@@ -78,6 +82,7 @@ class LayerSettings:
         expert_load: tokens at the experts of this rank, over their number in an even spread.
         expert_ranks: ranks that share the experts of a layer.
         virtual: the stage runs virtual stages, with messages during their passes.
+        later_layers: layers of multi-token prediction after the other layers. No policy changes them.
     """
 
     num_layers: int | None = None
@@ -91,6 +96,7 @@ class LayerSettings:
     expert_load: float = 1.0
     expert_ranks: int = 1
     virtual: bool = False
+    later_layers: int = 0
 
     @property
     def key_host_bytes(self) -> float:
@@ -141,6 +147,8 @@ class LayerLoad:
         seconds_per_received_byte: seconds of the collectives of tensor parallelism for each received byte.
         expert_bytes: bytes of a token in the experts of a layer. No policy moves them.
         expert_working_bytes: bytes of a token's gradients in the backward pass of experts.
+        later_layers: see ``LayerSettings``.
+        later_bytes: bytes of a token in all these layers, without experts.
         beside_bytes: bytes of a running token's hidden states that exist during its passes, in addition to tensors.
         moments: held tokens and bytes of a layer at each possible peak; tensors of experts count as held bytes.
         working_bytes: bytes of gradients that exist together in a layer's backward pass: one gradient of its widest
@@ -162,6 +170,8 @@ class LayerLoad:
     expert_bytes: float = 0.0
     expert_working_bytes: float = 0.0
     beside_bytes: float = 0.0
+    later_layers: int = 0
+    later_bytes: float = 0.0
     moments: tuple[HeldSlices, ...] = field(init=False, repr=False, compare=False)
     working_bytes: float = field(init=False, repr=False, compare=False)
 
@@ -243,16 +253,19 @@ def load_of_tokens(
     received = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, ranks, settings.element_bytes)
     collectives = num_tokens * received * cost.collective
     shared = cost.shape, ranks, settings.element_bytes, settings.sequence_parallel
-    logits = num_tokens if settings.loss_tokens is None else min(settings.loss_tokens, num_tokens)
+    later = settings.later_layers
+    logits = num_tokens * (1 + later) if settings.loss_tokens is None else min(settings.loss_tokens, num_tokens)
+    tensors = layer_tensors(
+        cost.shape,
+        settings.element_bytes,
+        ranks,
+        settings.sequence_parallel,
+        settings.operators,
+        any(moment.bytes for moment in settings.slices),
+    )
+    of_later = sum(tensor.bytes_per_token for tensor in tensors) + LATER_STATES * tensors[0].bytes_per_token
     return LayerLoad(
-        tensors=layer_tensors(
-            cost.shape,
-            settings.element_bytes,
-            ranks,
-            settings.sequence_parallel,
-            settings.operators,
-            any(moment.bytes for moment in settings.slices),
-        ),
+        tensors=tensors,
         num_tokens=num_tokens,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
@@ -268,6 +281,8 @@ def load_of_tokens(
         expert_working_bytes=expert_working_bytes(
             cost.shape, settings.element_bytes, settings.expert_ranks > 1, settings.expert_load
         ),
+        later_layers=later,
+        later_bytes=later * of_later,
         beside_bytes=gathered_bytes(*shared) + VIRTUAL_MESSAGES * settings.virtual * message_bytes(*shared),
     )
 

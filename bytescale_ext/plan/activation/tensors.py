@@ -95,14 +95,14 @@ def layer_tensors(
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
     whole, query = float(shape.hidden * element_bytes), shape.num_heads * shape.head_dim / tensor_parallel
     whole /= tensor_parallel if sequence_parallel else 1
-    keys = key_value_numbers(shape, tensor_parallel)
+    keys, values = key_value_numbers(shape, tensor_parallel), shape.num_heads * shape.value_dim / tensor_parallel
     inner, gates = shape.ffn_hidden / tensor_parallel, 2 if shape.gated else 1
     first = gates * inner
     width = 2.0 * shape.hidden
     received = received_bytes(shape, tensor_parallel, element_bytes)
     gathered = received if sequence_parallel else 0.0
     reduced = received if sequence_parallel else 2 * received
-    rebuild = (width * (query + keys), 0.0, gathered)
+    rebuild = (projection_flops(shape, query, keys, tensor_parallel), 0.0, gathered)
     projected = [LayerTensor("query, key, value", "matrix", (query + keys) * element_bytes, *rebuild)]
     if sliced:
         of_query = LayerTensor("query", "matrix", query * element_bytes, *rebuild)
@@ -111,17 +111,13 @@ def layer_tensors(
         LayerTensor("layer input", "input", whole),
         LayerTensor("input norm output", into_qkv, whole, 0.0, 2 * whole),
         *projected,
-        LayerTensor("attention output", "input", query * element_bytes),
+        LayerTensor("attention output", "input", values * element_bytes),
         LayerTensor("attention log-sum-exp", "input", LSE_BYTES * shape.num_heads / tensor_parallel),
-        LayerTensor("residual after attention", "matrix", whole, width * query, 0.0, reduced),
+        LayerTensor("residual after attention", "matrix", whole, width * values, 0.0, reduced),
         LayerTensor("MLP norm output", into_mlp, whole, 0.0, 2 * whole),
     )
-    if shape.latent is not None:
-        numbers = shape.latent.query_rank + shape.latent.latent_numbers
-        normed_keys = 0 if has_latents(shape, tensor_parallel) else shape.latent.key_rank
-        norms = shape.latent.has_norms * (shape.latent.query_rank + normed_keys)
-        attention = (*attention, LayerTensor("latent vectors", "input", (numbers + norms) * element_bytes))
-    attention = (*attention, *split_tensors(shape, operators, element_bytes, tensor_parallel, sequence_parallel))
+    unfused = split_tensors(shape, operators, element_bytes, tensor_parallel, sequence_parallel)
+    attention = (*attention, *latent_tensors(shape, element_bytes, tensor_parallel, gathered), *unfused)
     if shape.num_expert_layers:
         return attention
     of_first = [LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered)]
@@ -135,6 +131,35 @@ def layer_tensors(
         *of_first,
         LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes),
     )
+
+
+def projection_flops(shape: ModelShape, query: float, keys: float, tensor_parallel: int) -> float:
+    """Return the FLOPs of a token in the products that make its ``query`` and ``keys`` numbers from their inputs.
+
+    The inputs are the hidden state or, in latent attention, the latent vectors. Travelling latents take no product.
+    """
+    latent = shape.latent
+    if latent is None:
+        return 2.0 * shape.hidden * (query + keys)
+    expanded = 0.0 if has_latents(shape, tensor_parallel) else 2.0 * latent.key_rank * keys
+    return 2.0 * (latent.query_rank or shape.hidden) * query + expanded
+
+
+def latent_tensors(
+    shape: ModelShape, element_bytes: int, tensor_parallel: int, gathered: float
+) -> tuple[LayerTensor, ...]:
+    """Return the latent vectors of latent attention and their norms' outputs; ``gathered``: bytes received for them."""
+    latent = shape.latent
+    if latent is None:
+        return ()
+    numbers = latent.query_rank + latent.latent_numbers
+    flops = 2.0 * shape.hidden * numbers
+    vectors = LayerTensor("latent vectors", "matrix", float(numbers * element_bytes), flops, 0.0, gathered)
+    normed_keys = 0 if has_latents(shape, tensor_parallel) else latent.key_rank
+    norms = latent.has_norms * float(latent.query_rank + normed_keys) * element_bytes
+    if not norms:
+        return (vectors,)
+    return vectors, LayerTensor("normed latent vectors", "cheap", norms, 0.0, 2 * norms)
 
 
 def split_tensors(

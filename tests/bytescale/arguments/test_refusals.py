@@ -49,9 +49,9 @@ EXAMPLES = {
     "--num-distributed-optimizer-instances > 1": "--num-distributed-optimizer-instances 2",
     "--tensor-parallel-num-weight-shards > 1": "--tensor-parallel-num-weight-shards 2",
     "--expert-tensor-parallel-num-weight-shards > 1": "--expert-tensor-parallel-num-weight-shards 2",
-    "--mtp-num-layers": "--mtp-num-layers 1",
     "--mtp-num-layers without --hybrid-data-parallel": "--mtp-num-layers 1",
     "--multi-latent-attention without --hybrid-data-parallel": "--multi-latent-attention",
+    "--multi-latent-attention of TransformerEngine's layers": "--multi-latent-attention",
     "--multi-latent-attention of local layers without --hybrid-data-parallel": "--multi-latent-attention",
     "--multi-latent-attention with --position-embedding-type": (
         "--multi-latent-attention --position-embedding-type yarn"
@@ -165,7 +165,7 @@ EXAMPLES = {
 }
 SWITCHES = (
     "hybrid-context-parallel enable-cuda-graph external-cuda-graph optimizer-cuda-graph use-megatron-fsdp "
-    "use-torch-fsdp2 tp-comm-overlap multi-latent-attention use-kitchen-attention apply-query-key-layer-scaling "
+    "use-torch-fsdp2 tp-comm-overlap use-kitchen-attention apply-query-key-layer-scaling "
     "qk-clip log-max-attention-logit fine-grained-activation-offloading decrease-batch-size-if-needed "
     "full-validation multiple-validation-sets fim-data mock-data dataloader-fast-cache-load "
     "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "

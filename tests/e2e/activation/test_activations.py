@@ -47,6 +47,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "hdp-tensor-sequence-parallel": (2, [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TP_SP, "--bf16"]),
     "hdp-pipeline": (2, [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES]),
     "hdp-experts": (2, [*MODEL, *STEPS, *DOCUMENTS, *EXPERTS]),
+    "hdp-later-tokens": (2, [*MODEL, *STEPS, *DOCUMENTS, "--mtp-num-layers", "2"]),
     "plain-classic": (1, [*CLASSIC, *STEPS, "--micro-batch-size", "2"]),
     "plain-grouped-pipeline": (2, [*MODEL, *STEPS, "--micro-batch-size", "2", *TWO_STAGES]),
     "plain-virtual-pipeline": (
@@ -77,6 +78,7 @@ RUNS = [
     ("hdp-pipeline", "memo"),
     ("hdp-experts", "priced"),
     ("hdp-slices-pipeline", "priced"),
+    ("hdp-later-tokens", "memo"),
     ("plain-grouped-pipeline", "priced"),
     ("plain-virtual-pipeline", "memo"),
     ("eager-slices-pipeline", "memo"),
@@ -86,6 +88,7 @@ SAMPLE = [
     ("hdp", "auto"),
     ("hdp-experts", "priced"),
     ("hdp-slices-pipeline", "priced"),
+    ("hdp-later-tokens", "memo"),
 ]
 
 

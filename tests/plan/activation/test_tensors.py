@@ -41,16 +41,18 @@ def test_tensor_parallel_ranks_share_what_they_share() -> None:
 def test_a_layer_of_latents_keeps_no_keys_and_values(has_norms: bool) -> None:
     """Queries have 32 heads of 192.
 
-    Latents have 576 numbers instead of keys and values, and only they have a norm's output.
+    Latents have 576 numbers instead of keys and values, which have heads of 192 and 128.
     """
     latent = LatentShape(query_rank=100, key_rank=512, position_dim=64, value_dim=128, has_norms=has_norms)
     shape = replace(LLAMA2_7B, num_kv_heads=32, head_dim=192, latent=latent)
     sizes = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(shape)}
     assert sizes["query, key, value"] == 2 * (32 * 192 + 576)
-    assert sizes["latent vectors"] == 2 * (100 + 576 + 100 * has_norms)
+    assert sizes["latent vectors"] == 2 * (100 + 576)
+    assert sizes.get("normed latent vectors", 0) == 2 * 100 * has_norms
+    assert sizes["attention output"] == 2 * 32 * 128
     expanded = replace(shape, latent=replace(latent, is_plain=False))
     sizes = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(expanded)}
-    assert sizes["query, key, value"] == 2 * 3 * 32 * 192
-    assert sizes["latent vectors"] == 2 * (100 + 576 + (100 + 512) * has_norms)
+    assert sizes["query, key, value"] == 2 * 32 * (2 * 192 + 128)
+    assert sizes.get("normed latent vectors", 0) == 2 * (100 + 512) * has_norms
     in_slices = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(shape, sliced=True)}
     assert in_slices["key, value"] == 2 * 576

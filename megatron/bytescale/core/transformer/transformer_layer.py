@@ -7,6 +7,7 @@ that multiply matrices) as subclasses with a ``HookPoint``, where a run of ``byt
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +25,9 @@ from bytescale_ext.activation.record import LayerRecord
 from bytescale_ext.activation.region import memory_order
 from bytescale_ext.activation.run import LAYER_INPUT, LayerRun, Rebuilding, RebuiltAll, Recording
 from bytescale_ext.activation.store import ActivationStore
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+from megatron.bytescale.core.transformer.multi_latent_attention import DocumentLatentAttention, DocumentLatentCore
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import Attention
@@ -72,9 +75,9 @@ class PlannedTransformerLayer(TransformerLayer):
         self._run: LayerRun | None = None
         self._with_parameters: tuple[torch.nn.Module, ...] = ()  # modules with parameters of their own, once it ran
         attention = self.self_attention
-        self._set_hook(attention.linear_qkv, "product", "qkv")
+        for name in products_of(attention):
+            self._set_hook(getattr(attention, name), "product", name.removeprefix("linear_"))
         self._set_hook(attention.core_attention, "attention")
-        self._set_hook(attention.linear_proj, "product", "proj")
         if self.is_moe_layer:  # policies do not cover experts
             self._set_hook(self.mlp, "last")
         elif not isinstance(self.mlp, IdentityOp):
@@ -88,12 +91,14 @@ class PlannedTransformerLayer(TransformerLayer):
 
     def _set_hook(self, module: torch.nn.Module, method: str, name: str | None = None) -> None:
         """Replace the module's forward with ``method`` of the layer's current run while there is a run."""
-        assert isinstance(module, HookPoint), f"{type(module)=}"
+        assert isinstance(module, HookPoint | DocumentLatentCore), f"{type(module)=}"
+        # The attention of samples side by side saves copies of queries, keys and values that are not sample by sample.
+        saves_copies = isinstance(module, DocumentAttention) and not isinstance(module, DocumentLatentCore)
 
         def hook(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
             if self._run is None:
                 return forward(*args, **kwargs)
-            if isinstance(module, DocumentAttention):  # otherwise it saves its own copies of queries, keys, values
+            if saves_copies:
                 args = tuple(_sample_major(tensor) for tensor in args[:3]) + args[3:]
             first = (forward,) if name is None else (name, module, forward)
             return getattr(self._run, method)(*first, *args, **kwargs)
@@ -155,6 +160,11 @@ class PlannedTransformerLayer(TransformerLayer):
         else:
             positions = _rows_from(positions, record.split.total, first)
         kwargs = {**kwargs, "rotary_pos_emb": positions, "attention_mask": None}
+        params = kwargs.get("packed_seq_params")
+        if isinstance(params, DocumentSeqParams):  # latent attention computes its own angles
+            params = copy.copy(params)
+            params.positions = _rows_from(params.positions, record.split.total, first)
+            kwargs["packed_seq_params"] = params
         run = Rebuilding(record)
         hooks = torch.autograd.graph.saved_tensors_hooks(run.pack, lambda nothing: nothing)
         with self._running(run), torch.enable_grad(), hooks:
@@ -167,13 +177,29 @@ class PlannedTransformerLayer(TransformerLayer):
         raise AssertionError("a rebuilt layer did not reach its last hook point")
 
 
+def products_of(attention: Attention) -> list[str]:
+    """Return the names of the attention's products with hook points.
+
+    Latent attention compares the classes of its spec, so its products get hook points here. Its up-projection of keys
+    and values has none: attention may apply it, and a rebuilt layer runs it again like other operations.
+    """
+    if not isinstance(attention, DocumentLatentAttention):
+        return ["linear_qkv", "linear_proj"]
+    of_latents = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj")
+    names = [name for name in of_latents if getattr(attention, name, None) is not None]
+    for name in names:
+        product = getattr(attention, name)
+        product.__class__ = _class_with_hook_point(type(product))
+    return names
+
+
 def _sample_major(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor [rows, samples, ...] with the memory of each sample contiguous."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> torch.Tensor | None:
-    """Return the angles [t, 1, 1, dim] of rows from ``first`` on, for each tensor-parallel rank's ``num_rows``."""
+    """Return angles or positions [t, ...] of rows from ``first`` on, for each tensor-parallel rank's ``num_rows``."""
     if positions is None or not first:
         return positions
     return positions.unflatten(0, (-1, num_rows))[:, first:].flatten(0, 1)
@@ -204,10 +230,9 @@ def _with_hook_points(layer: TransformerLayerSubmodules) -> TransformerLayerSubm
     """Return the submodules of a layer with hook points at attention and matrix products."""
     attention: Attention = layer.self_attention
     inside = attention.submodules
-    inside = replace(
-        inside,
-        **{name: with_hook_point(getattr(inside, name)) for name in ("linear_qkv", "core_attention", "linear_proj")},
-    )
+    if attention.module is not DocumentLatentAttention:  # which makes its own hook points
+        names = ("linear_qkv", "core_attention", "linear_proj")
+        inside = replace(inside, **{name: with_hook_point(getattr(inside, name)) for name in names})
     mlp: MegatronModule = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
         mlp = with_hook_point(mlp)

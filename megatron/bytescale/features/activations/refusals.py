@@ -39,8 +39,11 @@ REFUSALS = (
     refuse("--external-cuda-graph", "activations", _NO_GRAPH),
     refuse("--use-megatron-fsdp", "activations", "use --use-distributed-optimizer"),
     refuse("--use-torch-fsdp2", "activations", "use --use-distributed-optimizer"),
-    refuse("--multi-latent-attention", "activations", _NOT_STANDARD),
-    refuse("--mtp-num-layers", "activations", "remove it: policies do not plan its layers"),
+    refuse("--multi-latent-attention of TransformerEngine's layers", "activations", "use --transformer-impl local with "
+           "--hybrid-data-parallel: policies know the tensors of these layers",
+           given("multi_latent_attention") & ~(IS_LOCAL & given("hybrid_data_parallel"))),
+    refuse("--mtp-num-layers without --hybrid-data-parallel", "activations", "add --hybrid-data-parallel, whose loader "
+           "provides later tokens", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
     refuse("--experimental-attention-variant", "activations", _NOT_STANDARD),
     refuse("--heterogeneous-layers-config-path", "activations", _NOT_STANDARD),
     refuse("--heterogeneous-layers-config-encoded-json", "activations", _NOT_STANDARD),

@@ -34,6 +34,10 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
 SHARED = {"moe_shared_expert_intermediate_size": 24}
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6, "rope_type": "rope", "qk_layernorm": True,
+}  # fmt: skip
 GQA, GATED = {"num_query_groups": 2}, {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"normalization": "LayerNorm", "add_bias_linear": True},
@@ -41,10 +45,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {**GQA, **GATED, "hidden_dropout": 0.3},
     "experts": {**GQA, **GATED, **EXPERTS},
     "experts, recomputed": {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "latent": {**LATENT, "q_lora_rank": 12},
+    "latent experts": {**LATENT, **GATED, **EXPERTS},
     "shared experts, recomputed": {
         **EXPERTS, **SHARED, "recompute_granularity": "selective", "recompute_modules": ["shared_experts"],
     },
 }  # fmt: skip
+DOCUMENTS_ONLY = ("dropout", "latent", "latent experts")
 PLANS = {
     "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
     "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0),
@@ -80,30 +87,37 @@ class Case:
     def __init__(self, kind: str, documents: bool, stages: int, store: Any) -> None:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
         from bytescale_ext.attention.kernels.table import choose_kernel
         from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
+        from megatron.bytescale.core.models.gpt.gpt_layer_specs import _set_document_modules
         from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
         from megatron.bytescale.core.transformer.norm import LocalNorm
         from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 
         settings = {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, **KINDS[kind]}
-        config = TransformerConfig(
+        is_latent = "kv_lora_rank" in settings
+        config = (MLATransformerConfig if is_latent else TransformerConfig)(
             num_layers=LAYERS // stages, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=48,
             attention_dropout=0.0, use_cpu_initialization=True, init_method_std=0.2,
             masked_softmax_fusion=False, apply_rope_fusion=False, bias_dropout_fusion=False, **settings,
         )  # fmt: skip
         spec: Any = get_gpt_layer_local_spec(
-            num_experts=settings.get("num_moe_experts"), normalization=settings["normalization"]
-        )
+            num_experts=settings.get("num_moe_experts"), normalization=settings["normalization"],
+            multi_latent_attention=is_latent, qk_layernorm=is_latent,
+        )  # fmt: skip
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
-        kernel = choose_kernel(torch.device("cpu"), torch.float32, HIDDEN // 4)[0]
+        widths = (12, 6) if is_latent else (HIDDEN // 4, None)
+        kernel = choose_kernel(torch.device("cpu"), torch.float32, widths[0], value_dim=widths[1])[0]
         self.runtime = runtime_of(kernel=kernel)
-        spec.submodules.self_attention.submodules.core_attention = partial(
-            DocumentAttention if documents else SampleAttention, runtime=self.runtime
-        )
+        if is_latent:
+            _set_document_modules(spec.submodules, self.runtime, has_engine=False)
+        else:
+            spec.submodules.self_attention.submodules.core_attention = partial(
+                DocumentAttention if documents else SampleAttention, runtime=self.runtime
+            )
         block: Any = TransformerBlockSubmodules(layer_specs=[spec] * (LAYERS // stages), layer_norm=LocalNorm)
         torch.manual_seed(3)
         self.stages = [
@@ -185,7 +199,7 @@ def run_matrix(rank: int, world: int, kind: str) -> dict[tuple[bool, int, str], 
     plans = {**PLANS, "auto": plan_of_auto()}
     found = {}
     for documents, stages in itertools.product((False, True), (1, 2)):
-        if kind == "dropout" and not documents:
+        if kind in DOCUMENTS_ONLY and not documents:
             continue
         store = ActivationStore(
             ActivationPlan("none"), make_link(allocate_arena(1 << 23, pinned=False), on_cuda=False), LAYERS // stages
@@ -264,10 +278,10 @@ def found_of(kind: str) -> dict[tuple[bool, int, str], tuple[bool, float, int, i
     return dict(run_ranks(run_matrix, 1, kind)[0])
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ["grouped swiglu", "dropout", "experts, recomputed"]))
+@pytest.mark.parametrize("kind", sampled(KINDS, ["grouped swiglu", "dropout", "experts, recomputed", "latent"]))
 def test_gradients_are_bitwise_those_of_no_policy(kind: str) -> None:
     cases = found_of(kind)
-    assert len(cases) == (1 if kind == "dropout" else 2) * 2 * (len(PLANS) + 1)
+    assert len(cases) == (1 if kind in DOCUMENTS_ONLY else 2) * 2 * (len(PLANS) + 1)
     for case, (is_equal, furthest, swapped, recomputed, _) in cases.items():
         assert is_equal, (case, furthest)
         plan = PLANS.get(case[2], None) or plan_of_auto()
