@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -99,7 +99,7 @@ class PlannedTransformerLayer(TransformerLayer):
             if self._run is None:
                 return forward(*args, **kwargs)
             if saves_copies:
-                args = tuple(_sample_major(tensor) for tensor in args[:3]) + args[3:]
+                args = tuple(_sample_major(cast("torch.Tensor", tensor)) for tensor in args[:3]) + args[3:]
             first = (forward,) if name is None else (name, module, forward)
             return getattr(self._run, method)(*first, *args, **kwargs)
 
@@ -188,8 +188,9 @@ def products_of(attention: Attention) -> list[str]:
     of_latents = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj")
     names = [name for name in of_latents if getattr(attention, name, None) is not None]
     for name in names:
-        product = getattr(attention, name)
-        product.__class__ = _class_with_hook_point(type(product))
+        product: torch.nn.Module = getattr(attention, name)
+        kind: type = type(product)
+        product.__class__ = _class_with_hook_point(kind)
     return names
 
 
