@@ -134,7 +134,8 @@ def text(results: Results) -> str:
         f"Every figure on this page is **emulated with device times** of an {results.setting['device']}. Nothing was "
         "measured on a GPU.", "",
         "    python scripts/bench/cluster/speed.py --device-times h100 --quick", "",
-        f"The results took {minutes:.0f} minutes on two cores that other work shared.", "",
+        f"The results took {minutes:.0f} minutes on two cores that other work shared. Cases and arms of `--quick` that "
+        "are not on this page have not run yet.", "",
         *how(results),
         "## Summary", "",
         "How many times as fast the first is, over all counted steps of all cases and links.", "",
