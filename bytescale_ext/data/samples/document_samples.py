@@ -26,6 +26,8 @@ from bytescale_ext.data.samples.idx_file import PART, DocumentIndex, checked_par
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.data.samples.scan_files import scanned
 
+_CHECKED = 3  # parts of a list that was read from a file
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DocumentSamples:
@@ -194,31 +196,36 @@ def _split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_valid(values: np.ndarray, index: DocumentIndex, seq_length: int, is_single: bool) -> bool:
     """Return whether an array that was read from a file can be the result of ``_scan``. A stranger may have written it.
 
-    Lengths of all listed documents are compared; that no document is missing is not.
+    Listed documents are compared with the index: all of them in up to ``_CHECKED`` parts, else the first part, the
+    last part and parts between them. Documents that are missing in the list are not found.
     """
     if len(values) < 3 or int(values[:2].min()) < 0 or len(values) != 3 + int(values[0]) + 2 * int(values[1]):
         return False
     gaps, long, before = _split(values)
     if int(before[0]) != 0:
         return False
-    last = -1
-    for begin in range(0, len(gaps), PART):
+    for begin in _checked_starts(len(gaps)):
         empty = gaps[begin : begin + PART] + np.arange(begin, min(begin + PART, len(gaps)))
-        if not _ascends(empty, last, index.num_documents) or document_lengths(index, empty, is_single).any():
+        if not _ascends(empty, index.num_documents) or document_lengths(index, empty, is_single).any():
             return False
-        last = int(empty[-1])
-    last = -1
-    for begin in range(0, len(long), PART):
+    for begin in _checked_starts(len(long)):
         part = long[begin : begin + PART]
-        if not _ascends(part, last, index.num_documents):
+        if not _ascends(part, index.num_documents):
             return False
         pieces = (document_lengths(index, part, is_single) - 1) // seq_length
         if (pieces < 1).any() or not np.array_equal(np.diff(before[begin : begin + len(part) + 1]), pieces):
             return False
-        last = int(part[-1])
     return True
 
 
-def _ascends(documents: np.ndarray, last: int, end: int) -> bool:
-    """Return whether documents [n] ascend from ``last`` (exclusive) to below ``end``."""
-    return int(documents[0]) > last and int(documents[-1]) < end and bool((documents[1:] > documents[:-1]).all())
+def _checked_starts(count: int) -> list[int]:
+    """Return the first element of each part of a list that is compared, with at most ``_CHECKED`` parts."""
+    num_parts = -(-count // PART)
+    parts = np.unique(np.linspace(0, num_parts - 1, min(num_parts, _CHECKED)).astype(np.int64))
+    return [int(part) * PART for part in parts]
+
+
+def _ascends(documents: np.ndarray, end: int) -> bool:
+    """Return whether documents [n] are below ``end`` and in ascending order."""
+    is_within = int(documents[0]) >= 0 and int(documents[-1]) < end
+    return is_within and bool((documents[1:] > documents[:-1]).all())

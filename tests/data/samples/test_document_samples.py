@@ -155,6 +155,14 @@ def test_a_damaged_file_is_made_again(prefix: str, damage: str, scans: list[str]
     assert scans == ["_sizes", "_scan", "_scan"]
 
 
+def test_the_ends_of_long_lists_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_samples, "PART", 10)
+    assert document_samples._checked_starts(0) == []
+    assert document_samples._checked_starts(7) == [0]
+    assert document_samples._checked_starts(30) == [0, 10, 20]
+    assert document_samples._checked_starts(99) == [0, 40, 90]
+
+
 def test_a_damaged_index_is_no_file(prefix: str) -> None:
     raw = Path(prefix + ".idx").read_bytes()
     Path(prefix + ".idx").write_bytes(raw[:34] + b"\xff\xff\xff\xff" + raw[38:])
