@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.hdp.table import auto_balance, planner_names, planner_row
 from bytescale_ext.plan.step.sizes import Cluster
+
+NORMALIZATIONS: Final = ("tokens", "documents")
+"""What the loss of a step is a mean over: labels with a weight, or documents of the mean over their labels."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class HdpConfig:
         memory_step: step at which memory is measured, or None.
         plans_offload: whether plans may move activations to host memory (``--activation-policy offload``), so that
             ranks can process more than C tokens. ``PlannedOffload`` then checks that the longest sequence fits.
+        loss_normalization: what the loss of a step is a mean over, one of ``NORMALIZATIONS``.
         learns_costs: whether plans follow costs and speeds of ranks that are learned while training.
         learned_costs: cost file to write them to, in addition to the file in ``log_dir``; or None.
     """
@@ -58,6 +63,7 @@ class HdpConfig:
     timeline_step: int | None = None
     memory_step: int | None = None
     plans_offload: bool = False
+    loss_normalization: str = NORMALIZATIONS[0]
     learns_costs: bool = False
     learned_costs: Path | None = None
 

@@ -37,6 +37,7 @@ from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.distributed.ordered_reductions import ReductionGate
 from megatron.bytescale.core.optimizer.late import LateUpdates
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
+from megatron.bytescale.core.pipeline_parallel.pairs import PairLoss
 from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
 from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
 from megatron.bytescale.core.transformer.moe.document_loads import DocumentLoads, RoutedRows
@@ -88,6 +89,7 @@ class Parts:
         load_history: expert loads of finished steps, as input of plans; None if loads are not measured.
         learner: learner of costs and speeds of ranks, or None.
         late_updates: optimizer updates that run during later steps, or None.
+        pair_loss: loss of pairs of answers, or None.
         reductions: gate of the gradient reductions that overlap with backward passes, or None.
     """
 
@@ -105,6 +107,7 @@ class Parts:
     learner: CostLearner | None = None
     late_updates: LateUpdates | None = None
     reductions: ReductionGate | None = None
+    pair_loss: PairLoss | None = None
 
     @property
     def link(self) -> Link | None:

@@ -59,14 +59,14 @@ def corpus_of(case: Case) -> Path:
 
 def write_conversations(case: Case, folder: Path) -> Path:
     """Write documents with a mask of answers: a third of the tokens, and the last token that fits."""
-    from bytescale_ext.data.corpus.mask_file import write_header
+    from bytescale_ext.data.corpus.sidecar import WEIGHTS, weights_of, write_header
 
     prefix = write_documents(folder / "docs", case.lengths, case.seed, copies=1)
     masks = np.random.default_rng(case.seed).random(sum(case.lengths)) < 0.3
     starts = np.cumsum(case.lengths) - case.lengths
     masks[starts + np.minimum(case.lengths, case.length) - 1] = True
-    masks.astype(np.uint8).tofile(f"{prefix}.mask.bin")
-    write_header(str(prefix))
+    masks.astype(np.uint8).tofile(f"{prefix}.weights.bin")
+    write_header(weights_of(str(prefix)), str(prefix), WEIGHTS, "uint8")
     return prefix
 
 

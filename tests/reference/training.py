@@ -87,7 +87,7 @@ class Samples:
         tokens = torch.from_numpy(np.fromfile(f"{corpus}.bin", dtype=np.uint16).astype(np.int64))
         mask = torch.ones_like(tokens, dtype=torch.bool)
         if settings.only_answers:
-            mask = torch.from_numpy(np.fromfile(f"{corpus}.mask.bin", dtype=np.uint8).astype(bool))
+            mask = torch.from_numpy(np.fromfile(f"{corpus}.weights.bin", dtype=np.uint8).astype(bool))
         self.tokens, self.masks = tokens.split(list(lengths)), mask.split(list(lengths))
         self.only_answers = settings.only_answers
 

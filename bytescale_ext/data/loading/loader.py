@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
+from bytescale_ext.data.samples.answers import PairSource
 from bytescale_ext.data.samples.packed import TokenSource, lengths_of
 from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.step.plan import StepPlan
@@ -207,6 +208,7 @@ class _LocalSteps:
             plan_seconds=planned - began,
             read_seconds=time.perf_counter() - planned,
             fell_back=fell_back,
+            references=self.source.reference_sums(sequences) if isinstance(self.source, PairSource) else None,
         )
 
 

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from bytescale_ext.config.hdp import NORMALIZATIONS
 from bytescale_ext.data.loading.planning import without_tables
-from bytescale_ext.data.samples.answers import AnswerSource, with_answers_only
+from bytescale_ext.data.samples.answers import WeightSource, with_document_means, with_weights
 from bytescale_ext.data.samples.future import future_tokens, future_weights
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, lengths_of, with_gram_rows
@@ -40,6 +41,7 @@ class LoaderSettings:
         future_tokens: number of tokens after the label that draft heads or multi-token prediction predict.
         weighs_future: whether to read the weights of their losses too (multi-token prediction).
         grams: rule of the model's n-gram memory; None without one.
+        normalization: what the loss of a step is a mean over, one of ``NORMALIZATIONS``.
 
     Raises:
         ValueError: a number is out of range.
@@ -61,6 +63,7 @@ class LoaderSettings:
     future_tokens: int = 0
     weighs_future: bool = False
     grams: GramRule | None = None
+    normalization: str = NORMALIZATIONS[0]
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -97,7 +100,7 @@ class LoaderSettings:
     def read(
         self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
     ) -> tuple[PackedMicroBatch, ...]:
-        """Read the tokens of units. If the source is an ``AnswerSource``, only answers have a loss.
+        """Read the tokens of units. If the source is a ``WeightSource``, losses have its weights.
 
         Args:
             units: units of a plan.
@@ -106,8 +109,10 @@ class LoaderSettings:
             lengths: tokens of each sequence of the plan.
         """
         batches = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
-        if isinstance(source, AnswerSource):
-            batches = [with_answers_only(packed, source, sample_ids) for packed in batches]
+        if isinstance(source, WeightSource):
+            batches = [with_weights(packed, source, sample_ids) for packed in batches]
+        if self.normalization != NORMALIZATIONS[0]:
+            batches = [with_document_means(packed, source, sample_ids, lengths) for packed in batches]
         if self.future_tokens:
             batches = [self._with_future(packed, source, sample_ids, lengths) for packed in batches]
         if self.grams is not None:
@@ -155,6 +160,8 @@ class StepBatch:
         wait_seconds: time that ``next()`` waited.
         fell_back: whether this is the simple plan, because the planner ran out of time.
         places: locations of the samples, which the remote loader needs to read them again: ``PLACE`` [n], else None.
+        references: log-probability of each sequence under a reference model, 0 without one: [sequences]; None unless
+            the source is a ``PairSource``.
         num_tokens: tokens of the step on all ranks.
         row_counts: number of rows of each micro-batch or slice.
     """
@@ -168,6 +175,7 @@ class StepBatch:
     wait_seconds: float = 0.0
     fell_back: bool = False
     places: np.ndarray | None = None
+    references: np.ndarray | None = None
     num_tokens: int = field(init=False)
     row_counts: tuple[int, ...] = field(init=False)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from bytescale_ext.data.samples.answers import AnswerSource
+from bytescale_ext.data.samples.answers import label_weights
 from bytescale_ext.data.samples.packed import TokenSource
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
@@ -69,25 +69,16 @@ def future_weights(
     If a document has n labels and m of them remain at some depth, each of the m has the weight n / m. So the mean loss
     of every depth counts as much as the mean loss of the next token. Weights depend on the whole document and not on
     the plan. Megatron computes the same for a micro-batch of one document under ``--calculate-per-token-loss``. If the
-    source is an ``AnswerSource``, only answers have a loss. Arguments as in ``future_tokens``.
+    source is a ``WeightSource``, each has the weight of its token in addition. Arguments as in ``future_tokens``.
     """
     weights = np.zeros((num_rows, count), dtype=np.float32)
     row = 0
     for shard in micro_batch.shards:
-        has_loss = _has_loss(source, sample_ids[shard.seq], lengths[shard.seq])
-        remaining = [int(has_loss[ahead:].sum()) for ahead in range(count + 1)]
+        of_labels = label_weights(source, sample_ids[shard.seq], lengths[shard.seq])
+        remaining = [int(np.count_nonzero(of_labels[ahead:])) for ahead in range(count + 1)]
         for start, stop in shard.ranges:
             for ahead in range(1, count + 1):
-                column = has_loss[start + ahead : stop + ahead]
+                column = of_labels[start + ahead : stop + ahead]
                 weights[row : row + len(column), ahead - 1] = column * (remaining[0] / max(remaining[ahead], 1))
             row += stop - start
     return torch.from_numpy(weights)
-
-
-def _has_loss(source: TokenSource, sample_id: int, length: int) -> np.ndarray:
-    """Return whether the label of each token of a sample has a loss: bool [length]."""
-    if isinstance(source, AnswerSource):
-        return np.asarray(source.answers(sample_id, 1, length + 1))
-    has_label = np.ones(length, dtype=bool)
-    has_label[-1] = len(source.read(sample_id, length - 1, length + 1)) == 2
-    return has_label

@@ -76,7 +76,8 @@ class PackedMicroBatch:
         tokens: token ids, 0 in padding; int64 [num_rows].
         labels: next token of the same document, 0 without one; int64 [num_rows].
         positions: position in the sample, 0 in padding; int64 [num_rows].
-        loss_mask: 1 for rows with a label, else 0; float32 [num_rows].
+        loss_mask: weight of the loss of each row: 1 for rows with a label, or the weight of the label in the data set;
+            0 without a label; float32 [num_rows].
         micro_batch: micro-batch of the plan or a slice of it, whose tokens are the first ``micro_batch.num_tokens``
             rows.
         documents: origin of each shard, for messages.
@@ -86,6 +87,7 @@ class PackedMicroBatch:
         future: tokens after each label (``future.py``), int64 [num_rows, count]; None if nothing predicts them.
         future_weights: weights of their losses in multi-token prediction, float32 [num_rows, count]; else None.
         gram_rows: rows of an n-gram memory, int64 [num_rows, columns]; None in models without one.
+        label_counts: what each row adds to the divisor of the loss, float32 [num_rows]; None: 1 if its weight is not 0.
     """
 
     tokens: torch.Tensor
@@ -100,11 +102,17 @@ class PackedMicroBatch:
     future: torch.Tensor | None = None
     future_weights: torch.Tensor | None = None
     gram_rows: torch.Tensor | None = None
+    label_counts: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         """Number of rows, including padding."""
         return int(self.tokens.shape[0])
+
+    @property
+    def num_labels(self) -> torch.Tensor:
+        """Number by which the loss of a step is divided, as far as this micro-batch adds to it: a scalar."""
+        return torch.count_nonzero(self.loss_mask) if self.label_counts is None else self.label_counts.sum()
 
     def documents_text(self, limit: int = 4) -> str:
         """Return the origin of the first documents, for an error message."""
@@ -133,6 +141,7 @@ class PackedMicroBatch:
             future=None if self.future is None else change(self.future),
             future_weights=None if self.future_weights is None else change(self.future_weights),
             gram_rows=None if self.gram_rows is None else change(self.gram_rows),
+            label_counts=None if self.label_counts is None else change(self.label_counts),
         )
 
 

@@ -11,6 +11,7 @@ from bytescale_ext.json_input import json_value
 
 BYTE_LEVEL_EOD = 256
 BYTE_LEVEL_VOCAB_SIZE = 257
+LARGEST_WEIGHT = 1e30
 
 Encode = Callable[[bytes], tuple[np.ndarray, bool]]
 
@@ -48,6 +49,34 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
         raise ValueError(f"{where}: no text under the key {key!r} (found: {content}): change --json-key")
     # JSON allows unpaired surrogates, UTF-8 does not.
     return str(value[key]).encode("utf-8", errors="surrogatepass")
+
+
+def json_weights(line: bytes, key: str, where: str, num_tokens: int) -> np.ndarray:
+    """Return the weights of the tokens of one line: float32 [num_tokens].
+
+    Args:
+        line: one line of the file.
+        key: key of one number for all tokens, or of a list with a number for each token. The end-of-document token
+            may be missing in the list; its weight is then 0.
+        where: ``path:line``, for error messages.
+        num_tokens: tokens of the document, with the end-of-document token.
+
+    Raises:
+        ValueError: the value is missing, no finite number, or a list of another length.
+    """
+    value = json_value(line, is_strict=True)
+    found = value.get(key) if isinstance(value, dict) else None
+    numbers = found if isinstance(found, list) else [found]
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
+        raise ValueError(f"{where}: no number and no list of numbers under the key {key!r}: change --weights")
+    if not all(abs(one) <= LARGEST_WEIGHT for one in numbers):
+        raise ValueError(f"{where}: a weight under the key {key!r} is above {LARGEST_WEIGHT:g}")
+    weights = np.array(numbers, dtype=np.float32)
+    if not isinstance(found, list):
+        return np.full(num_tokens, weights[0], dtype=np.float32)
+    if num_tokens - len(weights) not in (0, 1):
+        raise ValueError(f"{where}: {len(weights)} weights under the key {key!r} for {num_tokens - 1} tokens")
+    return np.append(weights, np.zeros(num_tokens - len(weights), dtype=np.float32))
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode:

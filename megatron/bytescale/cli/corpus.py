@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--glob", metavar="PATTERN", help="files to take from a folder (* with --from, else *.py)")
     add_option(parser, "--json-key")
     parser.add_argument(
+        "--weights",
+        metavar="KEY",
+        help="also write the weight of each token's loss: a number under KEY, or a list with a number for each token; "
+        "with --sft a number for the answers of the line. Train with --sft",
+    )
+    parser.add_argument(
         "--tokens", type=size, metavar="N", help="take documents in random order up to N tokens (default: all)"
     )
     add_option(parser, "--seed", note="for the random order")
@@ -49,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sft",
         action="store_true",
-        help="lines of .jsonl files hold chats under the key 'messages'; also write masks of their answers",
+        help="lines of .jsonl files hold chats under the key 'messages'; also write which tokens are answers",
+    )
+    group.add_argument(
+        "--pairs",
+        action="store_true",
+        help="lines hold two chats, 'chosen' and 'rejected', with one prompt; train with --sft --loss dpo",
     )
     group.add_argument(
         "--on-bad", choices=("stop", "skip"), help="end at a bad line (default), or leave bad lines out and count them"
@@ -68,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a source, a line or a setting is bad.
     """
-    if not args.sft and (args.on_bad or args.sft_tokenizer_prompt_format):
-        raise ValueError("--on-bad and --sft-tokenizer-prompt-format need --sft")
+    if not args.sft and (args.on_bad or args.pairs or args.sft_tokenizer_prompt_format):
+        raise ValueError("--on-bad, --pairs and --sft-tokenizer-prompt-format need --sft")
+    if args.pairs and args.weights:
+        raise ValueError("--pairs with --weights: the loss of pairs weighs their tokens")
     settings = tokenizer_settings(args)
     entries = read_sources(args)
     checked_prefix(args.output)
@@ -83,11 +96,12 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         entries,
         tokenizer=tokenizer,
-        json_key=args.json_key,
+        keys=corpus.Keys(args.json_key, args.weights),
         num_tokens=args.tokens,
         seed=args.seed,
     )
-    flags = ["--data-path", args.output, *(training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
+    sft = ["--sft"] if args.weights else []
+    flags = [*sft, "--data-path", args.output, *(training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
     if args.json:
         return print_json(summary, flags)
     print(f"{summary.prefix}.bin, {summary.prefix}.idx ({summary.dtype})")
@@ -123,16 +137,17 @@ def read_sources(args: argparse.Namespace) -> list[Entry]:
 
 
 def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[str, object]) -> int:
-    """Write conversations and masks of their answers, and print figures. Raises ValueError for a bad conversation."""
+    """Write conversations with weights, and print figures. Raises ValueError for a bad conversation."""
     from megatron.bytescale.core.datasets import conversations
 
     tokenizer = conversations.chat_tokenizer(settings)
-    options = {"skip_bad": args.on_bad == "skip", "num_tokens": args.tokens, "seed": args.seed}
+    options = {"num_tokens": args.tokens, "seed": args.seed,
+               "fields": conversations.Fields(args.weights, args.pairs, args.on_bad == "skip")}  # fmt: skip
     summary = conversations.write_conversations(args.output, entries, tokenizer, **options)
     flags = ["--sft", "--data-path", args.output, *training_flags(settings)]
     if args.json:
         return print_json(summary, flags)
-    print(f"{summary.prefix}.bin, .idx ({summary.dtype}), .mask.bin, .mask.json")
+    print(f"{summary.prefix}.bin, .idx ({summary.dtype}), .weights.bin, .weights.json")
     print(f"chats      {summary.num_documents:,}")
     print_sizes(args, summary)
     print(f"answers    {summary.num_answer_tokens:,} tokens ({summary.num_answer_tokens / summary.num_tokens:.1%})")

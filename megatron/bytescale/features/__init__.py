@@ -30,6 +30,7 @@ from megatron.bytescale.features.hdp.flags import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory_record.flags import MEMORY_RECORD
 from megatron.bytescale.features.multi_token import MULTI_TOKEN
+from megatron.bytescale.features.preferences import PREFERENCES
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.sft import SFT
@@ -47,6 +48,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     RAY,
     SCULPT,
     SFT,
+    PREFERENCES,
     SLICES,
     ZERO_BUBBLE,
     LOSS_CHUNKS,

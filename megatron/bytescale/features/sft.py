@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.data.corpus.mask_file import check_mask
+from bytescale_ext.data.corpus.sidecar import check_weights
 from megatron.bytescale.arguments.conditions import equals, given
 from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import Overrides
@@ -34,7 +34,7 @@ def resolve(paths: DataPaths, run: RunConfig) -> AnswerLossConfig:
     if not prefixes:
         raise ValueError("no data: give the --data-path written by `bytescale corpus --sft`")
     for prefix in prefixes:
-        check_mask(prefix, whole=run.process.rank == 0)
+        check_weights(prefix, whole=run.process.rank == 0)
     return AnswerLossConfig(tuple(prefixes))
 
 

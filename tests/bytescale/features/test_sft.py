@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bytescale_ext.config.answers import AnswerLossConfig
-from bytescale_ext.data.corpus.mask_file import MASK, write_header
+from bytescale_ext.data.corpus.sidecar import VALUES, WEIGHTS, weights_of, write_header
 from megatron.bytescale.features.sft import SFT
 from tests.bytescale.arguments.resolving import check_refused, resolve_lines
 from tests.data.sources import write_data_set
@@ -20,24 +20,25 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--sft"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write data sets a and b with masks, "plain" without a mask, and "other" with the mask of a."""
+    """Write data sets a and b with weights, "plain" without, and "other" with the weights of a."""
     root = tmp_path_factory.mktemp("sft")
     for name in ("a", "b", "plain", "other"):
         write_data_set(root / name, [[[1, 2, 3]]] if name != "other" else [[[1], [2, 3]]])
     for name in ("a", "b"):
-        (root / f"{name}{MASK}").write_bytes(bytes([0, 1, 1]))
-        write_header(str(root / name))
-    for file in root.glob("a.mask.*"):
+        path = weights_of(str(root / name))
+        Path(path + VALUES).write_bytes(bytes([0, 1, 1]))
+        write_header(path, str(root / name), WEIGHTS, "uint8")
+    for file in root.glob("a.weights.*"):
         (root / file.name.replace("a.", "other.", 1)).write_bytes(file.read_bytes())
     return root
 
 
 # words after the common words ({in} is the folder), words of the refusal
 REFUSED = {
-    "no mask": ("--data-path {in}/plain", "plain.mask.json: no such file, so the answers are unknown: write"),
+    "no mask": ("--data-path {in}/plain", "plain.weights.json: no such file, so the weights are unknown: write"),
     "another's mask": (
         "--data-path {in}/other",
-        "other.mask.bin: the mask belongs to another data set than |other.idx",
+        "other.weights.bin: the weights belong to another data set than |other.idx",
     ),
     "no data": ("", "no data: give the --data-path written by `bytescale corpus --sft`"),
     "windows": (

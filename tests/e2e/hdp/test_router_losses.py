@@ -47,14 +47,15 @@ def data() -> Path:
 
 
 def write(folder: Path) -> Path:
-    from bytescale_ext.data.corpus.mask_file import MASK, write_header
+    from bytescale_ext.data.corpus.sidecar import VALUES, WEIGHTS, weights_of, write_header
 
     for name, share in (("all", 1.0), ("few", FEW)):
         write_documents(folder / name, LENGTHS, copies=1)
         mask = np.random.default_rng(5).random(sum(LENGTHS)) < share
         mask[np.cumsum(LENGTHS) - 1] = True  # documents without an answer are left out
-        mask.astype(np.uint8).tofile(f"{folder / name}{MASK}")
-        write_header(str(folder / name))
+        path = weights_of(str(folder / name))
+        mask.astype(np.uint8).tofile(path + VALUES)
+        write_header(path, str(folder / name), WEIGHTS, "uint8")
     return folder
 
 

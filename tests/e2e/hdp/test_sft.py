@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from functools import partial
@@ -61,6 +62,11 @@ def write_data_set(rank: int, world: int, folder: str) -> None:
     words = [word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), value)]
     where = ["--from", f"{folder}/chats.jsonl", "--output", f"{folder}/chats"]
     assert cli.main(["corpus", "--sft", *where, *words]) == 0
+    lines = [json.loads(line) for line in Path(folder, "chats.jsonl").read_text().splitlines()]
+    weighted = [{**line, "advantage": (-1) ** number * (0.2 + number / 16)} for number, line in enumerate(lines)]
+    Path(folder, "weighted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in weighted))
+    where = ["--from", f"{folder}/weighted.jsonl", "--output", f"{folder}/weighted", "--weights", "advantage"]
+    assert cli.main(["corpus", "--sft", *where, *words]) == 0
     tokenizer: Any = build_megatron_tokenizer(settings)
     encoded = [tokenizer.tokenize_conversation(one, return_target=True, add_generation_prompt=False) for one in CHATS]
     Path(folder, "encoded.pickle").write_bytes(pickle.dumps((encoded, tokenizer.pad, tokenizer.eod)))
@@ -77,9 +83,9 @@ class Recorded:
         return self.encoded[CHATS.index(conversation)]
 
 
-def common(data: Path, *flags: object) -> list[object]:
+def common(data: Path, *flags: object, name: str = "chats") -> list[object]:
     vocabulary = ["--vocab-size", 383]  # 384 rows in the embedding, from the tokenizer's 330 tokens and padding
-    return [*MODEL, *TRAIN, "--data-path", data / "chats", *vocabulary, *flags]
+    return [*MODEL, *TRAIN, "--data-path", data / name, *vocabulary, *flags]
 
 
 def train_with_named_weights() -> None:
@@ -147,6 +153,35 @@ def test_loss_and_gradients_are_those_of_megatrons_own_data_set(name: str, data:
     for key, value in found.items():
         if "_extra" not in key:
             assert relative_error(value, wanted[key]) < TOLERANCE, key
+
+
+WEIGHTED: dict[str, tuple[int, list[object]]] = {
+    "rings": LAYOUTS["rings"],
+    "pipeline in slices, tensor parallelism": (
+        4,
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --hdp-tokens-per-rank 256 "
+        "--seq1f1b-slices 2 --make-vocab-size-divisible-by 64".split(),
+    ),
+}
+
+
+@pytest.mark.parametrize("normalization", ["tokens", "documents"])
+def test_weights_and_means_over_documents_equal_one_process(normalization: str, data: Path) -> None:
+    """Weights are positive and negative; each layout has the loss and gradients of one process."""
+    flags = [*HDP, "--sft", "--loss-normalization", normalization]
+    alone = train_once(
+        1, *common(data, *flags, "--hdp-tokens-per-rank", 1024, name="weighted"), entry=train_with_named_weights
+    )
+    plain = train_once(1, *common(data, *flags, "--hdp-tokens-per-rank", 1024), entry=train_with_named_weights)
+    assert alone.losses != pytest.approx(plain.losses, rel=0.01)
+    wanted = gradients(alone.save)
+    for num_ranks, layout in WEIGHTED.values():
+        run = train_once(num_ranks, *common(data, *flags, *layout, name="weighted"), entry=train_with_named_weights)
+        assert run.losses == pytest.approx(alone.losses, rel=TOLERANCE, abs=1e-6)
+        if "--tensor-model-parallel-size" not in layout:
+            (found,) = whole_gradients(run.save, 1, 1)
+            for key, value in found.items():
+                assert "_extra" in key or relative_error(value, wanted[key]) < TOLERANCE, key
 
 
 def test_a_resumed_run_goes_on_with_the_next_conversation_on_other_ranks(

@@ -121,7 +121,7 @@ def data_set_of(args: argparse.Namespace) -> str:
         args.output,
         file_entries(Path(args.input)),
         tokenizer=corpus.build_megatron_tokenizer(settings) if settings else None,
-        json_key=args.json_key,
+        keys=corpus.Keys(args.json_key),
     )
     return str(args.output)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytescale_ext.data.corpus.mask_file import open_mask
+from bytescale_ext.data.corpus.sidecar import open_sidecar, weights_of
 from bytescale_ext.data.samples.idx_file import open_index
 from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths, sample_table
 from megatron.bytescale.core.datasets.document_dataset import (
@@ -29,18 +29,18 @@ from megatron.bytescale.core.datasets.document_dataset import (
 
 @dataclass
 class AnswerConfig(DocumentConfig):
-    """Megatron's configuration, plus the answer mask of each data set, keyed by path."""
+    """Megatron's configuration, plus the weights of each data set, keyed by path."""
 
-    masks: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
 
     def table(self, prefix: str, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
         """Return the samples of documents that begin at tokens ``first_tokens`` [n] of a file; ``lengths``: [n].
 
         A document's first token is never a label, so it does not count as an answer.
         """
-        mask, kept = self.masks[prefix], np.minimum(lengths, self.sequence_length)
+        weights, kept = self.weights[prefix], np.minimum(lengths, self.sequence_length)
         ends = zip((first_tokens + 1).tolist(), (first_tokens + kept).tolist(), strict=True)
-        has_answer = np.array([np.count_nonzero(mask[start:end]) > 0 for start, end in ends], dtype=bool)
+        has_answer = np.array([np.count_nonzero(weights[start:end]) > 0 for start, end in ends], dtype=bool)
         return sample_table(np.where(has_answer, kept, 0), self.sequence_length)
 
 
@@ -55,38 +55,38 @@ class AnswerDataset(DocumentDataset):
         self._first_tokens = bounds[:-1]
         return self.config.table(str(self.dataset_path), bounds[:-1], np.diff(bounds))
 
-    def answers(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return the answer mask of tokens [start, stop) of sample ``i``, bool [stop - start]; False past its end."""
+    def weights(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Return the weights of tokens [start, stop) of sample ``i``, float32 [stop - start]; 0 past its end."""
         row = self._row(i)
         document, _, length = self.table.place(row)
         first = int(self._first_tokens[document])
-        mask = np.zeros(stop - start, dtype=bool)
+        weights = np.zeros(stop - start, dtype=np.float32)
         end = min(stop, length)
         if start < end:
-            mask[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
-        return mask
+            weights[: end - start] = self.config.weights[str(self.dataset_path)][first + start : first + end]
+        return weights
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return the whole sample, unpadded, under the keys of Megatron's GPT samples; each tensor is [length]."""
         sample = super().__getitem__(idx)
         length = self.length(idx)
-        sample["loss_mask"] *= sample["loss_mask"].new_tensor(self.answers(idx, 1, length + 1))
+        sample["loss_mask"] *= sample["loss_mask"].new_tensor(self.weights(idx, 1, length + 1))
         return sample
 
 
 class Conversations(SampleSource):
-    """A ``TokenSource`` of conversations that knows which tokens are answers (``AnswerSource``)."""
+    """A ``TokenSource`` of conversations that has weights of their tokens (``WeightSource``)."""
 
-    def answers(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        """Return the answer mask of tokens of a sample, bool [stop - start]; see ``AnswerDataset.answers``."""
+    def weights(self, sample_id: int, start: int, stop: int) -> np.ndarray:
+        """Return the weights of tokens of a sample, float32 [stop - start]; see ``AnswerDataset.weights``."""
         dataset, inner = self._locate(sample_id)
         assert isinstance(dataset, AnswerDataset), f"{dataset=}"
-        return dataset.answers(inner, start, stop)
+        return dataset.weights(inner, start, stop)
 
 
 def answer_config(prefixes: Sequence[str], settings: dict[str, Any]) -> AnswerConfig:
     """Return the configuration of conversation data sets. ``settings``: fields of Megatron's own configuration."""
-    return AnswerConfig(**settings, masks={prefix: open_mask(prefix) for prefix in prefixes})
+    return AnswerConfig(**settings, weights={prefix: open_sidecar(weights_of(prefix)) for prefix in prefixes})
 
 
 def build_conversations(config: AnswerConfig, sizes: Sequence[int | None]) -> tuple[SampleSource | None, ...]:

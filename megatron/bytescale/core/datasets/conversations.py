@@ -1,25 +1,52 @@
-"""Writes conversations as a Megatron data set with a mask of their answers (``bytescale corpus --sft``)."""
+"""Writes conversations as a Megatron data set with weights of their tokens (``bytescale corpus --sft``)."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from bytescale_ext.data.corpus.mask_file import HEADER, MASK, write_header
+from bytescale_ext.data.corpus.sidecar import VALUES, WEIGHTS, weights_of, write_header
 from bytescale_ext.data.samples.chat_templates import TemplateEncoder
 from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
 from bytescale_ext.data.samples.sources import Entry, raw_contents
-from bytescale_ext.data.samples.texts import Tokenizer
+from bytescale_ext.data.samples.texts import Tokenizer, json_weights
 from bytescale_ext.errors import one_line
+from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import new_file
-from megatron.bytescale.core.datasets.corpus import CorpusSummary, DocumentTally, build_megatron_tokenizer, whole_files
+from megatron.bytescale.core.datasets.corpus import (
+    WEIGHT_FILES,
+    CorpusSummary,
+    DocumentTally,
+    build_megatron_tokenizer,
+    whole_files,
+)
 
 KINDS = ("SFTTokenizer", "HuggingFaceTokenizer")
+
+
+PAIR = ("chosen", "rejected")
+"""Keys of the messages of a pair of answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields of a line besides its messages, and what happens to bad lines.
+
+    Attributes:
+        weights: key of the weight of a line's answers; None: 1.
+        are_pairs: whether lines hold pairs of answers, which become two documents.
+        skip_bad: whether bad lines are skipped and counted instead of failing.
+    """
+
+    weights: str | None = None
+    are_pairs: bool = False
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +104,13 @@ def write_conversations(
     entries: Sequence[Entry],
     tokenizer: tuple[Tokenizer, ChatEncoder],
     *,
-    skip_bad: bool = False,
     num_tokens: int | None = None,
     seed: int = 1234,
+    fields: Fields = Fields(),
 ) -> ConversationSummary:
-    """Write each conversation as a document to ``prefix``.bin and .idx, and a mask of its answers next to them.
+    """Write each conversation as a document to ``prefix``.bin and .idx, and weights of its tokens next to them.
+
+    The weights are a mask of the answers, or the number of a field for each token of an answer.
 
     The files get their final names only when all are complete. Conversations without an answer are skipped and counted.
 
@@ -89,7 +118,7 @@ def write_conversations(
         prefix, num_tokens, seed: see ``write_corpus``.
         entries: lines of JSONL files.
         tokenizer: the result of ``chat_tokenizer``.
-        skip_bad: skip and count bad lines instead of failing.
+        fields: fields of a line besides its messages, and what happens to bad lines.
 
     Raises:
         ValueError: the folder cannot be written, a line is bad, or no conversation has an answer.
@@ -99,12 +128,14 @@ def write_conversations(
     vocabulary, encode = tokenizer
     dtype = DType.optimal_dtype(int(vocabulary.vocab_size))
     tally, left = DocumentTally(), _Left()
-    with whole_files(prefix, (MASK, HEADER)) as partial:
+    kind = np.uint8 if fields.weights is None else np.float32
+    with whole_files(prefix, WEIGHT_FILES) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
-            with new_file(partial + MASK, is_binary=True) as masks:
-                for tokens, answers in _encoded(entries, encode, skip_bad, tally, left):
-                    _add(builder, masks, tokens, answers)
+            with new_file(weights_of(partial) + VALUES, is_binary=True) as file:
+                for tokens, weights in _encoded(entries, _Reading(encode, fields), tally, left):
+                    builder.add_document(tokens, [len(tokens)])
+                    file.write(weights.astype(kind).tobytes())
                     if num_tokens is not None and sum(tally.lengths) >= num_tokens:
                         break
         finally:
@@ -113,7 +144,8 @@ def write_conversations(
             reason = f" (the first bad line: {left.first_bad})" if left.bad else ""
             raise ValueError(f"{len(entries)} lines, and no conversation with an answer: nothing to write{reason}")
         builder.finalize(partial + ".idx")
-        left.answer_tokens = write_header(partial).num_answer_tokens
+        header = write_header(weights_of(partial), partial, WEIGHTS, np.dtype(kind).name, 1 + fields.are_pairs)
+        left.answer_tokens = header.num_nonzero
     summary = tally.summary(prefix, np.dtype(dtype).name, int(vocabulary.vocab_size), int(vocabulary.eod))
     return ConversationSummary(
         **dataclasses.asdict(summary),
@@ -125,35 +157,64 @@ def write_conversations(
     )
 
 
-def _add(builder: IndexedDatasetBuilder, masks: IO[bytes], tokens: np.ndarray, answers: np.ndarray) -> None:
-    """Append a document, and one mask byte for each of its tokens; both arrays are [n]."""
-    builder.add_document(tokens, [len(tokens)])
-    masks.write(answers.astype(np.uint8).tobytes())
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How lines become documents; see ``write_conversations``."""
+
+    encode: ChatEncoder
+    fields: Fields
+
+    def documents(self, raw: bytes, where: str) -> tuple[int, list[Encoded]]:
+        """Return the number of conversations of a line, and their (token ids [n], weights [n])."""
+        if self.fields.are_pairs:
+            return self._pair(raw, where)
+        chats = conversations(raw, where)
+        encoded = [document for chat in chats for document in encode_at(where, self.encode, chat)]
+        if self.fields.weights is None or not chats:
+            return len(chats), encoded
+        (weight,) = json_weights(raw, self.fields.weights, where, 1)
+        return len(chats), [(tokens, answers.astype(np.float32) * weight) for tokens, answers in encoded]
+
+    def _pair(self, raw: bytes, where: str) -> tuple[int, list[Encoded]]:
+        """Return the documents of the preferred and of the other answer of a line. Raises ValueError for a bad pair."""
+        if not raw.strip():
+            return 0, []
+        record = json_value(raw, is_strict=True)
+        found = []
+        for key in PAIR:
+            if not isinstance(record, dict) or not isinstance(record.get(key), list):
+                raise ValueError(f"{where}: no messages under the key {key!r}: a pair has 'chosen' and 'rejected'")
+            line = json.dumps({**record, "messages": record[key]}).encode()
+            chats = conversations(line, where)
+            encoded = [document for chat in chats for document in encode_at(where, self.encode, chat)]
+            if len(encoded) != 1 or not encoded[0][1][1:].any():
+                raise ValueError(f"{where}: {len(encoded)} documents with answers under {key!r}: a pair needs one")
+            found += encoded
+        return 1, found
 
 
 def _encoded(
-    entries: Sequence[Entry], encode: ChatEncoder, skip_bad: bool, tally: DocumentTally, left: _Left
+    entries: Sequence[Entry], reading: _Reading, tally: DocumentTally, left: _Left
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (token ids [n], answer mask [n]) of each conversation with an answer. Raises ValueError for a bad line."""
+    """Yield (token ids [n], weights [n]) of each conversation with an answer. Raises ValueError for a bad line."""
     for entry, raw in raw_contents(entries):
         tally.files.add(entry.path)
         where = f"{entry.path}:{entry.line}"
         try:
-            chats = conversations(raw, where)
-            documents = [document for chat in chats for document in encode_at(where, encode, chat)]
+            num_chats, documents = reading.documents(raw, where)
         except ValueError as error:
-            if not skip_bad:
+            if not reading.fields.skip_bad:
                 raise
             left.bad += 1
             left.first_bad = left.first_bad or str(error)
             continue
-        tally.num_skipped_empty += not chats
-        for tokens, answers in documents:
-            if not answers[1:].any():  # the first token is never a label
+        tally.num_skipped_empty += not num_chats
+        for tokens, weights in documents:
+            if not weights[1:].any():  # the first token is never a label
                 left.without_answer += 1
                 continue
             tally.lengths.append(len(tokens))
-            yield tokens, answers
+            yield tokens, weights
 
 
 def encode_at(where: str, encode: ChatEncoder, chat: Conversation) -> list[Encoded]:

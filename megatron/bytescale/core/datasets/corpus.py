@@ -8,6 +8,7 @@ offer it, and it ends documents with id 0, which is also a byte.)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,17 +21,45 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from bytescale_ext.data.samples.sources import Entry, checked_prefix, contents
+from bytescale_ext.data.corpus.sidecar import HEADER, VALUES, WEIGHTS, weights_of, write_header
+from bytescale_ext.data.samples.sources import Entry, checked_prefix, raw_contents
 from bytescale_ext.data.samples.texts import (
     BYTE_LEVEL_EOD,
     BYTE_LEVEL_VOCAB_SIZE,
     Encode,
     Tokenizer,
     encoder,
+    json_text,
+    json_weights,
 )
-from bytescale_ext.new_file import private_folder
+from bytescale_ext.new_file import new_file, private_folder
 
 BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
+
+
+WEIGHT_FILES = tuple(weights_of("") + suffix for suffix in (VALUES, HEADER))
+"""Suffixes of the weights of a data set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of a JSONL line.
+
+    Attributes:
+        text: key of the text.
+        weights: key of the weights of its tokens, or None.
+    """
+
+    text: str = "text"
+    weights: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """Tokens of a document and their weights: [n] each; without weights the second is empty."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +113,7 @@ def write_corpus(
     entries: Sequence[Entry],
     *,
     tokenizer: Tokenizer | None = None,
-    json_key: str = "text",
+    keys: Keys = Keys(),
     num_tokens: int | None = None,
     seed: int = 1234,
 ) -> CorpusSummary:
@@ -96,7 +125,7 @@ def write_corpus(
         prefix: path without suffix; its folder is created.
         entries: documents, in order.
         tokenizer: None for bytes.
-        json_key: key of the text in a JSONL line.
+        keys: keys in a JSONL line. With weights, they are written beside the tokens (``PREFIX.weights``).
         num_tokens: stop after the document that reaches this number of tokens. Documents are then taken in an order
             shuffled by ``seed``, so that a small corpus has the same distribution of lengths. None: all documents, in
             order.
@@ -113,15 +142,26 @@ def write_corpus(
     dtype = DType.optimal_dtype(vocab_size)
     encode = encoder(tokenizer)
     tally = DocumentTally()
-    with whole_files(prefix) as partial:
+    with whole_files(prefix, WEIGHT_FILES if keys.weights else ()) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
+        beside = new_file(weights_of(partial) + VALUES, is_binary=True) if keys.weights else contextlib.nullcontext()
         try:
-            _add_documents(builder, entries, encode, json_key, num_tokens, tally)
+            with beside as weights:
+                total = 0
+                for document in _documents(entries, encode, keys, tally):
+                    builder.add_document(document.tokens, [len(document.tokens)])
+                    if weights is not None:
+                        weights.write(document.weights.tobytes())
+                    total += len(document.tokens)
+                    if num_tokens is not None and total >= num_tokens:
+                        break
         finally:
             builder.data_file.close()
         if not tally.lengths:
             raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, choose other files")
         builder.finalize(partial + ".idx")
+        if keys.weights:
+            write_header(weights_of(partial), partial, WEIGHTS, "float32")
     eod = BYTE_LEVEL_EOD if tokenizer is None else int(tokenizer.eod)
     return tally.summary(prefix, np.dtype(dtype).name, vocab_size, eod)
 
@@ -183,24 +223,23 @@ class DocumentTally:
         )
 
 
-def _add_documents(
-    builder: IndexedDatasetBuilder,
-    entries: Sequence[Entry],
-    encode: Encode,
-    json_key: str,
-    num_tokens: int | None,
-    tally: DocumentTally,
-) -> None:
-    total = 0
-    for entry, raw in contents(entries, json_key):
+def _documents(entries: Sequence[Entry], encode: Encode, keys: Keys, tally: DocumentTally) -> Iterator[_Document]:
+    """Yield the documents that are not empty, and count them. Raises ValueError for a bad line."""
+    for entry, raw in raw_contents(entries):
         tally.files.add(entry.path)
-        if not raw:
+        where = f"{entry.path}:{entry.line}"
+        text = raw if entry.line is None else json_text(raw, keys.text, where)
+        if not text:
             tally.num_skipped_empty += 1
             continue
-        tokens, is_utf8 = encode(raw)
+        tokens, is_utf8 = encode(text)
+        weights = np.zeros(0, dtype=np.float32)
+        if keys.weights is not None:
+            if entry.line is None:
+                raise ValueError(
+                    f"{entry.path}: weights are fields of records of JSON files: change --from or --weights"
+                )
+            weights = json_weights(raw, keys.weights, where, len(tokens))
         tally.num_not_utf8 += not is_utf8
-        builder.add_document(tokens, [len(tokens)])
         tally.lengths.append(len(tokens))
-        total += len(tokens)
-        if num_tokens is not None and total >= num_tokens:
-            return
+        yield _Document(tokens, weights)

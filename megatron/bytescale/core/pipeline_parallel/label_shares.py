@@ -44,7 +44,7 @@ def label_shares(runtime: Runtime) -> LabelShares:
         and parallel_state.get_tensor_model_parallel_rank() == 0
     ):
         for packed in step.micro_batches:
-            counts[0] += packed.loss_mask.sum()
+            counts[0] += packed.num_labels
             if packed.future is not None:
                 counts[1] += (packed.future[:, 0] >= 0).sum()
     counts = upload(counts, runtime.device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron.bytescale.core.distributed.ordered_reductions import begin_reducti
 from megatron.bytescale.core.pipeline_parallel.agreement import agree_on_plan
 from megatron.bytescale.core.pipeline_parallel.label_shares import label_shares, weighs_by_labels
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
+from megatron.bytescale.core.pipeline_parallel.pairs import weigh_pairs
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import DataIterators, SliceStep, run_samples, run_schedule
 from megatron.bytescale.learned_costs import learn_costs
 from megatron.bytescale.runtime import Runtime
@@ -69,9 +70,20 @@ def run_step(
     if training:
         begin_reductions(runtime, chunks, count_multiple(runtime, chunks))
     with all_parameters_gathering(chunks, training):
+        if runtime.parts.pair_loss is not None:
+            run_first_pass(runtime, megatron, chunks, options)
         result = run_units(runtime, megatron, chunks, training, options)
     end_step(runtime, training)
     return result
+
+
+def run_first_pass(runtime: Runtime, megatron: Callable[..., object], chunks: Chunks, options: dict[str, Any]) -> None:
+    """Run the micro-batches of a step of pairs forward only, and give their tokens the weights of the second pass."""
+    step, loss = runtime.step.batch, runtime.parts.pair_loss
+    assert step is not None, f"{step=}"
+    assert loss is not None, f"{loss=}"
+    run = partial(run_units, runtime, megatron, chunks, False, {**options, "forward_only": True})
+    runtime.step.batch = replace(step, micro_batches=weigh_pairs(loss, step, chunks, run))
 
 
 def run_units(

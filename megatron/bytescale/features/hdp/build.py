@@ -212,6 +212,7 @@ def dataset_provider(
                 tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
                 future_tokens=next((heads.num_heads for heads in (drafts, depths) if heads is not None), 0),
                 weighs_future=depths is not None,
+                normalization=runtime.hdp.loss_normalization,
                 grams=None if tables is None or tables.ngram is None else tables.ngram.rule,
             )
             loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
@@ -336,7 +337,7 @@ def sum_of_losses(
     ``losses``: loss of each token of the micro-batch, in any shape. The first two results are scalars.
     """
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
-    num_labels = packed.loss_mask.sum().to(torch.int)
+    num_labels = packed.num_labels.to(torch.int)
     if current(LossChecks).check_for_nan_in_loss_and_grad:
         documents = packed.documents_text()
         for test in (torch.isnan, torch.isinf):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.hdp import NORMALIZATIONS, HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.hdp.table import planner_help, planner_names
 from bytescale_ext.plan.setup.costs import slowest_stage
@@ -100,6 +100,12 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
         help="What weights of --data-path are shares of: documents (default), or tokens, as for samples of one length.",
     )
     group.add_argument(
+        "--loss-normalization",
+        choices=NORMALIZATIONS,
+        help="What the loss of a step is a mean over: tokens (default), or documents, so that each document counts as "
+        "much as any other.",
+    )
+    group.add_argument(
         "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."
     )
     group.add_argument(
@@ -129,6 +135,7 @@ class HdpOptions(StepSizes):
     hdp_attention_kernel: str | None
     hdp_static_width: int | None
     hdp_log_dir: Path | None
+    loss_normalization: str | None
     hdp_timeline_step: int | None
     hdp_memory_step: int | None
     hdp_learn_costs: str
@@ -241,6 +248,7 @@ def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
         plans_offload=setup.plans_offload,
         learns_costs=options.hdp_learn_costs != "off" and options.hdp_static_width is None,
         learned_costs=_file_of_costs(options),
+        loss_normalization=options.loss_normalization or NORMALIZATIONS[0],
         **{name: value for name, value in given.items() if value is not None},
     )
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.data.corpus.mask_file import MASK, write_header
-from bytescale_ext.data.samples.answers import AnswerSource
+from bytescale_ext.data.corpus.sidecar import VALUES, WEIGHTS, weights_of, write_header
+from bytescale_ext.data.samples.answers import WeightSource
 from megatron.bytescale.core.datasets.answer_dataset import (
     AnswerConfig,
     AnswerDataset,
@@ -28,8 +28,8 @@ def write(folder: Path, name: str) -> str:
     first = 10 if name == "a" else 100
     tokens = iter(range(first, first + 200))
     prefix = write_data_set(folder / name, [[[next(tokens) for _ in mask]] for mask in masks])
-    Path(prefix + MASK).write_bytes(bytes(map(int, "".join(masks))))
-    write_header(prefix)
+    Path(weights_of(prefix) + VALUES).write_bytes(bytes(map(int, "".join(masks))))
+    write_header(weights_of(prefix), prefix, WEIGHTS, "uint8")
     return prefix
 
 
@@ -41,7 +41,7 @@ def config_of(prefixes: list[str], weights: list[float] | None = None, split: st
 def samples(config: AnswerConfig, number: int | None = None) -> Conversations:
     source = build_conversations(config, [number, 0, 0])[0]
     assert isinstance(source, Conversations)
-    assert isinstance(source, AnswerSource)
+    assert isinstance(source, WeightSource)
     return source
 
 
@@ -54,9 +54,9 @@ def test_an_epoch_holds_each_conversation_with_an_answer_once(tmp_path: Path) ->
         mask = MASKS["a"][document]
         assert source.length(i) == min(len(mask), 8)
         whole = [int(mark) == 1 for mark in mask[:8]]
-        assert source.answers(i, 0, 8).tolist() == [*whole, *[False] * (8 - len(whole))]
-        assert source.answers(i, 1, 3).tolist() == [*whole[1:3], *[False] * (3 - len(whole))][:2]
-        assert source.answers(i, 8, 9).tolist() == [False], "a label after the end"
+        assert source.weights(i, 0, 8).tolist() == [*whole, *[False] * (8 - len(whole))]
+        assert source.weights(i, 1, 3).tolist() == [*whole[1:3], *[False] * (3 - len(whole))][:2]
+        assert source.weights(i, 8, 9).tolist() == [False], "a label after the end"
     assert isinstance(source.dataset, AnswerDataset)
     assert source.dataset.num_empty == 2
 
@@ -78,14 +78,14 @@ def test_splits_and_blends_know_their_own_masks(tmp_path: Path) -> None:
         place = source.sample(i)
         mask = MASKS[Path(place.prefix).name][place.document]
         seen.add((Path(place.prefix).name, place.document))
-        assert source.answers(i, 0, place.length).tolist() == [mark == "1" for mark in mask[: place.length]]
+        assert source.weights(i, 0, place.length).tolist() == [mark == "1" for mark in mask[: place.length]]
     assert seen == {("a", 0), ("a", 2), ("a", 4), ("b", 0), ("b", 1)}
     train, valid, _ = build_conversations(config_of(prefixes[:1], split="60,40,0"), [None, 1, 0])
     assert isinstance(train, Conversations)
     assert isinstance(valid, Conversations)
     assert {train.sample(i).document for i in range(len(train))} == {0, 2}
     assert [valid.sample(i).document for i in range(len(valid))] == [4]
-    assert valid.answers(0, 0, 2).tolist() == [False, True]
+    assert valid.weights(0, 0, 2).tolist() == [False, True]
 
 
 def test_what_is_left_out_is_told_and_splits_without_answers_are_refused(tmp_path: Path) -> None:

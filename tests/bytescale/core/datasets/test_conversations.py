@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from bytescale_ext.data.corpus.mask_file import check_mask, open_mask
+from bytescale_ext.data.corpus.sidecar import check_weights, open_sidecar, weights_of
 from bytescale_ext.data.samples.sources import file_entries
 from megatron.bytescale.cli import corpus as cli
 from megatron.bytescale.core.datasets import conversations
+from megatron.bytescale.core.datasets.conversations import Fields
 from tests.data.chats import chat, message, random_chats, write_lines, write_tokenizer
 
 CHATS = random_chats([(5, 7), (3, 20, 4, 9), (8, 2), (1, 1, 1, 1, 1, 1), (30, 40), (2,)])
@@ -41,7 +42,7 @@ def written(folder: Path, out: Path, chosen: dict[str, Any], name: str = "a.json
 
 def documents(out: Path) -> list[tuple[list[int], list[int]]]:
     """Return (token ids, mask) of each document."""
-    data, mask = IndexedDataset(str(out)), open_mask(str(out))
+    data, mask = IndexedDataset(str(out)), open_sidecar(weights_of(str(out)))
     ends = np.cumsum([len(data[i]) for i in range(len(data))])
     return [(data[i].tolist(), mask[end - len(data[i]) : end].tolist()) for i, end in enumerate(ends.tolist())]
 
@@ -73,7 +74,7 @@ def test_labels_are_those_of_megatrons_own_data_set(prompt_format: str, folder: 
         assert sample["loss_mask"][: length - 1].tolist() == mask[1:]
         assert not sample["loss_mask"][length - 1 :].any()
         num_trained += sum(mask)
-    assert num_trained == summary.num_answer_tokens == check_mask(str(tmp_path / "out")).num_answer_tokens
+    assert num_trained == summary.num_answer_tokens == check_weights(str(tmp_path / "out")).num_nonzero
     assert (num_trained == summary.num_tokens) == (prompt_format == "identity")  # default pads with the end mark
 
 
@@ -107,12 +108,12 @@ def test_bad_lines_stop_or_are_counted(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in.jsonl:3: message 1 has the role 'human'"):
         written(tmp_path, tmp_path / "out", chosen, "in.jsonl")
     assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"], "something half-written was left"
-    summary = written(tmp_path, tmp_path / "out", chosen, "in.jsonl", skip_bad=True)
+    summary = written(tmp_path, tmp_path / "out", chosen, "in.jsonl", fields=Fields(skip_bad=True))
     assert (summary.num_documents, summary.num_bad, summary.num_skipped_empty) == (3, 2, 1)
     assert "in.jsonl:3: message 1" in summary.first_bad
     write_lines(tmp_path / "in.jsonl", [[message("human", "a")]])
     with pytest.raises(ValueError, match=r"1 lines, and no conversation with an answer.*the first bad line: .*'human'"):
-        written(tmp_path, tmp_path / "none", chosen, "in.jsonl", skip_bad=True)
+        written(tmp_path, tmp_path / "none", chosen, "in.jsonl", fields=Fields(skip_bad=True))
 
 
 BAD = {
@@ -146,14 +147,23 @@ def test_the_report_and_the_flags_of_training(folder: Path, tmp_path: Path, caps
     words += ["--sft-tokenizer-prompt-format", "nemotron-nano-v2"]
     assert run(tmp_path / "out", "--sft", "--from", folder, "--on-bad", "skip", *words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [f"{tmp_path / 'out'}.bin, .idx (uint16), .mask.bin, .mask.json", "chats      5"]
+    assert lines[:2] == [f"{tmp_path / 'out'}.bin, .idx (uint16), .weights.bin, .weights.json", "chats      5"]
     assert "skipped    0 empty, 1 without an answer" in lines
     assert lines[-1] == f"train with --sft --data-path {tmp_path / 'out'} {' '.join(map(str, words))}"
     assert run(tmp_path / "out", "--sft", "--from", folder, "--json", *words) == 0
     report = json.loads(capsys.readouterr().out)
+    weighted = [{**json.loads(line), "a": -0.5} for line in (folder / "a.jsonl").read_text().splitlines()]
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in weighted))
+    assert (
+        run(tmp_path / "w", "--sft", "--from", tmp_path / "w.jsonl", "--weights", "a", "--on-bad", "skip", *words) == 0
+    )
+    assert set(open_sidecar(weights_of(str(tmp_path / "w"))).tolist()) == {0.0, -0.5}
+    for one in tmp_path.glob("w*"):
+        one.unlink()
+    capsys.readouterr()
     assert (report["num_documents"], report["num_bad"], report["training_flags"][0]) == (5, 0, "--sft")
     names = {one.name for one in tmp_path.iterdir()}
-    assert names == {"out.bin", "out.idx", "out.mask.bin", "out.mask.json"}
+    assert names == {"out.bin", "out.idx", "out.weights.bin", "out.weights.json"}
     for line, told in {
         "--on-bad skip": "need --sft",
         "--sft": "--sft needs --from FILE.jsonl",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from bytescale_ext.data.corpus.sidecar import check_weights, open_sidecar, weights_of
 from bytescale_ext.data.samples import sources as sources_of_corpus
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
 from megatron.bytescale.cli import corpus as cli
@@ -95,6 +96,14 @@ def test_a_megatron_tokenizer_by_its_flags(tmp_path: Path, capsys: pytest.Captur
     assert "--tokenizer-type NullTokenizer --vocab-size 100000" in capsys.readouterr().out
 
 
+def test_weights_lie_beside_the_tokens(tmp_path: Path) -> None:
+    lines = ['{"text": "ab", "w": [0.5, -1]}', '{"text": "", "w": 2}', '{"text": "c", "w": 3}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    _run("--output", tmp_path / "out", "--from", tmp_path / "in.jsonl", "--weights", "w")
+    assert check_weights(str(tmp_path / "out")).num_nonzero == 4
+    assert open_sidecar(weights_of(str(tmp_path / "out"))).tolist() == [0.5, -1.0, 0.0, 3.0, 3.0]
+
+
 def test_text_that_is_not_utf8_is_replaced_and_counted_for_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     (tmp_path / "b.txt").write_text("a\ufffdb", encoding="utf-8")
@@ -118,6 +127,12 @@ def test_text_that_is_not_utf8_is_replaced_and_counted_for_a_tokenizer(tmp_path:
         (["--from", "{in}/bad.jsonl"], r"bad\.jsonl:2: not JSON"),
         (["--from", "{in}/list.jsonl"], r"list\.jsonl:1: no text under the key 'text' \(found: list\)"),
         (["--from", "{in}/bytes.jsonl"], r"bytes\.jsonl:1: not JSON"),
+        (
+            ["--from", "{in}/c.jsonl", "--weights", "n"],
+            r"c\.jsonl:1: no number and no list of numbers under the key 'n'",
+        ),
+        (["--from", "{in}/c.jsonl", "--weights", "text"], "no number and no list of numbers under the key 'text'"),
+        (["--from", "{in}/b.py", "--weights", "w"], r"b\.py: weights are fields of records of JSON files"),
         (["--from", "{in}", "--vocab-size", "300"], "vocab_size without a tokenizer"),
         (["--from", "{in}/b.py", "--tokenizer-type", "Nonsense"], "Nonsense is not supported"),
         (["--from", "{in}/b.py", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "{in}/v"], "v: no such file"),

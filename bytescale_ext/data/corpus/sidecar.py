@@ -1,0 +1,181 @@
+"""Sidecars of a data set: one number for each token, in ``PATH.bin``, and a header in ``PATH.json``.
+
+A sidecar has the order of the tokens in the data set's ``.bin`` file. Its header contains a hash of its numbers and an
+identity of the data set, so that a sidecar of other data or of another tokenizer is refused before it is used.
+
+Weights of the loss are the sidecar ``PREFIX.weights``. A loss mask has the weights 0 and 1, in one byte each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.data.corpus.windows_file import sha256_of
+from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.json_input import json_settings
+from bytescale_ext.new_file import write_text
+
+VALUES: Final = ".bin"
+HEADER: Final = ".json"
+DTYPES: Final = ("uint8", "float32")
+_VERSION: Final = 2
+_ENDS: Final = 1 << 20  # bytes at both ends of the data that belong to its identity
+_CHUNK: Final = 1 << 22  # numbers that are checked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the numbers of a sidecar are.
+
+    Attributes:
+        name: name in headers.
+        content: the numbers in messages.
+        again: advice to write the numbers again.
+    """
+
+    name: str
+    content: str
+    again: str
+
+
+WEIGHTS: Final = Kind("weights", "weights", "write the data set again with bytescale corpus --sft or --weights")
+
+LOGPROBS: Final = Kind("logprobs", "log-probabilities", "write them again with bytescale logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarHeader:
+    """Header of a sidecar.
+
+    Attributes:
+        kind: name of the ``Kind``.
+        dtype: type of the numbers, one of ``DTYPES``.
+        num_tokens: number of tokens of the data set.
+        num_nonzero: number of tokens whose number is not 0.
+        data_sha256: identity of the data set (``identity_of``).
+        values_sha256: hash of the numbers.
+        group_size: documents of a group, which follow one another: 2 for pairs of answers.
+        version: version of the format.
+    """
+
+    kind: str
+    dtype: str
+    num_tokens: int
+    num_nonzero: int
+    data_sha256: str
+    values_sha256: str
+    group_size: int = 1
+    version: int = _VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the numbers."""
+        return self.num_tokens * np.dtype(self.dtype).itemsize
+
+
+def weights_of(prefix: str) -> str:
+    """Return the path of a data set's weights, without suffix."""
+    return prefix + ".weights"
+
+
+def identity_of(prefix: str) -> str:
+    """Return a hash of a data set's ``.idx`` file, the size of its ``.bin`` file and the tokens at both ends of it."""
+    digest = hashlib.sha256(sha256_of(prefix + ".idx").encode())
+    size = os.path.getsize(prefix + ".bin")
+    digest.update(str(size).encode())
+    with open(prefix + ".bin", "rb") as file:
+        digest.update(file.read(_ENDS))
+        file.seek(max(0, size - _ENDS))
+        digest.update(file.read(_ENDS))
+    return digest.hexdigest()
+
+
+def write_header(path: str, prefix: str, kind: Kind, dtype: str, group_size: int = 1) -> SidecarHeader:
+    """Write the header of the complete numbers ``path``.bin of a data set, and return it.
+
+    Raises:
+        ValueError: a number is infinite or not a number.
+    """
+    values = np.memmap(path + VALUES, dtype=dtype, mode="r")
+    header = SidecarHeader(
+        kind=kind.name,
+        dtype=dtype,
+        num_tokens=len(values),
+        num_nonzero=int(np.count_nonzero(values)),
+        data_sha256=identity_of(prefix),
+        values_sha256=sha256_of(path + VALUES),
+        group_size=group_size,
+    )
+    _check_finite(path, values, kind)
+    write_text(path + HEADER, json.dumps(dataclasses.asdict(header), indent=2) + "\n")
+    return header
+
+
+def check_sidecar(path: str, prefix: str, kind: Kind, whole: bool = True) -> SidecarHeader:
+    """Check that a sidecar belongs to a data set, and return its header.
+
+    ``whole`` also reads the numbers, compares their hash, and refuses infinite ones; one rank is enough for this.
+
+    Raises:
+        ValueError: a file is missing or damaged, the sidecar is of another kind or of another data set, or a number is
+            infinite or not a number.
+    """
+    num_tokens = check_indexed_dataset(prefix).num_tokens
+    header_file, values_file = path + HEADER, path + VALUES
+    try:
+        header = SidecarHeader(**json_settings(Path(header_file).read_text(encoding="utf-8")))
+        size = os.path.getsize(values_file)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename}: no such file, so the {kind.content} are unknown: {kind.again}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{header_file}: not the header of a sidecar ({error}): {kind.again}") from error
+    if header.version != _VERSION:
+        raise ValueError(f"{header_file}: version {header.version}, only version {_VERSION} is supported: {kind.again}")
+    if header.kind != kind.name or header.dtype not in DTYPES:
+        raise ValueError(f"{header_file}: the numbers are {header.kind!r}, not {kind.content}: {kind.again}")
+    if header.num_tokens != num_tokens or header.data_sha256 != identity_of(prefix):
+        raise ValueError(
+            f"{values_file}: the {kind.content} belong to another data set than {prefix}.idx, or to another tokenizer: "
+            f"{kind.again}"
+        )
+    if size != header.num_bytes or (whole and sha256_of(values_file) != header.values_sha256):
+        raise ValueError(f"{values_file} does not match its header {Path(header_file).name}: {kind.again}")
+    if whole:
+        _check_finite(path, np.memmap(values_file, dtype=header.dtype, mode="r"), kind)
+    return header
+
+
+def check_weights(prefix: str, whole: bool = True) -> SidecarHeader:
+    """Check the weights of a data set as ``check_sidecar`` does, and refuse weights that are all 0."""
+    header = check_sidecar(weights_of(prefix), prefix, WEIGHTS, whole)
+    if not header.num_nonzero:
+        raise ValueError(f"{prefix}: no token has a weight, so there is nothing to train on: {WEIGHTS.again}")
+    return header
+
+
+def open_sidecar(path: str) -> np.ndarray:
+    """Return a memory map of the numbers of a checked sidecar: uint8 or float32 [num_tokens]."""
+    header = SidecarHeader(**json_settings(Path(path + HEADER).read_text(encoding="utf-8")))
+    return np.asarray(np.memmap(path + VALUES, dtype=header.dtype, mode="r"))
+
+
+def _check_finite(path: str, values: np.ndarray, kind: Kind) -> None:
+    """Raise ValueError for the first number that is infinite or not a number; ``values``: [num_tokens]."""
+    if values.dtype == np.uint8:
+        return
+    for start in range(0, len(values), _CHUNK):
+        finite = np.isfinite(values[start : start + _CHUNK])
+        if not finite.all():
+            token = start + int(finite.argmin())
+            raise ValueError(
+                f"{path + VALUES}: token {token} has the number {values[token]}, and {kind.content} must be finite: "
+                f"{kind.again}"
+            )

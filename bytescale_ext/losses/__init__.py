@@ -1,0 +1,1 @@
+"""Losses of whole documents, and the weights with which a second pass computes their gradients."""
