@@ -26,5 +26,5 @@ def train_on_pairs(training: Training, runtime: Runtime) -> Training:
     references = {prefix: open_sidecar(path) for prefix, path in config.references}
     loss = PairLoss(config.loss, config.beta)
     runtime.add_parts(pair_loss=loss)
-    provider = dataset_provider(runtime, partial(build_pairs, of_answers, references))
+    provider = dataset_provider(runtime, lambda sizes: build_pairs(of_answers.in_saved_order(), references, sizes))
     return replace(training, dataset_provider=provider).wrap_forward_step(partial(report_pairs, loss))
