@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def json_weights(line: bytes, key: str, where: str, num_tokens: int) -> np.ndarr
     """
     value = json_value(line, is_strict=True)
     found = value.get(key) if isinstance(value, dict) else None
-    numbers = found if isinstance(found, list) else [found]
+    numbers = cast(list[float], found if isinstance(found, list) else [found])
     if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
         raise ValueError(f"{where}: no number and no list of numbers under the key {key!r}: change --weights")
     if not all(abs(one) <= LARGEST_WEIGHT for one in numbers):
