@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ PUBLISHED = {
     "open/qwen3-30b-a3b": 30_532_122_624,
     "open/gpt-oss-20b": 20_914_757_184,
     "open/deepseek-v2-lite": 15_706_484_224,
+    "open/deepseek-v3-shape": 671_026_404_352,
+    "open/qwen3-235b-a22b-shape": 235_093_634_560,
     "open/mistral-7b": 7_241_732_096,
     "bytescale/141b": 140_620_634_112,
 }
@@ -93,22 +95,32 @@ def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Su
         check_step_plan(plan, lengths, hdp.rows_multiple, run.decision.offloading_layers, hdp.cluster.ranks_per_node)
     except (ValueError, SystemExit) as error:
         return str(error)
+    trunk = replace(run.shape, later_layers=0)  # built models have no layers of multi-token prediction
     alone = [word for word in words if not word.startswith("--overlap")]
-    freq = (
-        ["--moe-layer-freq", "([0]+[1])*1"] if isinstance(args.moe_layer_freq, list) else []
-    )  # the last layers are equal
+    for flag in OF_PIPELINES & set(words):
+        del alone[alone.index(flag) : alone.index(flag) + 2]
+    first = args.moe_layer_freq.count(0) if isinstance(args.moe_layer_freq, list) else 0  # layers without experts
+    freq = ["--moe-layer-freq", "([0]+[1])*1"] if first else []
     two = built_parameters([*alone, *ONE_RANK, "--num-layers", "2", *freq], vocab)
-    other = ["3", "--moe-layer-freq", "[0]+[1]*2"] if freq else ["1"]
-    each = (built_parameters([*alone, *ONE_RANK, "--num-layers", *other], vocab) - two) * (1 if freq else -1)
+
+    def each(*layers: str) -> int:
+        return built_parameters([*alone, *ONE_RANK, "--num-layers", *layers], vocab) - two
+
+    if first:
+        dense, sparse = (each("3", "--moe-layer-freq", layers) for layers in ("[0]*2+[1]", "[0]+[1]*2"))
+        others = dense * (first - 1) + sparse * (run.shape.num_layers - first - 1)
+    else:
+        others = -each("1") * (run.shape.num_layers - 2)
     return Surveyed(
-        parameters=two + each * (run.shape.num_layers - 2),
+        parameters=two + others,
         buffers=built_buffers([*alone, *ONE_RANK, "--num-layers", "2", *freq], vocab),
-        forecast=num_parameters(run.shape) + expert_parameters(run.shape),
+        forecast=num_parameters(trunk) + expert_parameters(trunk),
         num_ranks=plan.num_ranks,
         widest=max(len(shard.ring) for batches in plan.ranks for batch in batches for shard in batch.shards),
     )
 
 
+OF_PIPELINES = {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"}
 ONE_RANK = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1 "
     "--expert-tensor-parallel-size 1 --hdp-tokens-per-rank 2097152 --seq1f1b-slices 1"
@@ -188,7 +200,7 @@ def test_a_recipe_plans_and_has_its_parameters(name: str, surveys: dict[str, Sur
     assert recipe.widest >= -(-longest // tokens), "the longest document needs more ranks"
     tied = 0 if "--untie-embeddings-and-output-weights" in words else int(words[words.index("--hidden-size") + 1])
     forecast = recipe.forecast - tied * int(value(path, "VOCAB"))  # it counts both matrices, as on two stages
-    is_plain = "--disable-bias-linear" in words and "--qk-layernorm" not in words
+    is_plain = "--disable-bias-linear" in words and not {"--qk-layernorm", "--add-qkv-bias"} & set(words)
     assert forecast == recipe.parameters if is_plain else forecast == pytest.approx(recipe.parameters, rel=1e-3)
 
 
@@ -197,6 +209,8 @@ BUFFERS = {
     "DocumentAttention.softmax_offset": ("bfloat16", "nothing: a constant"),
     "SampleRouter.local_tokens_per_expert": ("float32", "tokens of each expert, of all micro-batches of a step"),
     "SampleRouter.expert_bias": ("float32", "the update of each step"),
+    "SampleRouter.global_tokens_per_expert": ("float32", "nothing: int64 counts of our own take its place"),
+    "SampleRouter.ga_steps": ("float32", "nothing: the same"),
     "YarnRotaryEmbedding.cos_cached": ("float32", "nothing: cosines"),
     "YarnRotaryEmbedding.sin_cached": ("float32", "nothing: sines"),
 }
@@ -249,7 +263,9 @@ def test_printed_lines_quote_what_users_gave(tmp_path: Path) -> None:
 SIZES = {
     "--num-layers": "2", "--hidden-size": "32", "--ffn-hidden-size": "48", "--num-attention-heads": "4",
     "--num-query-groups": "2", "--kv-channels": "8", "--kv-lora-rank": "16", "--qk-head-dim": "8",
-    "--qk-pos-emb-head-dim": "4", "--v-head-dim": "6", "--num-experts": "4", "--moe-router-topk": "2",
+    "--qk-pos-emb-head-dim": "4", "--v-head-dim": "6", "--q-lora-rank": "12", "--moe-router-num-groups": "2",
+    "--moe-router-group-topk": "1", "--decoder-first-pipeline-num-layers": "1",
+    "--decoder-last-pipeline-num-layers": "1", "--num-experts": "4", "--moe-router-topk": "2",
     "--moe-layer-freq": "[0,1]", "--moe-ffn-hidden-size": "16", "--moe-shared-expert-intermediate-size": "16",
     "--window-size": "24,0", "--window-attn-skip-freq": "2", "--seq-length": "256", "--max-position-embeddings": "256",
     "--hdp-tokens-per-rank": "256", "--global-batch-size": "4", "--hdp-global-tokens": "1024",

@@ -201,7 +201,7 @@ def _expert_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
         "--num-experts": config[family.num_experts],
         "--moe-ffn-hidden-size": config[family.expert_width],
         "--moe-router-topk": config["num_experts_per_tok"],
-        "--moe-router-load-balancing-type": "aux_loss",
+        "--moe-router-load-balancing-type": "seq_aux_loss" if config.get("seq_aux") else "aux_loss",
         "--moe-aux-loss-coeff": config.get("router_aux_loss_coef", config.get("aux_loss_alpha", 0.001)),
     }
     num_dense, num_layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]

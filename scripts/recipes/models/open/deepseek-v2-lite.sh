@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-V2-Lite: multi-latent attention with YaRN; all layers except the first have 64 experts, 6 for each token, and
-# 2 shared experts. Documents of up to 32K tokens on 8 GPUs of 80 GB, which share the experts of each layer.
+# 2 shared experts, balanced over single documents (its configuration: seq_aux). Documents of up to 32K tokens on 8 GPUs
+# of 80 GB, which share the experts of each layer.
 export VOCAB=102400 PARAMETERS=15706484224
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=64 SAMPLER=github
 export MODEL_FLAGS="
@@ -10,7 +11,7 @@ export MODEL_FLAGS="
   --qk-layernorm --position-embedding-type rope --rope-type yarn --rotary-base 10000 --rotary-scaling-factor 40
   --mscale 0.707 --mscale-all-dim 0.707 --num-experts 64 --moe-layer-freq [0]+[1]*26 --moe-router-topk 6
   --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 --moe-router-pre-softmax
-  --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --attention-dropout 0 --hidden-dropout 0
+  --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 --attention-dropout 0 --hidden-dropout 0
 "
 export RUN_FLAGS="
   --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall --recompute-granularity full

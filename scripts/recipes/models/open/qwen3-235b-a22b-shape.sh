@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The shape of Qwen3-235B-A22B: 128 experts, 8 for each token, balanced over whole steps (Qwen3, arXiv 2505.09388,
+# section 2), on documents of up to 32K tokens: 128 GPUs of 80 GB, 32 of which share the experts of each layer.
+export VOCAB=151936 PARAMETERS=235093634560
+export NODES=16 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=256 SAMPLER=github
+export MODEL_FLAGS="
+  --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --group-query-attention
+  --num-query-groups 4 --swiglu --normalization RMSNorm --disable-bias-linear
+  --untie-embeddings-and-output-weights --position-embedding-type rope --kv-channels 128 --qk-layernorm
+  --norm-epsilon 1e-6 --rotary-base 1000000 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536
+  --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3 --attention-dropout 0
+  --hidden-dropout 0
+"
+export RUN_FLAGS="
+  --pipeline-model-parallel-size 2 --expert-model-parallel-size 32 --moe-token-dispatcher-type alltoall
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --chunked-cross-entropy 2048
+"
+exec "$(dirname "${BASH_SOURCE[0]}")/../../launch_model.sh" "$@"
