@@ -56,6 +56,8 @@ class Totals:
         active_experts: sum over these steps of a token's mean number of experts.
         stale_steps: sum over these steps of the number of steps whose gradients the parameters lacked.
         most_stale_steps: largest number of such steps in one step.
+        losses: sum of each loss over these steps, each [].
+        num_updates: number of these steps that updated parameters.
         step_samples: samples of the last step.
         step_started: start of the current step, in seconds of ``time.perf_counter``; None once the step is counted.
     """
@@ -67,6 +69,8 @@ class Totals:
     active_experts: float = 0.0
     stale_steps: int = 0
     most_stale_steps: int = 0
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_updates: int = 0
     step_samples: int = 0
     step_started: float | None = None
 

@@ -45,30 +45,36 @@ def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Call
             consumed = batches.consumed_train_samples + totals.step_samples - batches.global_batch_size
             override_current({"consumed_train_samples": consumed})
         override_current({"hdp_tokens_so_far": runtime.log.tokens_so_far})
-        losses = mean_losses(given["total_loss_dict"], given["loss_dict"], is_skipped=bool(given["skipped_iter"]))
+        add_losses(totals, given["loss_dict"], is_skipped=bool(given["skipped_iter"]))
         result = original(*args, **kwargs)
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
             metrics = collect(runtime, iteration)
-            run = progress(runtime, totals, metrics, given)
-            write_figures(runtime, metrics, run, {name: float(value) for name, value in losses.items()})
+            write_figures(runtime, metrics, progress(runtime, totals, metrics, given), mean_losses(totals))
         return result
 
     return training_log
 
 
-def mean_losses(
-    sums: Mapping[str, torch.Tensor | int], losses: Mapping[str, torch.Tensor], *, is_skipped: bool
-) -> dict[str, torch.Tensor]:
-    """Return the mean of each loss over the log interval, as Megatron's line has it, without reading the device.
+def add_losses(totals: Totals, losses: Mapping[str, torch.Tensor], *, is_skipped: bool) -> None:
+    """Add the losses of a step to the sums of its log interval, without reading the device.
 
     Args:
-        sums: Megatron's ``total_loss_dict`` before this step: sums over earlier steps, and the number of these steps.
+        totals: sums of the interval.
         losses: losses of this step, each [] or [1].
-        is_skipped: whether this step updated nothing; then its losses do not count.
+        is_skipped: whether this step updated nothing; then its losses count only if no other step has losses.
     """
-    num_steps = int(sums.get("advanced iterations", 0)) + (not is_skipped)
-    own = {name: torch.zeros_like(value) if is_skipped else value for name, value in losses.items()}
-    return {name: (value + sums.get(name, 0)).sum() / max(1, num_steps) for name, value in own.items()}
+    if is_skipped and totals.losses:
+        return
+    if not is_skipped and not totals.num_updates:
+        totals.losses = {}
+    for name, value in losses.items():
+        totals.losses[name] = totals.losses.get(name, 0) + value.detach().sum()
+    totals.num_updates += not is_skipped
+
+
+def mean_losses(totals: Totals) -> dict[str, float]:
+    """Return the mean of each loss over the log interval. Reads the device."""
+    return {name: float(value) / max(1, totals.num_updates) for name, value in totals.losses.items()}
 
 
 def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:

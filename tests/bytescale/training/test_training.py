@@ -1,25 +1,25 @@
-"""Losses in our figures are the means that Megatron's log line prints."""
+"""Losses in our figures are means over a log interval, as in Megatron's log line."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from megatron.bytescale.training.training import mean_losses
+from megatron.bytescale.runtime import Totals
+from megatron.bytescale.training.training import add_losses, mean_losses
 
 
 def test_losses_are_means_over_the_interval() -> None:
-    sums = {"lm loss": torch.tensor([6.0]), "advanced iterations": 2, "skipped iterations": 1, "nan iterations": 0}
-    found = mean_losses(sums, {"lm loss": torch.tensor(3.0)}, is_skipped=False)
-    assert {name: float(value) for name, value in found.items()} == {"lm loss": 3.0}
+    totals = Totals()
+    assert mean_losses(totals) == {}
+    for loss in (2.0, 4.0, 3.0):
+        add_losses(totals, {"lm loss": torch.tensor(loss), "z loss": torch.tensor([loss / 2])}, is_skipped=False)
+    assert mean_losses(totals) == {"lm loss": 3.0, "z loss": 1.5}
 
 
-def test_first_step_of_an_interval_is_its_own_mean() -> None:
-    found = mean_losses({}, {"lm loss": torch.tensor(2.5), "z loss": torch.tensor(0.5)}, is_skipped=False)
-    assert {name: float(value) for name, value in found.items()} == {"lm loss": 2.5, "z loss": 0.5}
-
-
-def test_skipped_step_does_not_count() -> None:
-    sums = {"lm loss": torch.tensor([4.0]), "advanced iterations": 1}
-    found = mean_losses(sums, {"lm loss": torch.tensor(float("inf"))}, is_skipped=True)
-    assert float(found["lm loss"]) == pytest.approx(4.0)
+def test_skipped_steps_count_only_alone() -> None:
+    totals, overflow = Totals(), {"lm loss": torch.tensor(float("inf"))}
+    add_losses(totals, overflow, is_skipped=True)
+    assert mean_losses(totals) == {"lm loss": float("inf")}
+    add_losses(totals, {"lm loss": torch.tensor(4.0)}, is_skipped=False)
+    add_losses(totals, overflow, is_skipped=True)
+    assert mean_losses(totals) == {"lm loss": 4.0}
