@@ -40,7 +40,7 @@ class HdpConfig:
         memory_step: step at which memory is measured, or None.
         plans_offload: whether plans may move activations to host memory (``--activation-policy offload``), so that
             ranks can process more than C tokens. ``PlannedOffload`` then checks that the longest sequence fits.
-        loss_normalization: what the loss of a step is a mean over, one of ``NORMALIZATIONS``.
+        loss_normalization: divisor of the loss of a step, one of ``NORMALIZATIONS``.
         learns_costs: whether plans follow costs and speeds of ranks that are learned while training.
         learned_costs: cost file to write them to, in addition to the file in ``log_dir``; or None.
     """
