@@ -18,8 +18,8 @@ from megatron.bytescale.launch import TRACKER
 NAME = "logprobs"
 HELP = "write the log-probability of each token of a data set under a model, with the plans of a training"
 EXAMPLE = (
-    "torchrun --nproc-per-node 8 --no-python bytescale logprobs --load runs/base --data data/pairs "
-    "--output data/pairs.base -- $TRAINING_FLAGS"
+    "bytescale logprobs --load runs/base --data data/pairs --output data/pairs.base -- $TRAINING_FLAGS; "
+    "on 8 ranks: torchrun --nproc-per-node 8 --no-python bytescale logprobs ..."
 )
 NEEDED = "--hybrid-data-parallel"
 

@@ -29,7 +29,6 @@ REFUSED = (
     ("--seq1f1b-zero-bubble --pipeline-model-parallel-size 2 --seq1f1b-slices 2", 2, "--seq1f1b-zero"),
     ("--state-policy paged", 1, "--state-policy"),
     ("--ngram-layers 1", 1, "--ngram-layers"),
-    ("--activation-policy memo --host-memory-gb 1", 1, "--mtp-num-layers: remove it: policies do not"),
 )  # fmt: skip
 
 

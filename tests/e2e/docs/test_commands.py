@@ -42,6 +42,7 @@ ELSEWHERE = {  # start of a command: the reason why it does not run here, or the
     "bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
     "bytescale draft export ": "tests/bytescale/cli/test_draft.py",
     "torchrun --nproc-per-node 2 --no-python bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
+    "bytescale logprobs ": "tests/e2e/hdp/test_logprobs.py",
     "torchrun --nproc-per-node 8 --no-python bytescale logprobs ": "tests/e2e/hdp/test_logprobs.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
