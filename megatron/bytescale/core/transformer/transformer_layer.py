@@ -91,7 +91,6 @@ class PlannedTransformerLayer(TransformerLayer):
 
     def _set_hook(self, module: torch.nn.Module, method: str, name: str | None = None) -> None:
         """Replace the module's forward with ``method`` of the layer's current run while there is a run."""
-        assert isinstance(module, HookPoint | DocumentLatentCore), f"{type(module)=}"
         # The attention of samples side by side saves copies of queries, keys and values that are not sample by sample.
         saves_copies = isinstance(module, DocumentAttention) and not isinstance(module, DocumentLatentCore)
 
@@ -103,7 +102,10 @@ class PlannedTransformerLayer(TransformerLayer):
             first = (forward,) if name is None else (name, module, forward)
             return getattr(self._run, method)(*first, *args, **kwargs)
 
-        module.hook = hook
+        if isinstance(module, HookPoint | DocumentLatentCore):
+            module.hook = hook
+        else:  # a product of latent attention, which compares the classes of its spec
+            module.forward = partial(hook, module.forward)
 
     def forward(
         self, hidden_states: torch.Tensor, *args: object, **kwargs: object
@@ -178,20 +180,15 @@ class PlannedTransformerLayer(TransformerLayer):
 
 
 def products_of(attention: Attention) -> list[str]:
-    """Return the names of the attention's products with hook points.
+    """Return the names of the attention's products that have hooks.
 
-    Latent attention compares the classes of its spec, so its products get hook points here. Its up-projection of keys
-    and values has none: attention may apply it, and a rebuilt layer runs it again like other operations.
+    The up-projection of keys and values in latent attention has none: attention may apply it, and a rebuilt layer runs
+    it again like other operations.
     """
     if not isinstance(attention, DocumentLatentAttention):
         return ["linear_qkv", "linear_proj"]
     of_latents = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj")
-    names = [name for name in of_latents if getattr(attention, name, None) is not None]
-    for name in names:
-        product: torch.nn.Module = getattr(attention, name)
-        kind: type = type(product)
-        product.__class__ = _class_with_hook_point(kind)
-    return names
+    return [name for name in of_latents if getattr(attention, name, None) is not None]
 
 
 def _sample_major(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,7 +228,7 @@ def _with_hook_points(layer: TransformerLayerSubmodules) -> TransformerLayerSubm
     """Return the submodules of a layer with hook points at attention and matrix products."""
     attention: Attention = layer.self_attention
     inside = attention.submodules
-    if attention.module is not DocumentLatentAttention:  # which makes its own hook points
+    if attention.module is not DocumentLatentAttention:  # whose products get hooks once they are built
         names = ("linear_qkv", "core_attention", "linear_proj")
         inside = replace(inside, **{name: with_hook_point(getattr(inside, name)) for name in names})
     mlp: MegatronModule = layer.mlp
