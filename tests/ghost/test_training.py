@@ -22,7 +22,7 @@ MAX_WAITS_AT_THE_END = 12  # of the host in a step, whatever the number of layer
 # for NaN in each micro-batch, the norm of the gradients, and its log.
 WAITS = {
     "megatron/bytescale/training/training.py:_gather": END_OF_STEP,
-    "megatron/bytescale/training/training.py:training_log": END_OF_STEP,
+    "megatron/bytescale/training/training.py:mean_losses": END_OF_STEP,
     "megatron/bytescale/training/training.py:<genexpr>": END_OF_STEP,
     "bytescale_ext/measure/metrics.py:work_seconds": END_OF_STEP,
     "megatron/bytescale/features/experts/loads.py:__call__": END_OF_STEP,

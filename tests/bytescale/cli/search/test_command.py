@@ -93,7 +93,7 @@ def test_what_is_assumed_or_not_tried_is_said(capsys: pytest.CaptureFixture[str]
     lines = printed(words, capsys).splitlines()
     assert "--model-flags has no --vocab-size: a vocabulary of 32,000 is assumed" in lines
     assert "expert layers are assumed to be spread evenly over the layers" in lines
-    assert any(line.startswith("not tried: --activation-policy does not work with --mtp-num-layers") for line in lines)
+    assert any(line.startswith("not tried: --mtp-num-layers does not work with --sequence-parallel") for line in lines)
     engine = "--vocab-size 256 --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise"
     text = printed([*LINE, "--model-flags", f"{MODEL} {engine}"], capsys)
     assert "FP8 is predicted as bfloat16, because the published timings are in bfloat16" in text

@@ -40,11 +40,10 @@ def test_what_training_refuses_is_not_tried() -> None:
     flags, task = task_with(LATER)
     takes = Trainable(flags, task)
     allowed = list(Space(allows=takes).strategies(task))
-    assert {one.activations for one in allowed} == {KEEP, FULL}
+    assert {one.activations for one in allowed} == {KEEP, PRICED, FULL}
     assert {one.num_stages for one in allowed} > {1}
     assert {one.tensor_parallel for one in allowed} == {1}  # Megatron has no norms for these layers
     assert sorted(reason.partition(":")[0] for reason in takes.refused()) == [
-        "--activation-policy does not work with --mtp-num-layers",
         "--mtp-num-layers does not work with --sequence-parallel of local layers",
     ]
 
