@@ -153,12 +153,10 @@ class RoutedRows(NamedTuple):
 
 def balances_documents(config: TransformerConfig) -> bool:
     """Return whether a model has experts with the balancing loss of single documents."""
+    if not config.num_moe_experts or not config.moe_aux_loss_coeff:
+        return False
     kinds = config.moe_router_load_balancing_type
-    return bool(
-        config.num_moe_experts
-        and config.moe_aux_loss_coeff
-        and "seq_aux_loss" in (kinds if isinstance(kinds, list) else [kinds])
-    )
+    return "seq_aux_loss" in (kinds if isinstance(kinds, list) else [kinds])
 
 
 def route_by_document(
