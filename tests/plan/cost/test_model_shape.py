@@ -90,12 +90,15 @@ LITE = LatentShape(query_rank=0, key_rank=512, position_dim=64, value_dim=128)
 def test_a_ring_has_latents_where_sending_keys_takes_longer_than_expanding_them() -> None:
     shape = replace(TINY, num_heads=16, num_kv_heads=16, head_dim=192, latent=LITE)
     assert has_latents(shape)
-    assert (key_value_bytes(shape), key_value_bytes(shape, 8)) == (2 * 576, 2 * 576)  # instead of 2 x 16 x 192 numbers
-    assert key_value_bytes(shape, 16) == 2 * 2 * 192  # one head has fewer numbers than the latent
+    assert (key_value_bytes(shape), key_value_bytes(shape, 8)) == (
+        2 * 576,
+        2 * 576,
+    )  # instead of 16 x (192 + 128) numbers
+    assert key_value_bytes(shape, 16) == 2 * (192 + 128)  # one head has fewer numbers than the latent
     assert not has_latents(shape, 16)
     assert key_value_bytes(shape, 1, 4) == 2 * key_value_bytes(shape)
     engine = replace(shape, latent=replace(LITE, is_plain=False))
-    assert (has_latents(engine), key_value_bytes(engine)) == (False, 2 * 2 * 16 * 192)
+    assert (has_latents(engine), key_value_bytes(engine)) == (False, 2 * 16 * (192 + 128))
     # saving 300 numbers is worth 2 x 300 x 8,000 FLOPs, more than the product; saving 10 or none is not
     narrow = LatentShape(0, 300, 0, 100)
     assert [replace(narrow, key_rank=rank).travels(3, 100) for rank in (300, 590, 600)] == [True, False, False]
@@ -104,5 +107,5 @@ def test_a_ring_has_latents_where_sending_keys_takes_longer_than_expanding_them(
 def test_numbers_of_keys_and_values() -> None:
     assert [replace(LITE, position_dim=dim).ring_numbers for dim in (63, 64)] == [576, 576]  # two equal halves
     assert (has_latents(TINY), key_value_numbers(TINY), key_value_numbers(TINY, 4)) == (False, 2 * 2 * 3, 3)
-    wide = replace(TINY, latent=LatentShape(0, 50, 0, 5, is_plain=False))  # keys of 3 numbers are padded to 5
-    assert key_value_numbers(wide) == 2 * 2 * 5
+    wide = replace(TINY, latent=LatentShape(0, 50, 0, 5, is_plain=False))  # keys of 3 numbers are not padded
+    assert key_value_numbers(wide) == 2 * (3 + 5)
