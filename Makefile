@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 help:
-	@echo "make demo   train on real text over $(RANKS) ranks and draw the run in runs/demo/ (4 minutes)"
+	@echo "make demo   train on real text over $(RANKS) ranks and draw the run in runs/demo/ (6 to 8 minutes)"
 	@echo "make cluster  (root, Linux) HDP and static context parallelism on an emulated cluster (5 minutes)"
 	@echo "make check  before each commit: lint, types, and the tests that start no processes (3 minutes)"
 	@echo "make test   lint, types, all tests except the slowest"
