@@ -9,10 +9,10 @@ created before the first step, in the same order on all ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from bytescale_ext.parallel.p2p import RingComm
+from megatron.bytescale.arguments.layer_settings import Balancing
 
 
 def hdp_rank() -> int:
@@ -66,7 +67,7 @@ def create_stage_links(device: torch.device, timeout_minutes: float) -> StageLin
     messages to the other neighbour.
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    mine = [pair for pair in pairwise(stages) if dist.get_rank() in pair]
+    mine = [pair for pair in itertools.pairwise(stages) if dist.get_rank() in pair]
     groups = own_groups("STAGE_LINK", mine, device, timeout_minutes)
     for pair in mine:
         for link in (pair, pair[::-1]):
@@ -134,15 +135,13 @@ def connect_stages(device: torch.device) -> None:
         return
     group = parallel_state.get_pipeline_model_parallel_group()
     stages = dist.get_process_group_ranks(group)
-    pairs = {tuple(sorted(pair)) for pair in zip(stages, [*stages[1:], stages[0]], strict=True)}
-    for pair in sorted(pairs):  # the same order on all processes
-        if dist.get_rank() in pair:
-            for shared in (group, dist.group.WORLD) if len(stages) == 2 else (group,):
-                first, second = pair
-                number, is_first = torch.zeros(1, device=device), dist.get_rank() == first
-                work = dist.isend(number, second, shared) if is_first else dist.irecv(number, first, shared)
-                assert work is not None, "this process is in the group"
-                work.wait()
+    used = (group, dist.group.WORLD) if len(stages) == 2 else (group,)
+    number, mine = torch.zeros(1, device=device), dist.get_rank()
+    pairs = {tuple(sorted(pair)) for pair in zip(stages, [*stages[1:], stages[0]], strict=True) if mine in pair}
+    for (first, second), shared in itertools.product(sorted(pairs), used):  # the same order on all processes
+        work = dist.isend(number, second, shared) if mine == first else dist.irecv(number, first, shared)
+        assert work is not None, "this process is in the group"
+        work.wait()
 
 
 def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.device) -> list[torch.nn.Module]:
@@ -179,9 +178,8 @@ def connect_groups_of_steps(model_chunks: list[torch.nn.Module], device: torch.d
 
 def sums_over_all_tokens(config: TransformerConfig) -> bool:
     """Return whether routers of experts sum over the tokens of all data-parallel ranks."""
-    balancing = config.moe_router_load_balancing_type
-    kinds = balancing if isinstance(balancing, list) else [balancing]
-    return bool("global_aux_loss" in kinds or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias)
+    is_global = "global_aux_loss" in Balancing(config.moe_router_load_balancing_type).ways
+    return bool(is_global or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias)
 
 
 def own_groups(

@@ -24,6 +24,7 @@ from megatron.core.utils import get_model_config
 
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.parallel.upload import upload
+from megatron.bytescale.arguments.layer_settings import Balancing
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -155,8 +156,7 @@ def balances_documents(config: TransformerConfig) -> bool:
     """Return whether a model has experts with the balancing loss of single documents."""
     if not config.num_moe_experts or not config.moe_aux_loss_coeff:
         return False
-    kinds = config.moe_router_load_balancing_type
-    return "seq_aux_loss" in (kinds if isinstance(kinds, list) else [kinds])
+    return "seq_aux_loss" in Balancing(config.moe_router_load_balancing_type).ways
 
 
 def route_by_document(

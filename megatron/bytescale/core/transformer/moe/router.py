@@ -38,8 +38,8 @@ from megatron.core.utils import unwrap_model
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from megatron.bytescale.core.transformer.document_dropout import jitter
-from megatron.bytescale.core.transformer.moe.loads import GradientOfScores, SliceLoad
-from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter
+from megatron.bytescale.core.transformer.moe.loads import SliceLoad
+from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter, with_gradient
 from megatron.bytescale.core.transformer.moe.step_loads import LAST, count_choices, shares_of_last_step
 
 
@@ -119,8 +119,7 @@ class DocumentRouter(SliceRouter):
             weights = documents.weights(loads, self.topk) * (coefficient * self.labels_per_token)
             return weights[routed.documents]
 
-        scalar: torch.Tensor = GradientOfScores.apply(scores, gradient)
-        return MoEAuxLossAutoScaler.apply(probs, scalar)
+        return with_gradient(probs, scores, gradient)
 
     def _apply_global_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, with_padding_mask: bool = False

@@ -111,8 +111,17 @@ class SliceRouter(TopKRouter):
             total = loads.total()
             return balance_gradient(total, self.num_experts, self.topk) * weight(total)
 
-        scalar: torch.Tensor = GradientOfScores.apply(loss.scores, gradient)
-        return MoEAuxLossAutoScaler.apply(probs, scalar)
+        return with_gradient(probs, loss.scores, gradient)
+
+
+def with_gradient(probs: torch.Tensor, scores: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the probabilities [tokens, experts] with a loss attached, whose gradient is made in the backward pass.
+
+    ``scores``, ``make``: see ``GradientOfScores``.
+    """
+    scalar: torch.Tensor = GradientOfScores.apply(scores, make)
+    attached: torch.Tensor = MoEAuxLossAutoScaler.apply(probs, scalar)
+    return attached
 
 
 class SampleRouter(SliceRouter):
