@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bytescale_ext.data.corpus.sidecar import HEADER, LOGPROBS, check_sidecar, open_sidecar
-from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
+from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.launch import TRACKER
@@ -55,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if NEEDED not in args.flags:
         raise ValueError(f"give the flags of the training after --, with {NEEDED}")
-    num_documents = int((read_idx_lengths(args.data) > 0).sum())
-    if not num_documents:
-        raise ValueError(f"{args.data}: no document has a token")
+    info = check_indexed_dataset(args.data)
+    num_documents = info.num_documents - info.num_empty
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = min(args.documents, num_documents)
     size += -size % world
@@ -77,7 +76,6 @@ def _record(args: argparse.Namespace, num_documents: int, size: int) -> None:
     from megatron.bytescale.train import main
     from megatron.bytescale.training.logprobs import DocumentsInOrder, Progress, Recorder, Task, record
 
-    check_indexed_dataset(args.data)
     task = Task(args.data, args.output, model_of(args.load), size)
     recorder = Recorder(task, DocumentsInOrder(args.data), Progress.of(task))
     if os.environ.get("RANK", "0") == "0":

@@ -20,11 +20,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.data.corpus.sidecar import HEADER, LOGPROBS, VALUES, identity_of, write_header
 from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.planning import PlannerInProcess
-from bytescale_ext.data.loading.step import LoaderSettings, StepBatch
+from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.json_input import json_settings
@@ -34,8 +33,7 @@ from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.core.datasets.document_dataset import read_document
 from megatron.bytescale.core.packed_seq_params import PackedUnit
-from megatron.bytescale.core.parallel_state import hdp_rank
-from megatron.bytescale.features.hdp.build import plan_maker
+from megatron.bytescale.features.hdp.build import common_settings, plan_maker
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
 from megatron.bytescale.training.stock import ForwardStep, LossFunction
@@ -132,6 +130,7 @@ class Recorder:
         source: its documents.
         done: documents that the sidecar has.
         places, numbers: token of the data set and log-probability of each recorded row: [n] each.
+        step: step whose rows are recorded; None before the first.
     """
 
     task: Task
@@ -215,7 +214,7 @@ def record(recorder: Recorder, training: Training, runtime: Runtime) -> Training
     Raises:
         ValueError: a document is longer than ``--seq-length``.
     """
-    longest = int(read_idx_lengths(recorder.task.prefix).max())
+    longest = check_indexed_dataset(recorder.task.prefix).max_tokens
     if longest > current(DataArguments).seq_length:
         raise ValueError(
             f"{recorder.task.prefix}: a document has {longest} tokens: raise --seq-length "
@@ -234,19 +233,7 @@ def _loaders(
     """Return the loader of the evaluation; all chunks of a process run the steps of the first chunk's loader."""
     if vp_stage:
         return None, None, None
-    slices = runtime.run.find(DocumentSliceConfig)
-    settings = LoaderSettings(
-        rank=hdp_rank(),
-        samples_per_step=recorder.task.documents_per_step,
-        consumed_samples=recorder.done.num_documents,
-        cyclic=True,
-        plan_ahead=runtime.hdp.plan_ahead,
-        rows_multiple=runtime.hdp.rows_multiple,
-        vocab_size=runtime.run.shape.vocab,
-        pin_memory=runtime.parts.clock.on_cuda,
-        slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
-        window=runtime.run.shape.window,
-    )
+    settings = common_settings(runtime, recorder.task.documents_per_step, recorder.done.num_documents)
     plans = plan_maker(runtime, PlannerInProcess(planner_of(runtime.run.decision)))
     loader = RecordedSteps(recorder.source, plans, settings)
     loader.recorder = recorder

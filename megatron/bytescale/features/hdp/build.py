@@ -190,24 +190,15 @@ def dataset_provider(
             (batches.consumed_valid_samples, batches.evaluation),
             (0, batches.evaluation),
         )
-        slices, depths = runtime.run.find(DocumentSliceConfig), runtime.run.find(MultiTokenConfig)
-        drafts = runtime.run.find(DraftConfig)
+        drafts, depths = runtime.run.find(DraftConfig), runtime.run.find(MultiTokenConfig)
         tables = runtime.run.find(TablesConfig)
         loaders: list[StepsAhead | None] = []
         splits = sources(enough_samples(runtime, num_samples))
         for source, (consumed, size), cyclic in zip(splits, places, (False, True, True), strict=True):
-            settings = LoaderSettings(
-                rank=hdp_rank(),
-                samples_per_step=size,
-                consumed_samples=consumed,
+            settings = replace(
+                common_settings(runtime, size, consumed),
                 first_step=0 if cyclic else batches.iteration,
                 cyclic=cyclic,
-                plan_ahead=runtime.hdp.plan_ahead,
-                rows_multiple=runtime.hdp.rows_multiple,
-                vocab_size=runtime.run.shape.vocab,
-                pin_memory=runtime.parts.clock.on_cuda,
-                slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
-                window=runtime.run.shape.window,
                 schedule=() if cyclic else runtime.hdp.schedule,
                 tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
                 future_tokens=next((heads.num_heads for heads in (drafts, depths) if heads is not None), 0),
@@ -220,6 +211,23 @@ def dataset_provider(
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
     return provide
+
+
+def common_settings(runtime: Runtime, samples_per_step: int, consumed_samples: int) -> LoaderSettings:
+    """Return the settings that the loaders of all splits share; they begin again after the last sample."""
+    slices = runtime.run.find(DocumentSliceConfig)
+    return LoaderSettings(
+        rank=hdp_rank(),
+        samples_per_step=samples_per_step,
+        consumed_samples=consumed_samples,
+        cyclic=True,
+        plan_ahead=runtime.hdp.plan_ahead,
+        rows_multiple=runtime.hdp.rows_multiple,
+        vocab_size=runtime.run.shape.vocab,
+        pin_memory=runtime.parts.clock.on_cuda,
+        slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
+        window=runtime.run.shape.window,
+    )
 
 
 def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Sequence[int | None]:
