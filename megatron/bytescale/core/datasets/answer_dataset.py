@@ -38,10 +38,15 @@ class AnswerConfig(DocumentConfig):
 
         A document's first token is never a label, so it does not count as an answer.
         """
-        weights, kept = self.weights[prefix], np.minimum(lengths, self.sequence_length)
-        ends = zip((first_tokens + 1).tolist(), (first_tokens + kept).tolist(), strict=True)
-        has_answer = np.array([np.count_nonzero(weights[start:end]) > 0 for start, end in ends], dtype=bool)
+        kept = np.minimum(lengths, self.sequence_length)
+        has_answer = self.have_answers(prefix, first_tokens, kept)
         return sample_table(np.where(has_answer, kept, 0), self.sequence_length)
+
+    def have_answers(self, prefix: str, first_tokens: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """Return whether documents have an answer in their first ``kept`` tokens, bool [n]; arrays: [n]."""
+        weights = self.weights[prefix]
+        ends = zip((first_tokens + 1).tolist(), (first_tokens + kept).tolist(), strict=True)
+        return np.array([np.count_nonzero(weights[start:end]) > 0 for start, end in ends], dtype=bool)
 
 
 class AnswerDataset(DocumentDataset):
@@ -59,12 +64,8 @@ class AnswerDataset(DocumentDataset):
         """Return the weights of tokens [start, stop) of sample ``i``, float32 [stop - start]; 0 past its end."""
         row = self._row(i)
         document, _, length = self.table.place(row)
-        first = int(self._first_tokens[document])
-        weights = np.zeros(stop - start, dtype=np.float32)
-        end = min(stop, length)
-        if start < end:
-            weights[: end - start] = self.config.weights[str(self.dataset_path)][first + start : first + end]
-        return weights
+        numbers, first = self.config.weights[str(self.dataset_path)], int(self._first_tokens[document])
+        return numbers_of_tokens(numbers[first : first + length], start, stop)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return the whole sample, unpadded, under the keys of Megatron's GPT samples; each tensor is [length]."""
@@ -72,6 +73,17 @@ class AnswerDataset(DocumentDataset):
         length = self.length(idx)
         sample["loss_mask"] *= sample["loss_mask"].new_tensor(self.weights(idx, 1, length + 1))
         return sample
+
+
+def numbers_of_tokens(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Return the numbers of tokens [start, stop) of a document, float32 [stop - start]; 0 past its end.
+
+    ``numbers``: numbers of all its tokens, from a sidecar, [tokens].
+    """
+    found = np.zeros(stop - start, dtype=np.float32)
+    known = numbers[start:stop]
+    found[: len(known)] = known
+    return found
 
 
 class Conversations(SampleSource):

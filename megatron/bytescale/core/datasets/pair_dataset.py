@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths, sample_table
-from megatron.bytescale.core.datasets.answer_dataset import AnswerConfig
+from megatron.bytescale.core.datasets.answer_dataset import AnswerConfig, numbers_of_tokens
 from megatron.bytescale.core.datasets.document_dataset import (
     DocumentDataset,
     SampleSource,
@@ -55,9 +55,7 @@ class PairDataset(DocumentDataset):
         reader = DocumentDataset.build_low_level_dataset(dataset_path, config)
         lengths = read_idx_lengths(dataset_path)
         first_tokens, kept = np.cumsum(lengths) - lengths, np.minimum(lengths, config.sequence_length)
-        numbers = config.weights[dataset_path]
-        ends = zip((first_tokens + 1).tolist(), (first_tokens + kept).tolist(), strict=True)
-        has_answer = np.array([np.count_nonzero(numbers[start:end]) > 0 for start, end in ends], dtype=bool)
+        has_answer = config.have_answers(dataset_path, first_tokens, kept)
         whole = np.repeat(has_answer.reshape(-1, 2).all(axis=1), 2)
         return PairedDocuments(reader, first_tokens, np.arange(0, len(lengths) + 1, 2), np.where(whole, kept, 0))
 
@@ -79,11 +77,8 @@ class PairDataset(DocumentDataset):
 
         Positions past the end have 0. ``numbers``: of all tokens of the data set, [num_tokens].
         """
-        found = np.zeros(stop - start, dtype=np.float32)
-        first, end = int(self.dataset.first_tokens[document]), min(stop, self.kept(document))
-        if start < end:
-            found[: end - start] = numbers[first + start : first + end]
-        return found
+        first = int(self.dataset.first_tokens[document])
+        return numbers_of_tokens(numbers[first : first + self.kept(document)], start, stop)
 
 
 class Pairs(SampleSource):
