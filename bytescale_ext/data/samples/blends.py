@@ -10,25 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-
-def mean_sample_tokens(document_lengths: np.ndarray, seq_length: int, *, are_cut: bool) -> float:
-    """Return the tokens of the mean sample of a data set; 1 if it has no tokens.
-
-    Args:
-        document_lengths: tokens of each document, [num_documents].
-        seq_length: tokens of the longest sample.
-        are_cut: whether a longer document loses its end (conversations) or becomes several samples.
-    """
-    lengths = np.asarray(document_lengths, dtype=np.int64)
-    lengths = lengths[lengths > 0]
-    if not lengths.size:
-        return 1.0
-    if are_cut:
-        return float(np.minimum(lengths, seq_length).mean())
-    return float(lengths.sum() / (-(-lengths // seq_length)).sum())
-
 
 @dataclass(frozen=True)
 class BlendShares:

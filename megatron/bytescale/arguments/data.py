@@ -109,7 +109,7 @@ class DataArguments(DataPaths):
         if blend is None or blend[1] is None:
             return None
         tokens = [
-            _mean_tokens(prefix, self.seq_length, self.trains_on_answers, self.data_cache_path) for prefix in blend[0]
+            mean_tokens(prefix, self.seq_length, self.trains_on_answers, self.data_cache_path) for prefix in blend[0]
         ]
         return BlendShares(tuple(blend[0]), tuple(blend[1]), tuple(tokens))
 
@@ -129,8 +129,11 @@ class DataArguments(DataPaths):
 
 
 @cache
-def _mean_tokens(prefix: str, seq_length: int, are_cut: bool, cache_folder: Path | None) -> float:
-    """Return the tokens of the mean sample of a data set; ``are_cut``: see ``mean_sample_tokens``."""
+def mean_tokens(prefix: str, seq_length: int, are_cut: bool, cache_folder: Path | None) -> float:
+    """Return the tokens of the mean sample of a data set.
+
+    ``are_cut``: whether a document beyond ``seq_length`` loses its end (conversations) or becomes several samples.
+    """
     samples = open_samples(prefix, seq_length, cache_folder)
     return samples.mean_tokens_of_first if are_cut else samples.num_tokens / len(samples)
 

@@ -5,21 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.data.samples.blends import BlendShares, mean_sample_tokens
-
-
-@pytest.mark.parametrize(
-    ("lengths", "are_cut", "expected"),
-    [
-        ([20, 20], False, 20.0),
-        ([250], False, 250 / 3),  # samples of 100, 100 and 50 tokens
-        ([250, 10], True, 55.0),  # the end is cut off
-        ([0, 30], False, 30.0),  # an empty document gives no sample
-        ([], False, 1.0),
-    ],
-)
-def test_tokens_of_the_mean_sample(lengths: list[int], are_cut: bool, expected: float) -> None:
-    assert mean_sample_tokens(np.array(lengths, dtype=np.int32), 100, are_cut=are_cut) == pytest.approx(expected)
+from bytescale_ext.data.samples.blends import BlendShares
 
 
 def test_equal_shares_of_documents_are_not_equal_shares_of_tokens() -> None:
