@@ -138,20 +138,26 @@ def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: in
 
 def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
     """Return the environment of a rank: torchrun's variables, one thread, no GPU, and freed memory kept."""
-    node, place = divmod(rank, topology.ranks_per_node)
     return {
         **{name: str(value) for name, _, value in _KEEPING},
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        **torchrun_variables(rank, topology.num_ranks, topology.ranks_per_node),
         "GLOO_SOCKET_IFNAME": "eth0",
         "MASTER_ADDR": topology.address(0),
         "MASTER_PORT": _MASTER_PORT,
+    }
+
+
+def torchrun_variables(rank: int, num_ranks: int, ranks_per_node: int) -> dict[str, str]:
+    """Return torchrun's variables for the place of a CPU rank, with one thread and no GPU."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "RANK": str(rank),
-        "WORLD_SIZE": str(topology.num_ranks),
-        "LOCAL_RANK": str(place),
-        "LOCAL_WORLD_SIZE": str(topology.ranks_per_node),
-        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
     }
 
 

@@ -21,7 +21,7 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 from scripts.bench.cluster.virtual.cases import SCALE, Arm, Case
 from scripts.bench.cluster.virtual.events import Programs, read_events
 from scripts.bench.cluster.virtual.times import DeviceTimes, HostTimes, ModelTimes, planned_cost
-from scripts.cluster.ranks import ForkedRank, fork, run_warm
+from scripts.cluster.ranks import ForkedRank, fork, run_warm, torchrun_variables
 
 PLANNED_GBPS: Final = 400.0
 """Gbit/s of each device between nodes that plans are made for."""
@@ -142,17 +142,6 @@ def free_port() -> int:
 
 
 def rank_environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank: torchrun's variables, one thread, no GPU."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(case.num_ranks),
-        "LOCAL_RANK": str(rank % case.ranks_per_node),
-        "LOCAL_WORLD_SIZE": str(case.ranks_per_node),
-        "GROUP_RANK": str(rank // case.ranks_per_node),
-    }
+    """Return the environment of a rank: torchrun's variables on the loopback interface."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**torchrun_variables(rank, case.num_ranks, case.ranks_per_node), **loopback}
