@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bytescale_ext.losses.preferences import LOSSES, SIMPO_MARGIN, Answers, LossRow, loss_row, weigh
+from megatron.bytescale.features.preferences import NAMES
 
 
 def sigmoid(value: float) -> float:
@@ -61,6 +62,10 @@ def test_two_passes_have_the_gradient_of_one_process(row: LossRow) -> None:
     assert isinstance(second, torch.Tensor)
     (found,) = torch.autograd.grad(second, weight)
     assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_the_flag_names_each_loss() -> None:
+    assert tuple(row.name for row in LOSSES) == NAMES
 
 
 def test_an_unknown_loss_names_the_known() -> None:

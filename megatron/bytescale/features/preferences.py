@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.pretrain_arguments import Training
 
 NAMES = ("dpo", "ipo", "simpo", "orpo")
+"""Names of ``LOSSES``, whose module imports torch."""
 
 
 @dataclass(frozen=True)
