@@ -89,7 +89,7 @@ class Router:
         self.best_counts = self.best_counts + best.sum(0)
 
     def balance_losses(self, num_tokens: int) -> torch.Tensor:
-        """Return the weighted balancing losses of a step of so many tokens, a scalar."""
+        """Return the weighted balancing losses of a step, a scalar."""
         of_documents = torch.stack(self.document_losses).sum() / num_tokens
         total = self.last_counts.sum()
         shares = self.last_counts / total if total else torch.full_like(self.last_counts, 1 / self.experts.count)

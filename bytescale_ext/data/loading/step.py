@@ -41,7 +41,7 @@ class LoaderSettings:
         future_tokens: number of tokens after the label that draft heads or multi-token prediction predict.
         weighs_future: whether to read the weights of their losses too (multi-token prediction).
         grams: rule of the model's n-gram memory; None without one.
-        normalization: what the loss of a step is a mean over, one of ``NORMALIZATIONS``.
+        normalization: divisor of the loss of a step, one of ``NORMALIZATIONS``.
 
     Raises:
         ValueError: a number is out of range.

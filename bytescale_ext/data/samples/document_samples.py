@@ -41,8 +41,8 @@ class DocumentSamples:
         num_empty_before: documents of the file without tokens before ``begin``.
         gaps: documents of the file with tokens before each document without tokens: int64 [num_empty].
         long: documents of several samples, counted from the file's first: int64 [num_long].
-        before: further pieces of all long documents of the file before each of ``long``, and after the last one:
-            int64 [num_long + 1].
+        before: number of further pieces of the file's long documents before each document in ``long``, then including
+            the last: int64 [num_long + 1].
     """
 
     index: DocumentIndex

@@ -170,7 +170,7 @@ def _round_keys(seed: int, split: int, epoch: int) -> _Keys:
 
 
 def _mixed(value: int, key: int, bits: int) -> int:
-    """Return ``bits`` bits, each of which depends on all bits of a value and a key."""
+    """Return ``bits`` bits; each bit depends on all bits of a value and a key."""
     value = (value ^ key) * _FIRST & _WORD
     value = (value ^ value >> 15) * _SECOND & _WORD
     return value >> 32 - bits

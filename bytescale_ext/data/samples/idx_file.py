@@ -65,7 +65,7 @@ class DocumentIndex:
     def first_tokens(self, documents: np.ndarray) -> np.ndarray:
         """Return the first token of each of the documents [n] in the ``.bin`` file: int64 [n].
 
-        The document after the last one begins at the end of the file.
+        For document ``num_documents`` it is the end of the file.
         """
         num_sequences = len(self.sequence_lengths)
         sequences = self.document_indices[documents]

@@ -87,7 +87,7 @@ class PackedMicroBatch:
         future: tokens after each label (``future.py``), int64 [num_rows, count]; None if nothing predicts them.
         future_weights: weights of their losses in multi-token prediction, float32 [num_rows, count]; else None.
         gram_rows: rows of an n-gram memory, int64 [num_rows, columns]; None in models without one.
-        label_counts: what each row adds to the divisor of the loss, float32 [num_rows]; None: 1 if its weight is not 0.
+        label_counts: share of each row in the divisor of the loss, float32 [num_rows]; None: 1 if its weight is not 0.
     """
 
     tokens: torch.Tensor
@@ -111,7 +111,7 @@ class PackedMicroBatch:
 
     @property
     def num_labels(self) -> torch.Tensor:
-        """Number by which the loss of a step is divided, as far as this micro-batch adds to it: a scalar."""
+        """Share of this micro-batch in the divisor of the step's loss: a scalar."""
         return torch.count_nonzero(self.loss_mask) if self.label_counts is None else self.label_counts.sum()
 
     def documents_text(self, limit: int = 4) -> str:

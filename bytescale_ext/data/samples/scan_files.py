@@ -1,4 +1,4 @@
-"""Files of what a scan of an ``.idx`` file found, so that one process scans it and all others map the result.
+"""Files with results of scans of ``.idx`` files: one process scans, and all others map the result.
 
 A file is an array of int64 in NumPy's format. Its first three numbers are the version of the format, and the size and
 the modification time of the ``.idx`` file: the scan of another ``.idx`` file is made again. Small ``.idx`` files are

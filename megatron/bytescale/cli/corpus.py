@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sft",
         action="store_true",
-        help="lines of .jsonl files hold chats under the key 'messages'; also write which tokens are answers",
+        help="lines of .jsonl files hold chats under the key 'messages'; also write weights, 1 for tokens of answers",
     )
     group.add_argument(
         "--pairs",

@@ -36,7 +36,7 @@ PAIR = ("chosen", "rejected")
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Fields of a line besides its messages, and what happens to bad lines.
+    """Further fields of a line, and the handling of bad lines.
 
     Attributes:
         weights: key of the weight of a line's answers; None: 1.
@@ -118,7 +118,7 @@ def write_conversations(
         prefix, num_tokens, seed: see ``write_corpus``.
         entries: lines of JSONL files.
         tokenizer: the result of ``chat_tokenizer``.
-        fields: fields of a line besides its messages, and what happens to bad lines.
+        fields: further fields of a line, and the handling of bad lines.
 
     Raises:
         ValueError: the folder cannot be written, a line is bad, or no conversation has an answer.

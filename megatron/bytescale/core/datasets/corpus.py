@@ -32,6 +32,7 @@ from bytescale_ext.data.samples.texts import (
     json_text,
     json_weights,
 )
+from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import new_file, private_folder
 
 BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
@@ -100,9 +101,8 @@ def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
     except ImportError as error:
         raise ValueError(f"{values.tokenizer_type}: {error}; install that package") from error
     except (TypeError, AttributeError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{values.tokenizer_type}: Megatron cannot build it ({reason}): "
+            f"{values.tokenizer_type}: Megatron cannot build it ({one_line(error)}): "
             "give --tokenizer-model, or --vocab-file and --merge-file"
         ) from error
     return tokenizer
@@ -125,7 +125,7 @@ def write_corpus(
         prefix: path without suffix; its folder is created.
         entries: documents, in order.
         tokenizer: None for bytes.
-        keys: keys in a JSONL line. With weights, they are written beside the tokens (``PREFIX.weights``).
+        keys: keys in a JSONL line. With a key of weights, ``PREFIX.weights`` is written too.
         num_tokens: stop after the document that reaches this number of tokens. Documents are then taken in an order
             shuffled by ``seed``, so that a small corpus has the same distribution of lengths. None: all documents, in
             order.

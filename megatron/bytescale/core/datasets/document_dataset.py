@@ -360,14 +360,14 @@ def check_labels(config: BlendedMegatronDatasetConfig) -> None:
 
 
 def _has_label(prefix: str, share: tuple[float, float]) -> bool:
-    """Return whether a document of a share of a data set has two tokens. Reads lengths up to the first one."""
+    """Return whether a document of a share of a data set has two tokens. Stops at the first such document."""
     index = open_index(prefix)
     begin, end = document_bounds(share, index.num_documents)
     return any((index.part_lengths(first, min(first + PART, end)) > 1).any() for first in range(begin, end, PART))
 
 
 def cache_folder(config: BlendedMegatronDatasetConfig) -> Path | None:
-    """Return the folder of the index cache (``--data-cache-path``); None: beside each data set."""
+    """Return the folder of the index cache (``--data-cache-path``); None: a folder of each data set."""
     return None if config.path_to_cache is None else Path(config.path_to_cache)
 
 

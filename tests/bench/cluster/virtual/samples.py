@@ -18,7 +18,7 @@ LINKS = Links(8, NODE_BYTES, NETWORK_BYTES)
 
 
 def times_of(device: DeviceTimes = DEVICE, host: HostTimes = NO_HOST, repeats: int = 32) -> ModelTimes:
-    """Return the times of the model in which each recorded layer stands for ``repeats`` layers."""
+    """Return the times of a model whose recorded layers stand for ``repeats`` layers each."""
     shape = ModelShape(repeats, 4096, 32, 8, 128, 11008, True, 32000)
     return ModelTimes(shape, RECORDED, device, host, 32, num_replicas=64)
 
