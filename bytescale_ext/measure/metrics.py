@@ -82,6 +82,17 @@ class StepClock:
             last.synchronize()
         return sum(mark.stream_seconds(following) for mark, following in work)
 
+    def pass_span(self) -> float:
+        """Return the seconds from the first forward to the last backward pass: wall time on CPU, stream time on CUDA.
+
+        On CUDA call ``work_seconds`` first, which waits until the stream has passed all marks.
+        """
+        work = self._mark_pairs("forward", "backward")
+        if not work:
+            return 0.0
+        first, last = work[0][0], work[-1][1]
+        return first.stream_seconds(last) if self.on_cuda else last.wall_seconds - first.wall_seconds
+
     def backward_seconds(self) -> dict[int, float]:
         """Return ``pass_seconds`` of the backward passes."""
         return self.pass_seconds("backward")
@@ -146,6 +157,7 @@ class RankStep:
     host_peak_bytes: float = 0.0
     num_slices: float = 0.0
     device_peak_bytes: float = 0.0
+    pass_seconds: float = 0.0
 
     def __add__(self, other: RankStep) -> RankStep:
         sums = RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -174,6 +186,7 @@ class RankStep:
             recomputed_bytes=sum(stage.recomputed_bytes for stage in stages),
             host_peak_bytes=max(stage.host_peak_bytes for stage in stages),
             device_peak_bytes=max(stage.device_peak_bytes for stage in stages),
+            pass_seconds=max(stage.pass_seconds for stage in stages),
         )
 
 
@@ -203,6 +216,8 @@ class IntervalMetrics:
         active_experts: mean number of experts per token while a dense-to-sparse gate anneals.
         stale_steps: mean number of steps whose gradients the parameters lacked, with ``--state-update-steps``.
         most_stale_steps: largest number of such steps in the interval.
+        predicted_over_measured: predicted over measured time of the steps; seconds outside of passes are predicted from
+            earlier intervals.
     """
 
     iteration: int
@@ -225,6 +240,7 @@ class IntervalMetrics:
     active_experts: float = 0.0
     stale_steps: float = 0.0
     most_stale_steps: float = 0.0
+    predicted_over_measured: float = 0.0
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
@@ -273,10 +289,14 @@ class IntervalMetrics:
         return (
             f" hdp: {self.tokens_per_second:,.0f} tokens/s | micro-batches per rank: {counts}{more} | "
             f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
-            f"padding {100 * self.padding_share:.2f}% | waited for plan {self.plan_wait_ms:.1f} ms | "
-            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step"
+            f"{self._predicted()}padding {100 * self.padding_share:.2f}% | "
+            f"waited for plan {self.plan_wait_ms:.1f} ms | ring traffic {self.megabytes_sent_per_step:.1f} MB/step"
             f"{self._slices()}{self._activations()}{self._peak()}"
         )
+
+    def _predicted(self) -> str:
+        ratio = self.predicted_over_measured
+        return f"step time predicted/measured {ratio:{'.2f' if ratio >= 0.1 else '.2g'}} | " if ratio else ""
 
     def _slices(self) -> str:
         return f" | slices {self.slices_per_micro_batch:.3g}" if self.slices_per_micro_batch > 1 else ""

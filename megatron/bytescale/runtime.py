@@ -6,6 +6,7 @@ log.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +59,8 @@ class Totals:
         most_stale_steps: largest number of such steps in one step.
         losses: sum of each loss over these steps, each [].
         num_updates: number of these steps that updated parameters.
+        predicted_passes: predicted seconds of the passes of these steps; 0 on ranks that predict nothing.
+        predicted_update: predicted seconds of the updates of these steps.
         step_samples: samples of the last step.
         step_started: start of the current step, in seconds of ``time.perf_counter``; None once the step is counted.
     """
@@ -71,6 +74,8 @@ class Totals:
     most_stale_steps: int = 0
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     num_updates: int = 0
+    predicted_passes: float = 0.0
+    predicted_update: float = 0.0
     step_samples: int = 0
     step_started: float | None = None
 
@@ -176,6 +181,7 @@ class LogState:
         written_costs: learned costs that were written last; None: none yet.
         plans_compared: whether the ranks have compared a plan yet.
         warned_of_time: whether the log has warned that a planner ran out of time.
+        rests: seconds of a step outside of passes in the last log intervals.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -186,6 +192,7 @@ class LogState:
     written_costs: LearnedCosts | None = None
     plans_compared: bool = False
     warned_of_time: bool = False
+    rests: deque[float] = field(default_factory=lambda: deque(maxlen=8))
 
 
 @dataclass
@@ -280,11 +287,15 @@ class Runtime:
             host_peak_bytes=0.0 if parts.link is None else parts.link.arena.peak_bytes,
             num_slices=self.slicing.num_slices,
             device_peak_bytes=parts.peak.end(),
+            pass_seconds=parts.clock.pass_span(),
         )
         seconds = parts.clock.backward_seconds()
         for index, micro_batch in enumerate(batch.plan.ranks[self.rank]):
             if index in seconds and counts_for_pace(micro_batch, batch.plan.tokens_per_rank):
                 self.log.pace.add(cost.backward.micro_batch_cost(micro_batch, batch.lengths), seconds[index])
+        if batch.predicted is not None:
+            totals.predicted_passes += batch.predicted.seconds - batch.predicted.update
+            totals.predicted_update += batch.predicted.update
         totals.num_steps += 1
         totals.stale_steps += self.step.stale_steps
         totals.most_stale_steps = max(totals.most_stale_steps, self.step.stale_steps)

@@ -166,6 +166,22 @@ def test_line() -> None:
     assert "ring traffic 2.0 MB/step" in line
 
 
+def test_predicted_times_are_in_the_line() -> None:
+    metrics = IntervalMetrics.of(20, 2, 0.05, RANKS)
+    assert "predicted/measured" not in metrics.line(), "nothing was predicted"
+    assert " | step time predicted/measured 0.97 | " in replace(metrics, predicted_over_measured=0.9731).line()
+    assert " | step time predicted/measured 0.00012 | " in replace(metrics, predicted_over_measured=1.23e-4).line()
+
+
+def test_passes_span_waits() -> None:
+    clock = clock_of(("wait", None, 0.0, 0.0), ("forward", 0, 1.0, 0.0), ("wait", None, 2.0, 0.0),
+                     ("backward", 0, 4.0, 0.0), ("reduce", None, 6.0, 0.0), ("end", None, 7.0, 0.0))  # fmt: skip
+    assert clock.pass_span() == 5.0
+    assert clock_of(("wait", None, 0.0, 0.0), ("end", None, 7.0, 0.0)).pass_span() == 0.0
+    stages = [RankStep(pass_seconds=seconds) for seconds in (2.0, 3.0)]
+    assert RankStep.of_stages(stages).pass_seconds == 3.0
+
+
 def test_steps_without_labels_are_valid_json(tmp_path: Path) -> None:
     rows = [{"iteration": 1, "lm loss": math.nan, "more": {"a": [math.inf, 2.0]}}, {"lm loss": 1.5}]
     append_jsonl(tmp_path / "m.jsonl", rows)

@@ -23,7 +23,6 @@ from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker
 from bytescale_ext.data.samples.answers import PairSource
 from bytescale_ext.data.samples.packed import TokenSource, lengths_of
 from bytescale_ext.plan.cost.learned import LearnedCosts
-from bytescale_ext.plan.step.plan import StepPlan
 
 _JOIN_SECONDS = 10.0
 
@@ -179,25 +178,20 @@ class _LocalSteps:
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:
         """Plan one step and read this rank's part of it. Never waits, so ``should_stop`` is ignored."""
-        return self._make(step_index, sample_ids, self._plans_of(step_index))
+        return self._make(step_index, sample_ids)
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
-        return self._make(batch.step_index, batch.sample_ids, self._plans_of(batch.step_index).simple)
+        return self._make(batch.step_index, batch.sample_ids, is_simple=True)
 
     def _plans_of(self, step_index: int) -> PlanMaker:
         plans = self.plans if self.costs is None else self.plans.with_costs(self.costs(step_index))
         return plans if self.loads is None else plans.with_expert_imbalance(self.loads.at(step_index))
 
-    def _make(
-        self,
-        step_index: int,
-        sample_ids: tuple[int, ...],
-        make_plan: Callable[[tuple[int, ...]], tuple[StepPlan, bool]],
-    ) -> StepBatch:
-        began = time.perf_counter()
+    def _make(self, step_index: int, sample_ids: tuple[int, ...], is_simple: bool = False) -> StepBatch:
+        began, plans = time.perf_counter(), self._plans_of(step_index)
         sequences = self.sequences(sample_ids)
         lengths = tuple(lengths_of(self.source, sequences).tolist())
-        plan, fell_back = make_plan(lengths)
+        plan, fell_back = plans.simple(lengths) if is_simple else plans(lengths)
         planned = time.perf_counter()
         micro_batches = self.settings.read(self.settings.units(plan), self.source, sequences, lengths)
         return StepBatch(
@@ -209,6 +203,7 @@ class _LocalSteps:
             read_seconds=time.perf_counter() - planned,
             fell_back=fell_back,
             references=self.source.reference_sums(sequences) if isinstance(self.source, PairSource) else None,
+            predicted=plans.predicted(plan),
         )
 
 

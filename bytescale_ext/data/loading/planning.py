@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Protocol, cast, runtime_checkable
 
 from bytescale_ext.errors import OutOfTime
-from bytescale_ext.plan.cost.learned import LearnedCosts
+from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
+from bytescale_ext.plan.setup.forecast import StepTime
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
@@ -63,11 +64,15 @@ class PlanMaker:
         planner: planner of the steps.
         check: function that raises an error for an invalid plan; None trusts all plans.
         plan_seconds: time limit for one plan; None for no limit.
+        predict: function from a plan and learned costs to the time of the step; None: nothing is predicted.
+        learned: learned costs of the plans.
     """
 
     planner: Planner
     check: Callable[[StepPlan], None] | None = check_step_plan
     plan_seconds: float | None = None
+    predict: Callable[[StepPlan, LearnedCosts], StepTime] | None = None
+    learned: LearnedCosts = UNLEARNED
 
     def with_expert_imbalance(self, load: float) -> PlanMaker:
         """Return the maker of plans for a step with this imbalance of experts."""
@@ -75,9 +80,13 @@ class PlanMaker:
 
     def with_costs(self, learned: LearnedCosts) -> PlanMaker:
         """Return the maker of plans with learned costs; a planner that takes none plans with its own."""
-        if learned == LearnedCosts() or not isinstance(self.planner, LearningPlanner):
+        if learned == UNLEARNED or not isinstance(self.planner, LearningPlanner):
             return self
-        return replace(self, planner=self.planner.with_costs(learned))
+        return replace(self, planner=self.planner.with_costs(learned), learned=learned)
+
+    def predicted(self, plan: StepPlan) -> StepTime | None:
+        """Return the predicted time of a planned step; None if nothing is predicted."""
+        return None if self.predict is None else self.predict(plan, self.learned)
 
     def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
         """Return the checked plan of a step, and whether it is the simple plan because time ran out."""

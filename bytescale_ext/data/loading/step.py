@@ -16,6 +16,7 @@ from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, lengths_of, with_gram_rows
 from bytescale_ext.data.samples.units import Unit, units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.setup.forecast import StepTime
 from bytescale_ext.plan.step.plan import StepPlan
 
 
@@ -162,6 +163,7 @@ class StepBatch:
         places: locations of the samples, which the remote loader needs to read them again: ``PLACE`` [n], else None.
         references: log-probability of each sequence under a reference model, 0 without one: [sequences]; None unless
             the source is a ``PairSource``.
+        predicted: predicted time of the step; None if this process predicts nothing.
         num_tokens: tokens of the step on all ranks.
         row_counts: number of rows of each micro-batch or slice.
     """
@@ -176,6 +178,7 @@ class StepBatch:
     fell_back: bool = False
     places: np.ndarray | None = None
     references: np.ndarray | None = None
+    predicted: StepTime | None = None
     num_tokens: int = field(init=False)
     row_counts: tuple[int, ...] = field(init=False)
 

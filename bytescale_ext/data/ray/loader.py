@@ -105,6 +105,7 @@ class _RemoteSteps:
             read_seconds=time.perf_counter() - began,
             fell_back=planned.fell_back,
             places=planned.places,
+            predicted=self.plans.predicted(plan),
         )
 
     def _fetch(

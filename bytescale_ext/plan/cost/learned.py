@@ -87,6 +87,10 @@ class LearnedCosts:
         return replace(stage, forward=self.of_pass(stage.forward), backward=self.of_pass(stage.backward))
 
 
+UNLEARNED: Final = LearnedCosts()
+"""No corrections, and ranks of equal speed."""
+
+
 def work_of_rows(table: ShardTable, cost: CostModel, learned: LearnedCosts) -> Floats:
     """Return the seconds of each micro-batch by kind of work, in one direction: [num_rows, kinds].
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
 from bytescale_ext.plan.cost.model_shape import ring_bytes_per_token
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.cost.shards import ShardTable
@@ -116,10 +117,15 @@ class Forecast:
         slices = self.decision.slices
         return slices.of(slicing) if isinstance(slices, PolicySlices) else self.whole
 
-    def stages(self, slicing: Slicing) -> tuple[StageCost, ...]:
-        """Return the seconds of each stage, or of each virtual stage chunk by chunk, in the slices of a step."""
+    def stages(self, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> tuple[StageCost, ...]:
+        """Return the seconds of each stage, or of each virtual stage chunk by chunk, in the slices of a step.
+
+        Learned factors include what an activation policy adds to the passes.
+        """
         setup, nodes = self.setup, self.setup.cost.nodes(self.setup.cluster)
         virtual = self.num_chunks(slicing) > 1
+        if learned.factors != UNLEARNED.factors:
+            return tuple(map(learned.of_stage, self._virtual_costs if virtual else stage_costs(setup)))
         policy = self.under_policy(slicing)
         if policy is not None:
             return tuple(stage.on(nodes) for stage in (policy.virtual if virtual else policy.stages))
@@ -168,16 +174,17 @@ class Forecast:
         slicing = plan.slicing or (ONE_SLICE if self.setup.chooses_slices else self.setup.given_slicing)
         return ShardTable.of(plan).with_counts(np.array(counts)), slicing
 
-    def replay(self, table: ShardTable, slicing: Slicing) -> StageReplay:
+    def replay(self, table: ShardTable, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> StageReplay:
         """Return the times of each slice of a step on each stage, with messages between stages."""
         message, latency = self._message
-        seconds = latency + message / slicing.num_slices
-        table = table.at(self.setup.cluster.unequal_speeds())
-        return replay_stages(table, self.stages(slicing), slicing, self.num_chunks(slicing), p2p_seconds=seconds)
+        seconds, cluster = latency + message / slicing.num_slices, self.setup.cluster
+        table = table.at((replace(cluster, speeds=learned.speeds) if learned.speeds else cluster).unequal_speeds())
+        stages, chunks = self.stages(slicing, learned), self.num_chunks(slicing)
+        return replay_stages(table, stages, slicing, chunks, p2p_seconds=seconds)
 
-    def time(self, table: ShardTable, slicing: Slicing) -> StepTime:
-        """Return the time of a step, from its shards and its slices."""
-        result = self.replay(table, slicing)
+    def time(self, table: ShardTable, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> StepTime:
+        """Return the time of a step, from its shards, its slices and learned costs."""
+        result = self.replay(table, slicing, learned)
         exposed, idle = (share * result.makespan for share in (result.exposed_share, result.idle_share))
         in_slots = (coupling(result, slicing.num_slices, self.setup.mesh.expert_ranks) - 1.0) * result.makespan
         return StepTime(
@@ -187,6 +194,10 @@ class Forecast:
             update=self._update.exposed(*end_passes(result, slicing.num_slices)),
             makespan=result.makespan,
         )
+
+    def time_of_plan(self, plan: StepPlan, learned: LearnedCosts = UNLEARNED) -> StepTime:
+        """Return the time of a planned step under learned costs."""
+        return self.time(*self.table(plan), learned)
 
     def memory(self, table: ShardTable, slicing: Slicing) -> list[StageBytes]:
         """Return the memory of each stage in a step, on the HDP rank with the highest peak.

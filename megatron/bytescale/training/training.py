@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import socket
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from bytescale_ext.measure.stragglers import Straggler, find_stragglers, straggl
 from megatron.bytescale.arguments.options import current, options_of, override_current
 from megatron.bytescale.arguments.running import Batches, SampleKind, SavedOrder, SavedRun
 from megatron.bytescale.learned_costs import figures_of_costs, restore_costs
-from megatron.bytescale.runtime import Runtime, Totals
+from megatron.bytescale.runtime import LogState, Runtime, Totals
 
 
 def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
@@ -94,18 +95,36 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     paces = [number for row in stages for number in row[size:]]  # rank and pace on each stage
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rows = _gather(runtime, (*figures.values(), *paces), group)
-    metrics = IntervalMetrics.of(iteration, totals.num_steps, totals.seconds, [RankStep(*row[:size]) for row in rows])
+    ranks = [RankStep(*row[:size]) for row in rows]
+    metrics = IntervalMetrics.of(iteration, totals.num_steps, totals.seconds, ranks)
     slow: tuple[Straggler, ...] = ()
     for column in range(size, size + len(paces), 2):  # paces are comparable only within a stage, with equal layers
         slow += find_stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.log.hosts)
     runtime.log.totals = Totals()
     return replace(
         metrics,
+        predicted_over_measured=compare_times(runtime.log, totals, max(rank.pass_seconds for rank in ranks)),
         stragglers=slow,
         active_experts=totals.active_experts / totals.num_steps,
         stale_steps=totals.stale_steps / totals.num_steps,
         most_stale_steps=float(totals.most_stale_steps),
     )
+
+
+def compare_times(log: LogState, totals: Totals, pass_seconds: float) -> float:
+    """Return the predicted over the measured time of an interval's steps; 0 on ranks that predict nothing.
+
+    Steps take the median seconds outside of passes of earlier intervals, in the first interval the forecast's update.
+
+    Args:
+        log: state of the log, which remembers the seconds outside of passes.
+        totals: figures of the interval.
+        pass_seconds: measured seconds from the first to the last pass of each step, in sum, of the slowest rank.
+    """
+    rests, num_steps = log.rests, totals.num_steps
+    update = num_steps * statistics.median(rests) if rests else totals.predicted_update
+    rests.append(max(0.0, totals.seconds - pass_seconds) / num_steps)
+    return (totals.predicted_passes + update) / max(totals.seconds, 1e-9) if totals.predicted_passes else 0.0
 
 
 def _gather(runtime: Runtime, mine: Sequence[float], group: torch.distributed.ProcessGroup) -> list[list[float]]:

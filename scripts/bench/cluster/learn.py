@@ -74,11 +74,13 @@ class Step:
     Attributes:
         seconds: time of the step.
         bound: lower bound of the time of any plan.
+        predicted: time of the step under the costs with which it was planned.
         learned: costs with which it was planned.
     """
 
     seconds: float
     bound: float
+    predicted: float
     learned: LearnedCosts
 
 
@@ -103,7 +105,9 @@ def run(case: Case) -> list[Step]:
         plan, speeds = planner.with_costs(learned)(lengths), case.speeds(index)
         truly = replace(cluster, speeds=speeds)
         seconds, passes = measured_passes(plan, true, truly.rank_speeds(), random)
-        steps.append(Step(seconds, lower_bounds(lengths, truly, (true,)).largest, learned))
+        known = ShardTable.of(plan).at(replace(cluster, speeds=learned.speeds).rank_speeds())
+        predicted = replay_stages(known, (learned.of_stage(began),)).makespan
+        steps.append(Step(seconds, lower_bounds(lengths, truly, (true,)).largest, predicted, learned))
         if not case.learns:
             continue
         for learner, own in zip(learners, passes, strict=True):
@@ -143,6 +147,11 @@ def over(steps: Sequence[Step], others: Sequence[Step], last: int) -> float:
     return median(mine.seconds / theirs.seconds for mine, theirs in zip(steps[-last:], others[-last:], strict=True))
 
 
+def predicted(steps: Sequence[Step], last: int) -> float:
+    """Return the median of predicted over measured time of the last steps."""
+    return median(step.predicted / step.seconds for step in steps[-last:])
+
+
 def equal(step: int) -> tuple[float, ...]:
     """Return the speeds of equal ranks."""
     return ()
@@ -168,15 +177,21 @@ def figures(quick: bool) -> dict[str, dict[str, float]]:
         "wrong_costs": {
             "over_profiled": over(learned, fixed, last),
             "without_learning": over(unlearned, fixed, last),
+            "predicted_over_measured": predicted(learned, last),
         },
-        "right_costs": {"over_profiled": over(profiled, fixed, last)},
+        "right_costs": {
+            "over_profiled": over(profiled, fixed, last),
+            "predicted_over_measured": predicted(profiled, last),
+        },
         "slow_node": {
             "over_unaware": over(unaware, aware, last),
             "of_bound": median(step.bound / step.seconds for step in aware[-last:]),
+            "predicted_over_measured": predicted(aware, last),
         },
         "stalled_rank": {
             "over_unaware": median(plain[step].seconds / stall[step].seconds for step in range(10, 14)),
             "after_recovery": over(stall, fixed, last),
+            "predicted_over_measured": predicted(stall, last),
         },
     }
 

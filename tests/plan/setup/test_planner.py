@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from bytescale_ext.config.slices import DocumentSliceConfig
+from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.setup.choose import Decision
+from bytescale_ext.plan.setup.forecast import Forecast
 from bytescale_ext.plan.setup.planner import balanced_cost, planner_of
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.config.runs import SHAPE, hdp_of, run_of
@@ -41,3 +45,15 @@ def test_slices_of_documents_reach_the_planner() -> None:
     assert slices.group_size == 3
     whole = run_of(hdp_of(balance="pp", num_stages=2)).decision
     assert planner_of(sliced) != planner_of(whole)
+
+
+@pytest.mark.parametrize("stages", [{}, {"num_stages": 2, "balance": "pp"}])
+def test_forecasts_follow_learned_costs_and_speeds(stages: dict[str, Any]) -> None:
+    forecast = Forecast(decision(**stages))
+    plan = planner_of(forecast.decision)(LENGTHS)
+    usual = forecast.time_of_plan(plan)
+    for learned in (LearnedCosts((3.0,) * 5), LearnedCosts(speeds=(1 / 3,) * 4)):
+        slow = forecast.time_of_plan(plan, learned)
+        assert slow.seconds - slow.update == pytest.approx(3 * (usual.seconds - usual.update), rel=0.01)
+    one = forecast.time_of_plan(plan, LearnedCosts(speeds=(1.0, 1.0, 1.0, 0.1)))
+    assert usual.makespan < one.makespan <= 10.1 * usual.makespan

@@ -34,6 +34,7 @@ from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_toke
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.measure.learning import FIRST_STEP
 from bytescale_ext.plan.setup.costs import cost_source
+from bytescale_ext.plan.setup.forecast import Forecast
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
@@ -261,17 +262,21 @@ def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
 def step_loader(
     runtime: Runtime, source: SampleSource | RemoteSplit, settings: LoaderSettings, planner: Planner
 ) -> StepsAhead:
-    """Return the loader of one split for one process of the job."""
+    """Return the loader of one split for one process of the job. The process that logs also predicts training steps."""
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    predict = Forecast(runtime.run.decision).time_of_plan if is_last and not settings.cyclic else None
     if isinstance(source, RemoteSplit):
         is_end = parallel_state.is_pipeline_first_stage(ignore_virtual=True) or parallel_state.is_pipeline_last_stage(
             ignore_virtual=True
         )
         process = runtime.run.process.rank
-        return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
+        plans = replace(plan_maker(runtime, planner), predict=predict)
+        return RemoteStepLoader(source, plans, process, settings, reads_tokens=is_end)
     loads = None if settings.cyclic else runtime.parts.load_history
     learner = None if settings.cyclic else runtime.parts.learner
     costs = None if learner is None else learner.at
-    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads, costs)
+    plans = replace(plan_maker(runtime, PlannerInProcess(planner)), predict=predict)
+    return StepLoader(source, plans, settings, source.sequences, loads, costs)
 
 
 def forward_step(runtime: Runtime) -> ForwardStep:
