@@ -80,6 +80,9 @@ class LaterTokens:
             # Layers may add the gradient of the output weight to Megatron's buffer themselves. With this mark DDP adds
             # the gradient of the embedding too; Megatron sets it only in models of one stage.
             chunk.shared_embedding_or_output_weight().zero_out_wgrad = True
+            if not chunk.pre_process:
+                # Megatron allocates a weight here, passes the embedding in its place, and fails when it saves both.
+                chunk.output_layer.weight = None
         for layer in chunk.mtp.layers:
             specialize(layer, LaterTokenLayer)
             use_document_modules(layer, runtime)
