@@ -43,19 +43,13 @@ def embedded_pieces(corpus: CorpusTokens, context: int, embedder: str | None, se
     return Pieces(table.document.astype(np.int64), table.start, table.length, vectors)
 
 
-def check_context(lengths: np.ndarray, settings: SculptSettings) -> None:
-    """Raise ValueError if documents must not be split and none fits. ``lengths``: tokens of each document, [n]."""
-    shortest = int(lengths[lengths > 0].min())
-    if settings.overflow == "none" and shortest > settings.context:
-        raise ValueError(
-            f"the shortest document has {shortest} tokens, so no document fits whole in a window of --seq-length "
-            f"{settings.context}: give --seq-length {shortest} or more, or --overflow split"
-        )
-
-
 def sculpt_corpus(corpus: CorpusTokens, settings: SculptSettings, embedder: str | None) -> SculptedCorpus:
-    """Return the checked windows of a data set. Raises ValueError if no document fits in a window."""
-    check_context(corpus.lengths, settings)
+    """Return the checked windows of a data set; documents longer than a window are cut.
+
+    Raises ValueError if no document has tokens.
+    """
+    if not corpus.lengths.any():
+        raise ValueError(f"{corpus.prefix}: its {len(corpus.lengths)} documents have no tokens")
     pieces = embedded_pieces(corpus, settings.context, embedder, settings.seed)
     sculpted = sculpt(pieces, settings, nearest_centres)
     check_windows(sculpted.table, corpus.lengths, settings.context, settings.overflow)
