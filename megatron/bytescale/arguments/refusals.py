@@ -194,6 +194,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "torch_dist, or --no-load-optim: Megatron 0.19.2 takes the last checkpoint's optimizer",
            given("ckpt_step") & equals("ckpt_format", "torch") & given("use_distributed_optimizer")
            & ~given("no_load_optim")),
+    refuse("--non-persistent-ckpt-type local", ALWAYS, "use global: nothing checks the classes in checkpoints of "
+           "nvidia_resiliency_ext before they are loaded", equals("non_persistent_ckpt_type", "local")),
     refuse("--inprocess-restart", ALWAYS, _OTHER_SCRIPT),
     refuse("--perform-rl-step", ALWAYS, "use Megatron's own train_rl.py"),
     refuse("--vision-pretraining", ALWAYS, "remove it: models are GPTs"),
