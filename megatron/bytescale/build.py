@@ -14,6 +14,7 @@ from megatron.bytescale.arguments.values import Folders, make_folders
 from megatron.bytescale.checkpoints import LoadedCheckpoints, check_loaded, use_last_whole
 from megatron.bytescale.convert.source import keep_source
 from megatron.bytescale.core.parallel_state import connect_groups_of_steps
+from megatron.bytescale.resumption import ExpertStates, Resumption, check_expert_states, check_unfinished
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.buffer_types import BufferTypes
@@ -58,3 +59,5 @@ def _check_checkpoints(args: Any, rank: int, has_features: bool) -> None:
         print(warning)
         share = (0, 1)
     check_loaded(checkpoints, share, is_repaired=is_repaired and rank > 0)
+    check_unfinished(options_of(args, Resumption))
+    check_expert_states(options_of(args, ExpertStates))

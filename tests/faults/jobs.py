@@ -65,6 +65,12 @@ class Ended:
         """Whether all ranks trained to the end."""
         return self.codes == [0] * NUM_RANKS
 
+    @property
+    def found_finished(self) -> bool:
+        """Whether all ranks refused a training whose last checkpoint was already written."""
+        lines = [self.last_line(rank) for rank in range(NUM_RANKS)]
+        return self.codes == [2] * NUM_RANKS and all("the training is finished" in line for line in lines)
+
     def documents(self) -> dict[int, list[str]]:
         """Return the documents of each step, as the ranks recorded them."""
         steps: dict[int, dict[str, str]] = {}

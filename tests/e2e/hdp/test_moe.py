@@ -245,4 +245,5 @@ def test_resumed_with_other_expert_ranks(corpus: Path, oracle: tuple[Outcome, An
     assert [*begun.losses, *resumed.losses] == pytest.approx(oracle[0].losses, rel=TOLERANCE)
     refused = part(2, 1, "--load", tmp_path)
     assert refused.code == 2
-    assert not refused.losses
+    assert "give 2 or more, or --no-load-optim" in refused.text
+    assert "building GPT model" not in refused.text

@@ -88,7 +88,8 @@ def test_a_resumed_run_goes_on_with_the_next_window(corpus: Path, windows: Path,
     resumed = train(2, *given, *saving, "--load", tmp_path)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=TOLERANCE)
     assert "WARNING: the checkpoint counts" not in resumed.text
-    outcomes = train_ranks(2, *MODEL, *TRAIN, "--data-path", corpus, *saving, "--load", tmp_path)
+    longer = ["--train-iters", 4, "--data-path", corpus]
+    outcomes = train_ranks(2, *MODEL, *TRAIN, *longer, *saving, "--load", tmp_path)
     told = "the checkpoint counts 24 windows of a.windows.npy; they count as documents from now on"
     assert told in "".join(outcome.text for outcome in outcomes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -132,6 +133,41 @@ def test_dropout_resumes_to_the_last_bit_without_a_random_state_for_each_rank(co
     run(corpus, tmp_path / "parts", 2, *dropout, "--save", tmp_path / "save", "--exit-interval", 2)
     run(corpus, tmp_path / "parts", 2, *dropout, "--load", tmp_path / "save")
     assert step_losses(tmp_path / "parts") == step_losses(tmp_path / "whole")
+
+
+SLIPS: dict[str, tuple[list[object], str]] = {
+    "more iterations": (["--lr-decay-iters", 20], "total number of steps .*give --override-opt-param-scheduler"),
+    "finished": (["--train-iters", 2], "the training is finished, .*Give a larger --train-iters"),
+    "wider": (["--hidden-size", 64], "hidden_size 32, and these flags give 64: give the flags of the model"),
+    "deeper": (["--num-layers", 3], "num_layers 2, and these flags give 3: give the flags of the model"),
+    "of another format": (["--ckpt-format", "torch"], "is of another format: give --ckpt-format torch_dist"),
+    "without states": (["--load", "NO_STATES"], "has no states of this optimizer|--no-load-optim"),
+    "with experts": (
+        "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none".split(),
+        "has no decoder.*: give the flags of the model that wrote it",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a checkpoint after two steps; ``NO_STATES`` beside it has no optimizer states."""
+    folder = tmp_path_factory.mktemp("slips")
+    begin = ["--hdp-tokens-per-rank", 256, "--train-iters", 2, *TORCH_DIST]
+    for name, more in (("save", []), ("NO_STATES", ["--no-save-optim"])):
+        train_ranks(1, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *begin, "--save", folder / name, *more)
+    return folder / "save"
+
+
+@pytest.mark.parametrize("name", sampled(SLIPS, ["more iterations", "without states"]))
+def test_slips_of_a_second_run_end_in_one_line_that_names_the_flag(name: str, corpus: Path, two_steps: Path) -> None:
+    flags, line = SLIPS[name]
+    flags = [two_steps.parent / "NO_STATES" if flag == "NO_STATES" else flag for flag in flags]
+    again = ["--hdp-tokens-per-rank", 256, "--train-iters", 3, *TORCH_DIST, "--load", two_steps]
+    (outcome,) = train_ranks(1, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *again, *flags)
+    assert outcome.code == 2
+    assert re.search(f"error: .*({line})", outcome.text.splitlines()[-1])
+    assert "Traceback" not in outcome.text
 
 
 def send_sigterm(step: int, runtime: Any, model: Any) -> None:
