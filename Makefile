@@ -99,7 +99,7 @@ newest:
 transformers4: $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-transformers4
 	$(BIN)/uv pip install --quiet --python .venv-transformers4/bin/python "transformers==4.57.6" \
-	  -r <(grep -vE '^(transformers|tokenizers|huggingface-hub|typer|hf-xet)==' requirements.txt)
+	  -r <(grep -vE '^(transformers|tokenizers|huggingface-hub|typer|hf-xet|datatrove)==' requirements.txt)
 	$(BIN)/uv pip install --quiet --python .venv-transformers4/bin/python --no-deps --editable .
 	$(BIN)/python -m tests.bytescale.convert.exchange write .venv-transformers4/exchange/5
 	.venv-transformers4/bin/python -m tests.bytescale.convert.exchange read .venv-transformers4/exchange/5

@@ -98,10 +98,12 @@ def transformers_config(config: HuggingFaceConfig) -> PretrainedConfig:
 
 def write_config(config: HuggingFaceConfig, folder: Path) -> None:
     """Write ``config.json``, with the keys of old and new versions of transformers."""
-    transformers_config(config).save_pretrained(folder)
+    made = transformers_config(config)
+    made.save_pretrained(folder)
     path = folder / "config.json"
     written = json_value(path.read_text("utf-8"))
     own = {name: value for name, value in config.items() if name not in _WRITTEN_ANEW}
     dtypes = {"dtype": config["dtype"], "torch_dtype": config["dtype"]}
-    values = {**written, **own, **of_every_version(config["rope_parameters"]), **dtypes}
+    renamed = {old: written[new] for old, new in made.attribute_map.items() if new in written}
+    values = {**written, **renamed, **own, **of_every_version(config["rope_parameters"]), **dtypes}
     write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

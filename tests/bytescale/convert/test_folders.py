@@ -33,10 +33,13 @@ def write_models(folder: Path) -> dict[str, Any]:
     """Write a model of each family, convert it to Megatron and back; return the results of each conversion."""
     import transformers
 
+    from megatron.bytescale.convert.rotary import of_every_version
+
     for seed, kind in enumerate(MODELS):
         torch.manual_seed(seed)
         values = {**configuration_of(kind), "dtype": "float32"}
-        config = transformers.CONFIG_MAPPING[values["model_type"]](**values)
+        settings = {**values, **of_every_version(values["rope_parameters"])}
+        config = transformers.CONFIG_MAPPING[values["model_type"]](**settings)
         model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         for parameter in model.parameters():
             torch.nn.init.uniform_(parameter, 0.5, 1.5) if parameter.dim() == 1 else parameter.data.normal_(std=0.2)
