@@ -42,7 +42,7 @@ def _available(root: Path) -> int:
 def _free_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of this process and of the parent groups."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = lines_of_text((root / "proc/self/cgroup").read_text())
     except OSError:
         return
     for line in lines:
@@ -59,7 +59,7 @@ def _free_in_group(folder: Path) -> Iterator[int]:
     for limit_file, used_file, cached in _FILES:
         try:
             limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            stat = dict(line.split() for line in lines_of_text((folder / "memory.stat").read_text()))
         except (OSError, ValueError):  # the other version, or a group without memory control
             continue
         if limit != "max":

@@ -22,7 +22,7 @@ from bytescale_ext.data.clean.own import OwnSteps
 from bytescale_ext.data.clean.personal import PersonalData
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
-from bytescale_ext.data.clean.words import RULES, letters_per_word
+from bytescale_ext.data.clean.words import RULES, LinedText, letters_per_word
 
 STOP_WORDS: Final = 2  # of a language, in a document that passes
 _SHORT_WORDS: Final = ("HANGUL", "HEBREW", "ARABIC")  # their words have fewer letters than English words
@@ -107,7 +107,9 @@ class DocumentFilter(PipelineStep):  # type: ignore[misc]  # datatrove has no ty
         names = self.filters[source]
         kind = (letters_per_word(document.text), script_of(document.text)) if names else ()
         for name in names:
+            document.text = LinedText(document.text)
             passed, reason = get_filter_result(quality_filter(name, *kind).filter(document))
+            document.text = str(document.text)
             if not passed:
                 return f"{name}: {reason}"
         return None

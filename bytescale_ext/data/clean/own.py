@@ -17,6 +17,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from datatrove.pipeline.formatters.base import BaseFormatter
 
 from bytescale_ext.data.clean.recipe import OwnStep, Recipe
+from bytescale_ext.data.clean.words import LinedText
 from bytescale_ext.errors import one_line
 
 _Step = Callable[..., object]
@@ -53,7 +54,8 @@ def _run(step: _Step, document: Document) -> str | None:
     try:
         if not isinstance(step, PipelineStep):
             return _taken(document, step(document.text, keys))
-        inner = Document(document.text, document.id, metadata=keys)  # steps of datatrove read and set keys there
+        # Steps of datatrove read and set keys there.
+        inner = Document(LinedText(document.text), document.id, metadata=keys)
         if isinstance(step, BaseFilter):
             passed, reason = get_filter_result(step.filter(inner))
             return None if passed else str(reason or "dropped")
@@ -69,7 +71,7 @@ def _run(step: _Step, document: Document) -> str | None:
 def _taken(document: Document, result: object) -> str | None:
     """Give a document its new text, or return the reason to drop it. Raises TypeError for other results."""
     if isinstance(result, str):
-        document.text = result
+        document.text = str(result)
         return None
     if not isinstance(result, bool):
         raise TypeError(f"a step returns True, False or a text, not {type(result).__name__}")

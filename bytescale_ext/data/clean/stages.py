@@ -106,7 +106,7 @@ def run_stages(stages: list[Stage], work: Path, settings: ExecutorSettings) -> N
 def _sbatch_message(log: Path) -> str:
     """Return the message of sbatch about the last job, in one line."""
     last = log.read_text(encoding="utf-8").rpartition("Launching Slurm job")[2]
-    lines = [line for line in last.splitlines() if line.startswith("sbatch:")]
+    lines = [line for line in last.split("\n") if line.startswith("sbatch:")]
     return " ".join(lines) or f"sbatch has failed; see {log}"
 
 

@@ -10,11 +10,14 @@ import re
 import sys
 import unicodedata
 from functools import cache
+from io import StringIO
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from datatrove.utils.word_tokenizers import WordTokenizer
+
+from bytescale_ext.json_input import lines_of_text
 
 _LETTER: Final = re.compile(r"[\w\u200c\u200d]")  # the last two join letters
 IDEOGRAPHIC: Final = (
@@ -45,6 +48,16 @@ _SENTENCE: Final = re.compile(
 )
 _BLOCK: Final = 1 << 16  # words
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+class LinedText(str):
+    """Text whose lines end at newlines alone, for steps of datatrove that call ``splitlines``."""
+
+    __slots__ = ()
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        """Return the lines, with their newlines if ``keepends``."""
+        return StringIO(str(self), newline="\n").readlines() if keepends else lines_of_text(self)
 
 
 class RuleTokenizer(WordTokenizer):  # type: ignore[misc]  # datatrove has no types

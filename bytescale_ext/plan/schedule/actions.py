@@ -264,7 +264,7 @@ def chunk_turns(num_units: int, num_chunks: int, group_size: int) -> Ints:
 
 def parse_schedule(text: str) -> SliceSchedule:
     """Return the schedule that ``str`` printed. Raises ValueError, with the line, for any other text."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
     words = lines[0].split() if lines else []
     if tuple(words[0::2]) != _SIZES or not all(word.isdigit() for word in words[1::2]):
         raise ValueError(f"not a schedule: its first line must give {', '.join(_SIZES)}, each with a number")

@@ -187,3 +187,12 @@ def test_lists_without_common_words_are_refused() -> None:
     assert not has_common_words("Menü Startseite Kontakt Impressum Karte " * 20, 2)
     assert not has_common_words("Меню Контакты Карта Главная " * 20, 2)
     assert has_common_words("მენიუ რუკა", 2)  # no list of the language
+
+
+def test_filters_read_lines_that_end_at_newlines_alone(tmp_path: Path) -> None:
+    """C4 writes the lines anew, so a separator that it took for a newline would be lost."""
+    recipe = Recipe((Source("docs", ".", "text", "*", FILTERS),), steps=("filters",))
+    body = PROSE.strip().replace(" ", "\u2028", 1).replace(" ", "\x0c", 1)
+    (passed,) = run_steps([lambda *_: iter([document(body)]), DocumentFilter(recipe, tmp_path / "tallies")])
+    assert type(passed.text) is str  # type: ignore[attr-defined]
+    assert passed.text == body  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.data.clean.words import RULES, jaccard, shingles, word_hashes
+from bytescale_ext.data.clean.words import RULES, LinedText, jaccard, shingles, word_hashes
 
 
 @pytest.mark.parametrize("text", ["One. Two.\nThree", "", "a\n\nb. c", " lead. \n tail "])
@@ -152,3 +152,10 @@ def test_similarity_of_any_two_texts(one: list[str], other: list[str]) -> None:
     # A text of one word is a single run, which differs from every run of two words.
     assert found == pytest.approx(len(sets[0] & sets[1]) / len(sets[0] | sets[1]))
     assert found == jaccard(*(shingles(text, 2) for text in reversed(texts)))
+
+
+def test_lines_of_datatroves_steps_end_at_newlines_alone() -> None:
+    text = LinedText("one\u2028two\x0cthree\r\nfour\n")
+    assert text.splitlines() == ["one\u2028two\x0cthree", "four"]
+    assert text.splitlines(keepends=True) == ["one\u2028two\x0cthree\r\n", "four\n"]
+    assert text == "one\u2028two\x0cthree\r\nfour\n"
