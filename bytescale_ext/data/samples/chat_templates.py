@@ -20,7 +20,7 @@ from typing import Final, Protocol, TypedDict, cast
 import numpy as np
 
 from bytescale_ext.data.samples.chats import Conversation, Encoded, Message, text_of, unwritten_notes
-from bytescale_ext.data.samples.template_limits import check_template, limits
+from bytescale_ext.data.samples.template_limits import LimitedFunction, check_template
 from bytescale_ext.json_input import json_value
 
 BY_MARKS: Final = "generation marks of the chat template"
@@ -29,6 +29,7 @@ AS_INFERENCE: Final = "rendering each answer as inference does"
 _MARK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPENING: Final = re.compile(r"\s*<(\w+)>(\s*)")
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+_Told = tuple[Counter[str], Counter[str], int, int]
 _ANY_ANSWER: Final = "\N{BLACK SQUARE}"
 
 
@@ -102,14 +103,21 @@ class TemplateEncoder:
         self._unwritten: Counter[str] = Counter()
         self._without_end = 0
         self._without_reasoning = 0
+        self._limited = LimitedFunction(self._told_documents)
 
     def __call__(self, conversation: Conversation) -> list[Encoded]:
         """Return the documents of a conversation.
 
         Raises ValueError if an answer cannot be located, or the template exceeds its limits of time and memory.
         """
-        with limits():
-            return self._documents(conversation)
+        documents, told = self._limited(conversation)
+        self._methods, self._unwritten, self._without_end, self._without_reasoning = told
+        return documents
+
+    def _told_documents(self, conversation: Conversation) -> tuple[list[Encoded], _Told]:
+        """Return the documents of a conversation, and the counts of all conversations; runs in a process of its own."""
+        documents = self._documents(conversation)
+        return documents, (self._methods, self._unwritten, self._without_end, self._without_reasoning)
 
     def _documents(self, conversation: Conversation) -> list[Encoded]:
         settings = dict(conversation.settings)

@@ -1,20 +1,31 @@
-"""Limits of time and memory for chat templates, which are programs of whoever wrote the tokenizer's folder."""
+"""Limits of time and memory for chat templates, which are programs of whoever wrote the tokenizer's folder.
+
+Templates run in a process of their own: nothing can interrupt an operation of C, such as the comparison of two lists
+that contain themselves many times, so its process is killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
+
+from bytescale_ext.errors import one_line
 
 SECONDS: Final = 20.0
 """Time of all renderings of one conversation."""
 BYTES: Final = 1 << 30
 """Memory that the renderings of one conversation may add."""
+_GRACE: Final = 5.0  # seconds after the limit, in which an interrupted operation may end
 _POWER: Final = re.compile(r"\{[{%](?:(?!\}\}|%\}).)*\*\*", re.DOTALL)
 
 
@@ -23,6 +34,90 @@ def check_template(template: str | Mapping[str, str] | None) -> None:
     texts = template.values() if isinstance(template, Mapping) else [template or ""]
     if any(isinstance(text, str) and _POWER.search(text) for text in texts):
         raise ValueError("the chat template has a power (**), which could run without end: remove it")
+
+
+class TemplateError(Exception):
+    """Error that a template raised, in one line."""
+
+
+class LimitedFunction[Question, Answer]:
+    """Function that runs in a process of its own, within limits. Questions and answers are pickled.
+
+    The process is forked at the first call, and again after it was killed. It ends with this object.
+
+    Args:
+        function: function of one argument.
+        seconds: time for one call.
+        num_bytes: memory that one call may add.
+    """
+
+    def __init__(
+        self, function: Callable[[Question], Answer], seconds: float = SECONDS, num_bytes: int = BYTES
+    ) -> None:
+        self._function = function
+        self._limits = seconds, num_bytes
+        self._connection: Connection | None = None
+        self._end: Callable[[], object] = bool
+
+    def __call__(self, question: Question) -> Answer:
+        """Return the function's answer.
+
+        Raises:
+            ValueError: the call exceeds a limit, or the function raised a ValueError.
+            TemplateError: the function raised another error.
+        """
+        connection = self._connection or self._start()
+        is_ready = False
+        try:
+            connection.send(question)
+            is_ready = connection.poll(self._limits[0] + _GRACE)
+            error, answer = connection.recv() if is_ready else (_too_slow(self._limits[0]), None)
+        except (EOFError, OSError):
+            error, answer = ValueError("the chat template ended its process: it may need too much memory"), None
+            is_ready = False
+        if not is_ready:
+            self._end()
+            self._connection = None
+        if error is not None:
+            raise error
+        value: Answer = answer
+        return value
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(here, there, self._function, *self._limits), daemon=True)
+        process.start()
+        there.close()
+        self._connection = here
+        self._end = weakref.finalize(self, _killed, process.kill, here)
+        return here
+
+
+def _killed(kill: Callable[[], None], connection: Connection) -> None:
+    kill()
+    connection.close()
+
+
+def _serve(
+    parent: Connection, connection: Connection, function: Callable[..., object], seconds: float, num_bytes: int
+) -> None:
+    """Answer each question with (error or None, the answer), until the parent ends."""
+    parent.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the parent are not here
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            question = connection.recv()
+            error, answer = None, None
+            try:
+                with limits(seconds, num_bytes):
+                    answer = function(question)
+            except ValueError as refusal:
+                error = ValueError(str(refusal))
+            except Exception as other:
+                error = TemplateError(one_line(other, 200))
+            connection.send((error, answer))
 
 
 @contextlib.contextmanager
@@ -51,13 +146,17 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
             raise ValueError(f"the chat template needs more than {num_bytes >> 20:,} MiB of memory") from None
         if not ended:
             raise
-        raise ValueError(f"the chat template takes longer than {seconds:g} s for one conversation") from None
+        raise _too_slow(seconds) from None
     finally:
         if is_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         if limits_memory:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _too_slow(seconds: float) -> ValueError:
+    return ValueError(f"the chat template takes longer than {seconds:g} s for one conversation")
 
 
 def _address_space() -> int:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from bytescale_ext.data.samples.template_limits import check_template, limits
+from bytescale_ext.data.samples import template_limits
+from bytescale_ext.data.samples.template_limits import LimitedFunction, TemplateError, check_template, limits
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,30 @@ def test_limits_end_with_the_block() -> None:
         with pytest.raises(ValueError, match=r"power \(\*\*\)"):
             check_template(template)
     check_template("**bold** {{ x }} ** {% if y %}**{% endif %}")
+
+
+NESTED = (
+    "{% set ns = namespace(a=[0], b=[0]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+)
+
+
+def rendered(template: str) -> str:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment().from_string(template).render()
+
+
+def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr(template_limits, "_GRACE", 0.5)
+    render = LimitedFunction(rendered, 0.5)
+    assert render("{{ 1 + 1 }}") == "2"
+    for hostile in ("{{ ns.a == ns.b }}", "{{ ns.a | tojson }}"):
+        with pytest.raises(ValueError, match=r"takes longer than 0\.5 s"):
+            render(NESTED + hostile)
+        assert render("{{ 2 + 2 }}") == "4"
+    with pytest.raises(ValueError, match="memory"):
+        LimitedFunction(rendered, 20.0, 1 << 28)("{{ 'a' * 4000000000 }}")
+    with pytest.raises(TemplateError, match="unknown tag 'x'"):
+        render("{% x %}")
