@@ -3,10 +3,11 @@
 #
 #   scripts/recipes/models/open/llama-3.1-8b.sh dry-run      # plan, messages and memory of a step, without a GPU
 #   scripts/recipes/models/open/llama-3.1-8b.sh print        # the lines for torchrun and for SLURM
-#   HEAD_NODE=node0 scripts/recipes/models/open/llama-3.1-8b.sh torchrun      # on each node
+#   HEAD_NODE=node0 RENDEZVOUS_ID=TEXT scripts/recipes/models/open/llama-3.1-8b.sh torchrun   # on each node
 #   scripts/recipes/models/open/llama-3.1-8b.sh slurm --account=ACCOUNT       # options of sbatch
 #   scripts/recipes/models/open/llama-3.1-8b.sh flags        # only the flags of the training
 #
+# RENDEZVOUS_ID is a text that other users of the cluster cannot guess, the same on each node; print makes one.
 # The variables DATA, TOKENIZER (flags), OUT and ITERS work as for scripts/train_slurm.sbatch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -25,9 +26,15 @@ flags=(
   --train-iters "$ITERS" --eval-iters 0 --eval-interval 1000000
 )
 read -r -d '' -a model <<<"$MODEL_FLAGS $TOKENIZER --data-path $DATA --split 99,1,0" || true
+# torch unpickles what the members of a rendezvous write.
+random=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+if [[ $action == torchrun && $NODES -gt 1 && -z ${RENDEZVOUS_ID:-} ]]; then
+  echo "launch_model.sh: error: give RENDEZVOUS_ID, one random text for all nodes, such as $random" >&2
+  exit 2
+fi
 launch=(
   "$root/.venv/bin/python" -P -m megatron.bytescale.launch --nnodes="$NODES" --nproc-per-node="$GPUS_PER_NODE"
-  --rdzv-backend=c10d --rdzv-endpoint="${HEAD_NODE:-HEAD_NODE}:29500" "$root/pretrain_gpt_hdp.py"
+  --rdzv-backend=c10d --rdzv-endpoint="${HEAD_NODE:-HEAD_NODE}:29500" --rdzv-id="${RENDEZVOUS_ID:-$random}" "$root/pretrain_gpt_hdp.py"
   "${model[@]}" "${flags[@]}" --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 500
 )
 export MODEL_FLAGS DATA TOKENIZER ITERS OUT SEQ_LENGTH TOKENS_PER_RANK BATCH GPUS_PER_NODE

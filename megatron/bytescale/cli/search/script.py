@@ -29,10 +29,12 @@ rendezvous_id=$SLURM_JOB_ID-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 exec srun {launch} --nnodes={nodes} --nproc-per-node={per_node} \\
   --rdzv-backend=c10d --rdzv-endpoint="$rendezvous" --rdzv-id="$rendezvous_id" \\
 """
-_TORCHRUN: Final = """# Start it on each of {nodes} nodes, with RENDEZVOUS=HOST:PORT of one of them.
+_TORCHRUN: Final = """# Start it on each of {nodes} nodes, with RENDEZVOUS=HOST:PORT of one of them, and with the same
+# RENDEZVOUS_ID, a text that other users of the cluster cannot guess: torch unpickles what other members write.
 set -euo pipefail
 exec {launch} --nnodes={nodes} --nproc-per-node={per_node} \\
   --rdzv-backend=c10d --rdzv-endpoint="${{RENDEZVOUS:?give HOST:PORT of one node}}" \\
+  --rdzv-id="${{RENDEZVOUS_ID:?give one random text for all nodes, such as the output of openssl rand -hex 16}}" \\
 """
 _ONE_NODE: Final = """set -euo pipefail
 exec {launch} --standalone --nproc-per-node={per_node} \\

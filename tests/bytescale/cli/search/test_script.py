@@ -57,6 +57,7 @@ def test_scripts_are_bash(launcher: str, devices: int) -> None:
     assert f"--nproc-per-node={min(8, devices)}" in found
     assert ("srun" in found) == (launcher == "slurm")
     assert ("--standalone" in found) == (launcher == "torchrun" and devices <= 8)
+    assert ("--rdzv-id=" in text) == (launcher == "slurm" or devices > 8)
     assert ("#SBATCH --nodes=8" in text) == (launcher == "slurm" and devices == 64)
     assert "# a comment; with 'quotes'\n" in text
 
