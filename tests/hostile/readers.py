@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
+import lzma
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow import parquet
 
 from bytescale_ext.data.clean.readers import documents_of
 from bytescale_ext.data.clean.recipe import Source
-from bytescale_ext.data.corpus.windows_file import load_windows
+from bytescale_ext.data.corpus.windows_file import WindowsHeader, load_windows, sha256_of
 from bytescale_ext.data.samples.chats import conversations
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.data.samples.sources import contents, file_entries
 from bytescale_ext.data.samples.texts import json_text
 from bytescale_ext.json_input import json_settings
 from bytescale_ext.measure.cost_file import SHIPPED, read_cost
@@ -24,7 +29,9 @@ from bytescale_ext.measure.timeline import read_phases
 from bytescale_ext.pickles import FileSlice, check_archive, check_pickle
 from bytescale_ext.plan.experts.trace import read_trace
 from bytescale_ext.plan.memory.plan_file import PlanFile
-from bytescale_ext.states.page_file import check_replaceable
+from bytescale_ext.plan.sculpt.pieces import ROW
+from bytescale_ext.plan.states.tiers import NUM_VERSIONS, FileLayout
+from bytescale_ext.states.page_file import MAGIC, _record_checksum, check_replaceable
 from megatron.bytescale.cli.shared.lengths import cut_lengths, read_lengths
 from megatron.bytescale.cli.timeline import read_plan
 
@@ -103,6 +110,36 @@ def read_records(kind: str) -> Callable[[Path], object]:
     return read
 
 
+def read_documents(path: Path) -> object:
+    return list(contents(file_entries(path), "text"))
+
+
+def read_windows(path: Path) -> object:
+    """Read a table of windows whose header has the hash of the table."""
+    header = WindowsHeader(8, "none", 1, "0" * 64, sha256_of(path))
+    path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(header)))
+    return load_windows(path)
+
+
+def table(columns: dict[str, object]) -> bytes:
+    """Return a Parquet file."""
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
+def not_utf8() -> pyarrow.Array:
+    """Return a column of text whose second value is not UTF-8."""
+    return pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"one", b"\xff\xfe"]).buffers())
+
+
+def page_file() -> bytes:
+    """Return a complete page file."""
+    record = bytearray(pages(1, 1, 1, 4096).ljust(FileLayout(1, 1, 4096).record_bytes, b"\0"))
+    record[len(MAGIC) + 32 : len(MAGIC) + 36] = _record_checksum(bytes(record)).to_bytes(4, "little")
+    return bytes(record) * NUM_VERSIONS
+
+
 def warc() -> bytes:
     body = b"A harbour is a part of a body of water that is deep enough for ships to anchor.\n"
     head = f"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -132,8 +169,11 @@ READERS = {
     "warc": Reader("c.warc", read_records("warc"), warc()),
     "index": Reader("data.idx", read_data_set, idx([2, 3], [0, 1, 2])),
     "lengths": Reader("lengths.npy", lambda path: cut_lengths(read_lengths(path), 64), npy([3, 70, 5])),
-    "windows": Reader("a.windows.npy", load_windows, npy([1])),
-    "pages": Reader("rank.pages", check_replaceable, pages(1, 1, 1, 4096)),
+    "windows": Reader("a.windows.npy", read_windows, npy(np.array([(0, 0, 0, 3), (0, 1, 0, 5)], ROW))),
+    "pages": Reader("rank.pages", check_replaceable, page_file()),
+    "parquet": Reader("d.parquet", read_documents, table({"text": ["one", "two"], "stars": [1, 2]})),
+    "list": Reader("e.json", read_documents, b'[{"text": "x"}, {"text": "y"}]'),
+    "packed list": Reader("e.json.xz", read_documents, lzma.compress(b'[{"text": "x"}, {"text": "y"}]')),
     "pickle": Reader("x.pickle", lambda path: check_pickle(path.read_bytes()), b"\x80\x04K\x01."),
     "archive": Reader("x.pt", read_archive, archive({"weight": torch.arange(3), "name": "x"})),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.hostile.readers import READERS, outcome
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "8"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -(2**63), 2**64)
 VALUES = (*NUMBERS, 10**300, 1e308, -0.5, True, None, "", "x" * 99, "\x1b[31m", [], [[]], {}, {"a": 1}, [0] * 99)
