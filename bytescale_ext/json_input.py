@@ -58,10 +58,15 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def finite(value: object) -> object:
-    """Return a value of JSON with None in place of NaN and infinity, which JSON lacks."""
+def finite(value: object, most: int = 200) -> object:
+    """Return a value of JSON with None in place of NaN and infinity, which JSON lacks.
+
+    Raises ValueError for a value nested more than ``most`` times, which Python could read but not write.
+    """
+    if most < 0:
+        raise ValueError("nested too deeply")
     if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(each, most - 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(each, most - 1) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

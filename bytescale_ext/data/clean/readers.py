@@ -11,15 +11,22 @@ from typing import IO, Final
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.readers import ParquetReader
 
 from bytescale_ext.data.clean.recipe import Recipe, Source, files_of
-from bytescale_ext.data.clean.tally import Tally
-from bytescale_ext.data.samples.records import DAMAGED, kind_of, opened, records
-from bytescale_ext.json_input import json_value
+from bytescale_ext.data.clean.tally import JSON_AS_TEXT, Tally
+from bytescale_ext.data.samples.records import (
+    DAMAGED,
+    MOST_BYTES,
+    column_flaw,
+    is_too_long,
+    is_unread_json,
+    kind_of,
+    opened,
+    parquet_rows,
+    records,
+)
+from bytescale_ext.json_input import finite, json_value
 
-MOST_BYTES: Final = 128 << 20
-"""Longest document that is read: a small compressed file can hold one of any length."""
 _TOO_LONG: Final = f"a document of more than {MOST_BYTES >> 20} MiB"
 _HTML: Final = ("text/html", "application/xhtml+xml")
 _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
@@ -63,6 +70,9 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         tally = Tally()
         for number, path in files_of(self.recipe.sources)[rank::world_size]:
             source = self.recipe.sources[number]
+            if source.format == "auto" and is_json_as_text(path, self.recipe.text_key):
+                tally.add(source.name, JSON_AS_TEXT)
+                tally.example(JSON_AS_TEXT, str(path), "its first value is no object with the key of the text")
             for record in documents_of(path, source, self.recipe.text_key):
                 if isinstance(record, BadRecord):
                     self._count_unreadable(record, source, tally)
@@ -87,6 +97,14 @@ def check_packages(recipe: Recipe) -> None:
             raise ValueError(f"source {source.name}: {source.format} needs {missing[0]}: pip install {missing[0]}")
 
 
+def is_json_as_text(path: Path, key: str) -> bool:
+    """Return whether a file that begins like JSON is read as one text."""
+    try:
+        return kind_of(path, key) == "text" and is_unread_json(path)
+    except (*DAMAGED, ValueError):
+        return False  # a broken record
+
+
 def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
     """Yield the documents and the unreadable records of a file; ``key``: key or column of the text."""
     readers: dict[str, Callable[[Path, Source, str], Iterator[Read]]] = {
@@ -102,7 +120,8 @@ def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
         try:
             kind = kind_of(path, key)
         except (*DAMAGED, ValueError) as error:
-            yield BadRecord("broken", str(path), f"cannot be read ({error})")
+            reason = str(error).removeprefix(f"{path}: ")
+            yield BadRecord("broken", str(path), f"cannot be read ({reason})")
             return
     yield from readers[kind](path, source, key)
 
@@ -115,12 +134,13 @@ def _name(path: Path, source: Source) -> str:
 
 def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
     try:
+        is_long = is_too_long(path)
         with opened(path) as stream:
-            raw = stream.read()
+            raw = b"" if is_long else stream.read()
     except (*DAMAGED, ValueError) as error:
         yield BadRecord("broken", str(path), f"cannot be read ({error})")
         return
-    yield _document(raw, str(path), _name(path, source))
+    yield BadRecord("broken", str(path), _TOO_LONG) if is_long else _document(raw, str(path), _name(path, source))
 
 
 def _document(raw: bytes, where: str, name: str) -> Read:
@@ -152,24 +172,8 @@ def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
 
 
 def _records_of(path: Path, key: str) -> Iterator[bytes | None]:
-    """Yield the records of a file of JSON, and None for each line that is too long."""
-    if kind_of(path, key) == "values":
-        yield from records(path, "values")
-        return
-    with opened(path) as stream:
-        for number, line in enumerate(_lines(stream)):
-            yield line.removeprefix(b"\xef\xbb\xbf") if line and not number else line
-
-
-def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a file, and None for each line of more than ``MOST_BYTES``, which is never held whole."""
-    while line := stream.readline(MOST_BYTES + 1):
-        if len(line) <= MOST_BYTES:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(1 << 20)
-        yield None
+    """Yield the records of a file of JSON, and None for each record that is too long."""
+    return records(path, "values" if kind_of(path, key) == "values" else "lines")
 
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
@@ -182,42 +186,32 @@ def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
         return BadRecord("broken", where, f"no text under {key!r} (found: {content})")
     if not value[key].strip():
         return BadRecord("empty", where, "no text")
-    others = {other: each for other, each in value.items() if other not in (key, "id")}
+    try:
+        others = finite({other: each for other, each in value.items() if other not in (key, "id")})
+    except ValueError as error:
+        return BadRecord("broken", where, str(error))
     return Document(value[key], str(value.get("id", name)), metadata=others)
 
 
 def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
-    from pyarrow import types
-    from pyarrow.parquet import ParquetFile
-
+    number = num_documents = 0
     try:
-        with ParquetFile(path) as opened:
-            columns, rows = opened.schema_arrow.names, opened.metadata.num_rows
-            kind = opened.schema_arrow.field(key).type if columns.count(key) == 1 else None
-    except Exception as error:  # pyarrow raises many types
-        yield BadRecord("broken", str(path), f"not a Parquet file ({error})")
-        return
-    if key not in columns:
-        yield BadRecord("broken", str(path), f"no column {key!r} (found: {', '.join(columns)})")
-        return
-    if kind is None or not (types.is_string(kind) or types.is_large_string(kind)):
-        yield BadRecord("broken", str(path), f"the column {key!r} is of type {kind or 'several columns'}, not text")
-        return
-    reader = ParquetReader(str(path.parent), text_key=key, read_metadata=True)
-    num_documents = 0
-    try:
-        for row in reader.read_file(path.name):
-            if not row.text.strip():
+        if flaw := column_flaw(path, key):
+            yield BadRecord("broken", str(path), flaw)
+            return
+        for number, row in enumerate(parquet_rows(path), 1):
+            text, where = row.pop(key), f"{path}, row {number}"
+            if text is None or not str(text).strip():
+                yield BadRecord("empty", where, "a row without text")
+                continue
+            if len(str(text)) > MOST_BYTES:
+                yield BadRecord("broken", where, _TOO_LONG)
                 continue
             num_documents += 1
-            name = row.id if "id" in columns else f"{_name(path, source)}#{num_documents}"
-            others = {other: each for other, each in row.metadata.items() if other != "file_path" or other in columns}
-            yield Document(row.text, str(name), metadata=others)
-    except Exception as error:  # pyarrow raises many types
-        yield BadRecord("broken", str(path), f"cannot be read after document {num_documents} ({error})")
-        return
-    for _ in range(rows - num_documents):
-        yield BadRecord("empty", str(path), "a row without text")
+            name = row.pop("id", f"{_name(path, source)}#{num_documents}")
+            yield Document(str(text), str(name), metadata=row)
+    except ValueError as error:
+        yield BadRecord("broken", f"{path}, row {number + 1}", str(error).removeprefix(f"{path}: "))
 
 
 def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:

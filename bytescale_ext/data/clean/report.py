@@ -11,11 +11,11 @@ from typing import Final
 
 from bytescale_ext.data.clean.output import DataSet
 from bytescale_ext.data.clean.recipe import Recipe
-from bytescale_ext.data.clean.tally import merged, write_whole
-from bytescale_ext.json_input import json_settings
+from bytescale_ext.data.clean.tally import JSON_AS_TEXT, merged, write_whole
+from bytescale_ext.json_input import json_settings, printable
 
 REPORT: Final = "report.json"
-_BAD: Final = ("empty", "binary", "broken", "id again")
+_BAD: Final = ("empty", "binary", "broken", "id again", JSON_AS_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class SourceReport:
     Attributes:
         read: number of documents with text.
         read_bytes: bytes of their text.
-        bad: number of unreadable documents by kind, and of kept documents with a repeated id.
+        bad: number of unreadable documents by kind, of kept documents with a repeated id, and of files of JSON that
+            are read as text.
         filtered: number of documents dropped by each filter and rule.
         masked: number of documents with masked personal data.
         exact: number of documents dropped as exact duplicates.
@@ -155,4 +156,4 @@ def text_of(report: Report) -> str:
         assert isinstance(shards, list), f"{data_set=}"
         files = data_set["prefix"] or f"{len(shards)} shards"
         lines.append(f"{data_set['name']}, weight {data_set['weight']:g}: {files}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

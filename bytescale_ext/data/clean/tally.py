@@ -12,6 +12,7 @@ from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import write_text
 
 EXAMPLES: Final = 3
+JSON_AS_TEXT: Final = "files of JSON read as text"
 _EXCERPT: Final = 120  # characters of an example
 
 

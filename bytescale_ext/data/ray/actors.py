@@ -38,11 +38,12 @@ class RemoteText:
     """Text to train on, and its tokenizer.
 
     Attributes:
-        paths: paths of JSONL files.
+        paths: paths of the files with documents, as the user gives them.
         longest: tokens of the longest sample.
         tokenizer: description of the tokenizer, which is part of the key of a cached index.
         build_encode: picklable function that builds the function from text to tokens, in each server.
         cache_folder: folder for the index of each file, or None.
+        files: file of plain lines for each path, or () if each path is one.
     """
 
     paths: tuple[str, ...]
@@ -50,6 +51,12 @@ class RemoteText:
     tokenizer: str
     build_encode: Callable[[], Encode]
     cache_folder: str | None = None
+    files: tuple[str, ...] = ()
+
+    @property
+    def line_files(self) -> tuple[str, ...]:
+        """The file of plain lines for each path."""
+        return self.files or self.paths
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ class RemoteServers:
         ray_address = start_ray(config.address, namespace)
         auth_mode = os.environ.get("RAY_AUTH_MODE") if config.address is None else None  # set by Ray when it started
         self.address = RemoteAddress(ray_address, namespace, config.num_servers, auth_mode)
-        arguments = (text.paths, config.json_key, text.longest, config.server_tokens, text.build_encode)
+        arguments = (text.line_files, config.json_key, text.longest, config.server_tokens, text.build_encode)
         actors: list[_ActorClass[ServerHandle]] = [
             _actor(TokenServer, f"server-{number}", _SERVER_THREADS) for number in range(config.num_servers)
         ]
@@ -141,7 +148,7 @@ class RemoteServers:
         Raises:
             ValueError: a line of a file is invalid (the message names the first), or a file has no text.
         """
-        begun = [self._begin_index(number, path) for number, path in enumerate(self._text.paths)]
+        begun = [self._begin_index(number, path) for number, path in enumerate(self._text.line_files)]
         indices = []
         for path, (file, cached, parts) in zip(self._text.paths, begun, strict=True):
             index = cached or join_indices([fetch_first(part) for part in parts])

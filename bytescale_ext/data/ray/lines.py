@@ -1,8 +1,9 @@
-"""Index of the documents of a JSONL file and of their numbers of samples. Only long documents are tokenized for it.
+"""Index of the documents of a file of JSON lines and of their numbers of samples. Packed files are unpacked first.
 
-With any common tokenizer, a text of n bytes gives at most n tokens plus a few special tokens, so a short text is one
-sample. Only a text that may be longer than a sample is tokenized. So the order of all samples is known before training,
-and it equals the order of ``bytescale corpus`` and the local loader, which also skip empty texts and blank lines.
+Only long documents are tokenized for the index. With any common tokenizer, a text of n bytes gives at most n tokens
+plus a few special tokens, so a short text is one sample. Only a text that may be longer than a sample is tokenized. So
+the order of all samples is known before training, and it equals the order of ``bytescale corpus`` and the local loader,
+which also skip empty texts and blank lines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from bytescale_ext.data.samples.records import DAMAGED, column_flaw, kind_of, packing_of, records
 from bytescale_ext.data.samples.texts import Encode, json_text
 from bytescale_ext.new_file import new_file
 
@@ -135,6 +137,50 @@ def index_file(folder: str, path: str, key: str, longest: int, tokenizer: str) -
     stat = os.stat(path)
     parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, key, longest, tokenizer)
     return Path(folder) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}-lines.npz"
+
+
+def is_plain(path: Path, key: str) -> bool:
+    """Return whether a file has lines of JSON that can be read at any offset.
+
+    Raises ValueError if it holds no documents, or cannot be read.
+    """
+    try:
+        kind = kind_of(path, key)
+        if kind in ("text", "warc"):
+            raise ValueError(
+                f"{path}: --hdp-loader ray reads files of JSON and Parquet with documents under the key {key!r}; use "
+                "--hdp-loader local for Megatron's data sets"
+            )
+        if kind == "parquet" and (flaw := column_flaw(path, key)):
+            raise ValueError(f"{path}: {flaw}: change --hdp-json-key")
+        return kind == "lines" and not packing_of(path)
+    except DAMAGED as error:
+        raise ValueError(f"{path}: cannot read ({error}): change the data path") from error
+
+
+def unpacked(folder: str, path: Path, key: str) -> tuple[Path, int]:
+    """Return a file in ``folder`` with the records of a file as plain lines, and the number of records left out.
+
+    The file is written once. Records of more than ``MOST_BYTES`` become blank lines, which hold no document.
+
+    Raises:
+        ValueError: a file cannot be read or written.
+    """
+    stat = path.stat()
+    parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, key)
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    file, left_out = Path(folder) / f"{digest}-{path.name[:100]}.jsonl", 0
+    if file.exists():
+        return file, 0
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(file, is_binary=True) as stream:
+            for line in records(path, kind_of(path, key)):
+                left_out += line is None
+                stream.write((line or b"").rstrip(b"\n") + b"\n")
+    except DAMAGED as error:
+        raise ValueError(f"{path}: cannot be unpacked to --data-cache-path {folder} ({error})") from error
+    return file, left_out
 
 
 def load_index(file: Path) -> LineIndex | None:

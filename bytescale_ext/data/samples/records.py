@@ -11,22 +11,36 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Final, Literal, cast
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import finite, json_value
 
 Kind = Literal["text", "lines", "values", "parquet", "warc"]
 DAMAGED: Final = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """Errors of files that cannot be read or unpacked."""
+MOST_BYTES: Final = 128 << 20
+"""Longest record that is read: a small compressed file can hold one of any length."""
 _MAGIC: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz"}
+_OTHERS: Final = {
+    b"PK\x03\x04": "a ZIP archive", b"7z\xbc\xaf\x27\x1c": "a 7z archive", b"Rar!\x1a": "a RAR archive",
+    b"\x04\x22\x4d\x18": "an lz4 file", b"\x1f\x9d": "a file of compress", b"ARROW1": "an Arrow file",
+    b"Obj\x01": "an Avro file", b"SQLite format 3\0": "an SQLite database", b"%PDF-": "a PDF file",
+}  # fmt: skip
+"""First bytes of formats that are not read."""
+_OBJECT: Final = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"[^"\n]*"\s*:')
 _PACKED: Final = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _LINES: Final = (".jsonl", ".ndjson")
 _HEAD: Final = 1 << 16  # bytes that tell a kind
 _BATCH: Final = 256  # rows of Parquet that are read together
 _BLANK: Final = b" \t\r\n\xef\xbb\xbf"
+_BETWEEN: Final = {False: re.compile(r"[ \t\r\n]*"), True: re.compile(r"[ \t\r\n]*(?:,[ \t\r\n]*)?")}
+"""What stands between values, outside and inside a list."""
 
 
 def packing_of(path: Path) -> str:
@@ -52,15 +66,15 @@ def opened(path: Path) -> BinaryIO:
 
 
 def kind_of(path: Path, key: str) -> Kind:
-    """Return the kind of a file. Raises an error of ``DAMAGED`` or ValueError if it cannot be unpacked.
+    """Return the kind of a file. Raises an error of ``DAMAGED`` or ValueError if it cannot be read.
 
     A ``.json`` file, or a file whose name says nothing, holds records if its first value is an object with ``key``.
     """
-    name = path.name
+    name = path.name.lower()
     while name.endswith(_PACKED):
         name = name[: name.rindex(".")]
-    with opened(path) as stream:
-        head = stream.read(_HEAD)
+    head = head_of(path)
+    _check_readable(path, head)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"WARC/"):
@@ -74,6 +88,20 @@ def kind_of(path: Path, key: str) -> Kind:
     return "text"
 
 
+def head_of(path: Path) -> bytes:
+    """Return the first unpacked bytes of a file. Raises an error of ``DAMAGED`` or ValueError if it cannot be read."""
+    with opened(path) as stream:
+        return stream.read(_HEAD)
+
+
+def _check_readable(path: Path, head: bytes) -> None:
+    """Raise ValueError for a file in a format that is not read, whose bytes would be taken as text otherwise."""
+    others = dict.fromkeys(_MAGIC, "a file that is packed twice") if packing_of(path) else {}
+    name = next((name for magic, name in {**_OTHERS, **others}.items() if head.startswith(magic)), "")
+    if name or head[257:262] == b"ustar":
+        raise ValueError(f"{path}: {name or 'a tar archive'}, which is not read: unpack or convert it")
+
+
 def has_mark(path: Path) -> bool:
     """Return whether a file begins with the byte order mark of UTF-8, which is no part of its first line."""
     with path.open("rb") as stream:
@@ -83,6 +111,12 @@ def has_mark(path: Path) -> bool:
 def begins_like_json(head: bytes) -> bool:
     """Return whether the first bytes of a file begin an object or a list of JSON."""
     return head.lstrip(_BLANK)[:1] in (b"{", b"[")
+
+
+def is_unread_json(path: Path) -> bool:
+    """Return whether a file of kind "text" begins like JSON; without ``.json`` in its name, with a key of an object."""
+    head = head_of(path)
+    return begins_like_json(head) if ".json" in path.name.lower() else _OBJECT.match(head) is not None
 
 
 def _kind_of_json(path: Path, head: bytes, key: str) -> Kind:
@@ -96,54 +130,134 @@ def _kind_of_json(path: Path, head: bytes, key: str) -> Kind:
         return "lines" if key in value else "text"
     record = next(_values(path), b"")
     try:
-        value = json_value(record)
+        value = json_value(record or b"")
     except ValueError:
         return "text"
     return "values" if isinstance(value, dict) and key in value else "text"
 
 
-def records(path: Path, kind: Kind) -> Iterator[bytes]:
+def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
     """Yield each record of a file as a line of JSON, blank lines included; damaged records are yielded as they are.
 
-    Raises an error of ``DAMAGED`` or ValueError if the file cannot be read any further.
+    A record of more than ``MOST_BYTES`` is None, and is never in memory as a whole. Raises an error of ``DAMAGED`` or
+    ValueError if the file cannot be read any further.
     """
     if kind == "parquet":
-        yield from _rows(path)
+        for row in parquet_rows(path):
+            line = json.dumps(finite(row), default=str).encode()
+            yield line if len(line) <= MOST_BYTES else None
     elif kind == "values":
         yield from _values(path)
     else:
         with opened(path) as stream:
-            for number, line in enumerate(stream):
-                yield line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
+            for number, part in enumerate(lines(stream)):
+                yield part.removeprefix(b"\xef\xbb\xbf") if part and not number else part
 
 
-def _values(path: Path) -> Iterator[bytes]:
-    """Yield the values of a file of JSON: the elements of a list, or values one after the other."""
+def lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the lines of a file, and None for each line of more than ``MOST_BYTES``, which is never held whole."""
+    while line := stream.readline(MOST_BYTES + 1):
+        if len(line) <= MOST_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(1 << 20)
+        yield None
+
+
+def is_too_long(path: Path) -> bool:
+    """Return whether a packed file has more than ``MOST_BYTES`` unpacked bytes; a plain file holds its bytes itself."""
+    if not packing_of(path):
+        return False
+    left = MOST_BYTES
     with opened(path) as stream:
-        text = stream.read().decode("utf-8-sig", errors="surrogateescape")
-    decoder, place = json.JSONDecoder(), 0
-    while text[place:].strip() if len(text) - place < _HEAD else True:
-        place += len(text[place : place + _HEAD]) - len(text[place : place + _HEAD].lstrip())
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            yield text[place:].encode("utf-8", errors="surrogateescape")
-            return
-        for element in value if isinstance(value, list) else (value,):
-            yield json.dumps(element, ensure_ascii=True).encode()
+        while part := stream.read(1 << 20):
+            left -= len(part)
+            if left < 0:
+                return True
+    return False
 
 
-def _rows(path: Path) -> Iterator[bytes]:
-    """Yield the rows of a Parquet file. Raises ValueError for another file."""
+def _values(path: Path) -> Iterator[bytes | None]:
+    """Yield the values of a file of JSON: the elements of a list, or values one after the other.
+
+    The file is read in parts. What follows a damaged value is one record, at most ``MOST_BYTES`` of it, and a value of
+    more than ``MOST_BYTES`` ends the file.
+    """
+    decoder, text, place, inside, size = json.JSONDecoder(), "", 0, False, _HEAD
+    with opened(path) as stream, io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as characters:
+        is_whole = False
+        while True:
+            place = _BETWEEN[inside].match(text, place).end()  # type: ignore[union-attr]  # matches any text
+            if text[place : place + 1] == ("]" if inside else "["):
+                inside, place = not inside, place + 1
+                continue
+            if is_whole and place == len(text):
+                if inside:
+                    yield b"["  # the list has no end
+                return
+            try:
+                value, stop = decoder.raw_decode(text, place)
+                is_read = is_whole or stop < len(text)  # a number may go on
+            except (ValueError, RecursionError):
+                is_read, stop = False, place
+            if is_read:
+                yield json.dumps(value, ensure_ascii=True).encode()
+                place, size = stop, _HEAD
+            elif is_whole:
+                yield text[place:].encode("utf-8", errors="surrogateescape")
+                return
+            elif len(text) - place > MOST_BYTES:
+                yield None
+                return
+            else:
+                part = characters.read(size)
+                text, place, is_whole, size = text[place:] + part, 0, not part, size * 2
+
+
+def column_flaw(path: Path, key: str) -> str:
+    """Return why a column of a Parquet file cannot hold texts, "" if it can. Raises ValueError for another file."""
+    arrow, parquet = _arrow(path)
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        with parquet.ParquetFile(path) as table:
+            schema = table.schema_arrow
+            kind = schema.field(key).type if schema.names.count(key) == 1 else None
+    except Exception as error:  # pyarrow raises many types
+        raise ValueError(f"{path}: not a Parquet file ({one_line(error, 160)})") from error
+    if key not in schema.names:
+        return f"no column {key!r} (found: {', '.join(schema.names)})"
+    if kind is not None and arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        return f"the column {key!r} is of type {kind or 'several columns'}, not text"
+    return ""
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, object]]:
+    """Yield the rows of a Parquet file. Raises ValueError if it is another file, or cannot be read any further.
+
+    Columns of text stay dictionaries until a row is made: a small file can repeat a long text in each row.
+    """
+    arrow, parquet = _arrow(path)
+    try:
+        with parquet.ParquetFile(path) as table:
+            texts = [field.name for field in table.schema_arrow if arrow.types.is_string(field.type)]
+        with parquet.ParquetFile(path, read_dictionary=texts) as table:
+            for batch in table.iter_batches(_BATCH):
+                names = batch.schema.names
+                for row in range(batch.num_rows):
+                    yield {name: column[row].as_py() for name, column in zip(names, batch.columns, strict=True)}
+    except GeneratorExit:
+        raise
+    except Exception as error:  # pyarrow raises many types
+        raise ValueError(f"{path}: cannot be read any further ({one_line(error, 160)})") from error
+
+
+def _arrow(path: Path) -> tuple[ModuleType, ModuleType]:
+    """Return pyarrow and its module of Parquet files. Raises ValueError if it is not installed."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
     except ImportError:
         raise ValueError(f"{path}: Parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        with ParquetFile(path) as table:
-            for batch in table.iter_batches(_BATCH):
-                for row in batch.to_pylist():
-                    yield json.dumps(finite(row), default=str).encode()
-    except ArrowException as error:
-        raise ValueError(f"{path}: not a Parquet file ({error})") from error
+    return pyarrow, parquet

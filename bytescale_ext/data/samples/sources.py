@@ -9,14 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Final, Literal, cast
 
 from bytescale_ext.data.samples.records import (
     DAMAGED,
     Kind,
-    begins_like_json,
+    column_flaw,
     has_mark,
+    is_too_long,
+    is_unread_json,
     kind_of,
+    lines,
     opened,
     packing_of,
     records,
@@ -24,19 +27,23 @@ from bytescale_ext.data.samples.records import (
 from bytescale_ext.data.samples.texts import json_text
 from bytescale_ext.new_file import check_writable_folder
 
+_CHATS: Final = ("messages", "chosen")  # keys of lists
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Location of one document: a file, or record ``line`` of a file of records.
 
     ``offset``: first byte of the record. In packed files and files of other kinds than lines it is a byte of the
-    unpacked records; ``kind`` is the kind of such a file, "" for a file of lines.
+    unpacked records; ``kind`` is the kind of such a file, "" for a file of lines. ``is_too_long``: whether the record
+    has more than ``MOST_BYTES``; it is left out.
     """
 
     path: Path
     line: int | None = None
     offset: int = 0
     kind: Kind | Literal[""] = ""
+    is_too_long: bool = False
 
 
 def environment_entries(pattern: str = "*.py") -> list[Entry]:
@@ -80,21 +87,37 @@ def file_entries(path: Path, key: str = "text") -> list[Entry]:
         if kind == "warc":
             raise ValueError(f"{path}: bytescale data clean reads WARC files")
         if kind == "text":
-            return [Entry(path)]
+            return [Entry(path, is_too_long=is_too_long(path))]
+        if kind == "parquet" and key not in _CHATS and (flaw := column_flaw(path, key)):
+            raise ValueError(f"{path}: {flaw}: change --json-key")
         is_plain = kind == "lines" and not packing_of(path) and not has_mark(path)
-        entries, offset = [], 0
-        for number, line in enumerate(records(path, kind), start=1):
-            entries.append(Entry(path, number, offset, "" if is_plain else kind))
-            offset += len(line) if is_plain else len(line.rstrip(b"\n")) + 1
-        return entries
+        return _plain_lines(path) if is_plain else _unpacked_records(path, kind)
     except DAMAGED as error:
         raise ValueError(f"{path}: cannot read ({error}): change --from or --glob") from error
 
 
+def _plain_lines(path: Path) -> list[Entry]:
+    """Return an entry for each line of a plain file."""
+    entries, offset = [], 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(lines(stream), start=1):
+            entries.append(Entry(path, number, offset, is_too_long=line is None))
+            offset = stream.tell() if line is None else offset + len(line)
+    return entries
+
+
+def _unpacked_records(path: Path, kind: Kind) -> list[Entry]:
+    """Return an entry for each record of a file, with its place in the file of ``_records_file``."""
+    entries, offset = [], 0
+    for number, line in enumerate(records(path, kind), start=1):
+        entries.append(Entry(path, number, offset, kind, is_too_long=line is None))
+        offset += len((line or b"").rstrip(b"\n")) + 1
+    return entries
+
+
 def unread_json(entries: Sequence[Entry]) -> list[Path]:
     """Return the files that begin like JSON and are taken as text."""
-    names = (entry.path for entry in entries if entry.line is None and ".json" in entry.path.suffixes)
-    return [path for path in names if begins_like_json(_file_bytes(path)[:4096])]
+    return [entry.path for entry in entries if entry.line is None and is_unread_json(entry.path)]
 
 
 def source_entries(sources: Sequence[str], pattern: str, key: str = "text") -> list[Entry]:
@@ -126,13 +149,16 @@ def contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, b
 
 
 def raw_contents(entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
-    """Yield each entry with the bytes of its file or record. A file of records stays open from record to record.
+    """Yield each entry with the bytes of its file or record, without records that are too long.
 
-    Records of packed files and of other kinds than lines are unpacked to a temporary file.
+    A file of records stays open from record to record. Records of packed files and of other kinds than lines are
+    unpacked to a temporary file.
     """
     with ExitStack() as unpacked, ExitStack() as plain:
         streams: dict[Path, BinaryIO] = {}
         for entry in entries:
+            if entry.is_too_long:
+                continue
             if entry.line is None:
                 yield entry, _file_bytes(entry.path)
                 continue
@@ -150,7 +176,7 @@ def _records_file(entry: Entry) -> BinaryIO:
     if not entry.kind:
         return entry.path.open("rb")
     unpacked = cast(BinaryIO, tempfile.TemporaryFile())
-    unpacked.writelines(line.rstrip(b"\n") + b"\n" for line in records(entry.path, entry.kind))
+    unpacked.writelines((line or b"").rstrip(b"\n") + b"\n" for line in records(entry.path, entry.kind))
     return unpacked
 
 

@@ -79,6 +79,16 @@ def json_weights(line: bytes, key: str, where: str, num_tokens: int) -> np.ndarr
     return np.append(weights, np.zeros(num_tokens - len(weights), dtype=np.float32))
 
 
+def check_ids(tokens: np.ndarray, dtype: type[np.integer], where: str) -> None:
+    """Raise ValueError for a token id, of [n], that a file of ids of type ``dtype`` cannot hold."""
+    least, most = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
+    if least < 0 or most > np.iinfo(dtype).max:
+        raise ValueError(
+            f"{where}: the tokenizer gives the token id {least if least < 0 else most}, and the file holds ids of type "
+            f"{np.dtype(dtype).name}, which follows from the tokenizer's vocabulary size: correct its files"
+        )
+
+
 def encoder(tokenizer: Tokenizer | None) -> Encode:
     """Return a function from text bytes to (token ids [n] with the end-of-document id, whether the bytes are UTF-8).
 

@@ -8,6 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from bytescale_ext.data.samples.records import MOST_BYTES
 from bytescale_ext.data.samples.sources import (
     Entry,
     check_first_lines,
@@ -16,6 +17,7 @@ from bytescale_ext.data.samples.sources import (
     source_entries,
     unread_json,
 )
+from bytescale_ext.json_input import printable
 from megatron.bytescale.cli.shared.inputs import size
 from megatron.bytescale.cli.shared.options import add_json, add_option
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings, training_flags
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{summary.prefix}.bin, {summary.prefix}.idx ({summary.dtype})")
     print(f"documents  {summary.num_documents:,}")
     print_sizes(args, summary)
-    print(f"skipped    {summary.num_skipped_empty:,} empty")
+    print(f"skipped    {summary.num_skipped_empty:,} empty{too_long(summary)}")
     if tokenizer is not None:
         print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
     print(f"train with {' '.join(flags)}")
@@ -119,7 +121,9 @@ def read_sources(args: argparse.Namespace) -> list[Entry]:
     if args.sft:
         if not args.sources:
             raise ValueError("--sft needs --from FILE.jsonl, whose lines hold conversations")
-        entries = source_entries(args.sources, args.glob or "*.jsonl*", "messages")
+        entries = source_entries(args.sources, args.glob or "*", "chosen" if args.pairs else "messages")
+        if args.glob is None:  # other files of a folder
+            entries = [entry for entry in entries if entry.line is not None or str(entry.path) in args.sources]
         if path := next((entry.path for entry in entries if entry.line is None), None):
             raise ValueError(f"{path}: conversations are records with the key 'messages' of a JSON file: change --from")
         return entries
@@ -128,8 +132,10 @@ def read_sources(args: argparse.Namespace) -> list[Entry]:
     entries = source_entries(args.sources, args.glob or "*", args.json_key)
     if as_text := unread_json(entries):
         print(
-            f"note: {as_text[0]} begins like JSON and is taken as one text, because its first value is no object with "
-            f"the key {args.json_key!r} ({len(as_text):,} such files)",
+            printable(
+                f"note: {as_text[0]} begins like JSON and is taken as one text, because of its name, or because its "
+                f"first value is no object with the key {args.json_key!r} ({len(as_text):,} such files)"
+            ),
             file=sys.stderr,
         )
     check_first_lines(entries, args.json_key)
@@ -151,13 +157,19 @@ def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[s
     print(f"chats      {summary.num_documents:,}")
     print_sizes(args, summary)
     print(f"answers    {summary.num_answer_tokens:,} tokens ({summary.num_answer_tokens / summary.num_tokens:.1%})")
-    print(f"skipped    {summary.num_skipped_empty:,} empty, {summary.num_without_answer:,} without an answer")
+    without = f"{summary.num_without_answer:,} without an answer"
+    print(f"skipped    {summary.num_skipped_empty:,} empty, {without}{too_long(summary)}")
     for note in summary.notes:
-        print(note)
+        print(printable(note))
     if summary.num_bad:
-        print(f"bad lines  {summary.num_bad:,}; the first: {summary.first_bad}")
+        print(printable(f"bad lines  {summary.num_bad:,}; the first: {summary.first_bad}"))
     print(f"train with {' '.join(flags)}")
     return 0
+
+
+def too_long(summary: CorpusSummary) -> str:
+    """Return the count of records that are left out because of their size, "" without any."""
+    return f", {summary.num_too_long:,} of more than {MOST_BYTES >> 20} MiB" if summary.num_too_long else ""
 
 
 def print_json(summary: CorpusSummary, flags: list[str]) -> int:

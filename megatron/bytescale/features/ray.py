@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hdp-loader",
         choices=["local", "ray"],
-        help="local (default): Megatron's .bin and .idx files. ray: --data-path names .jsonl files, whose text Ray "
-        "actors tokenize while training runs.",
+        help="local (default): Megatron's .bin and .idx files. ray: --data-path names files of JSON lines, JSON or "
+        "Parquet, also packed, whose text Ray actors tokenize while training runs.",
     )
     group.add_argument(
         "--hdp-ray-address",

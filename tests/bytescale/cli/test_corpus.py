@@ -76,3 +76,31 @@ def test_the_flags_of_the_tokenizer_are_those_of_training(tmp_path: Path, capsys
     assert not_utf8 == "not UTF-8  0 (bad bytes replaced)"
     assert shlex.split(trained.removeprefix("train with ")) == ["--data-path", str(tmp_path / "out"), *flags]
     assert check_indexed_dataset(str(tmp_path / "out")).num_tokens == 6
+
+
+def test_records_that_are_too_long_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bytescale_ext.data.samples.records.MOST_BYTES", 100)
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "' + "x" * 200 + '"}\n{"text": "two"}\n')
+    assert corpus(tmp_path / "out", "--from", tmp_path / "in.jsonl") == 0
+    assert "skipped    0 empty, 1 of more than 128 MiB\n" in capsys.readouterr().out
+    assert check_indexed_dataset(str(tmp_path / "out")).num_tokens == 8
+
+
+def test_ids_that_the_file_cannot_hold_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "5 6"}\n{"text": "70000"}\n')
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+    assert corpus(tmp_path / "out", "--from", tmp_path / "in.jsonl", *flags) == 2
+    assert "in.jsonl:2: the tokenizer gives the token id 70000, and the file holds ids of type uint16" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_json_that_is_taken_as_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in\x1b[31m.txt").write_text('{"text": "one"}\n')
+    assert corpus(tmp_path / "out", "--from", tmp_path) == 0
+    error = capsys.readouterr().err
+    assert "in\\x1b[31m.txt begins like JSON and is taken as one text" in error
+    assert "\x1b" not in error

@@ -83,7 +83,7 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
     columns = {"text": ["one", "", "two", None], "id": ["a", "b", "c", "d"], "stars": [1, 2, 3, 4]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     found = read(tmp_path / "a.parquet", "parquet")
-    assert kinds(found) == ["one", "two", "empty", "empty"]
+    assert kinds(found) == ["one", "empty", "two", "empty"]
     assert [one.id for one in found if isinstance(one, Document)] == ["a", "c"]
     assert "found: text, id, stars" in read(tmp_path / "a.parquet", "parquet", "body")[0].why  # type: ignore[union-attr]
     del columns["id"]

@@ -1,5 +1,6 @@
 """Index of a JSONL file: lines with documents, and documents that are tokenized for it."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -13,9 +14,11 @@ from bytescale_ext.data.ray.lines import (
     chunks,
     index_file,
     index_lines,
+    is_plain,
     join_indices,
     load_index,
     save_index,
+    unpacked,
 )
 from bytescale_ext.data.samples.texts import encoder
 from tests.data.text_files import LocalText, lengths_of, write_text
@@ -104,3 +107,28 @@ def test_an_index_is_kept_until_anything_differs(tmp_path: Path) -> None:
     assert len({file, *others}) == 5
     file.write_bytes(file.read_bytes()[:50])
     assert load_index(file) is None
+
+
+def test_packed_files_and_other_kinds_are_unpacked_once(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.jsonl", 40)
+    expected = [line for line in path.read_bytes().split(b"\n") if line]
+    documents = [json.loads(line) for line in expected]
+    packed, other = tmp_path / "b.jsonl.gz", tmp_path / "c.json"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    other.write_text(json.dumps(documents))
+    assert is_plain(path, "text")
+    for source in (packed, other):
+        assert not is_plain(source, "text")
+        file, left_out = unpacked(str(tmp_path / "cache"), source, "text")
+        assert left_out == 0
+        assert [json.loads(line) for line in file.read_bytes().split(b"\n") if line] == documents
+        before = file.stat().st_mtime_ns
+        assert unpacked(str(tmp_path / "cache"), source, "text") == (file, 0)
+        assert file.stat().st_mtime_ns == before
+        assert len(_index(file, 64)) == len(_index(path, 64))
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz: cannot be unpacked"):
+        unpacked(str(tmp_path / "cache"), packed, "text")
+    (tmp_path / "d.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"d\.txt: --hdp-loader ray reads files of JSON and Parquet"):
+        is_plain(tmp_path / "d.txt", "text")

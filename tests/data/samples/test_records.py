@@ -6,16 +6,19 @@ import bz2
 import gzip
 import json
 import lzma
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from datatrove.data import Document
 
-from bytescale_ext.data.clean.readers import documents_of
-from bytescale_ext.data.clean.recipe import Source, files_of, read_recipe
-from bytescale_ext.data.samples.records import kind_of
+from bytescale_ext.data.clean.readers import Collect, documents_of
+from bytescale_ext.data.clean.recipe import Recipe, Source, files_of, read_recipe
+from bytescale_ext.data.clean.tally import JSON_AS_TEXT
+from bytescale_ext.data.samples.records import kind_of, parquet_rows
 from bytescale_ext.data.samples.sources import contents, file_entries, source_entries, unread_json
+from tests.data.cleaning import run_steps, told
 
 TEXTS = ["one", "two \u2028 and \x85 and \x0c", "drei"]
 DOCUMENTS = [{"text": text, "url": f"u/{number}"} for number, text in enumerate(TEXTS)]
@@ -41,6 +44,7 @@ KINDS = {
     "a.ndjson": LINES,
     "a.json": LINES,
     "a": LINES,
+    "A.JSONL": LINES,
     "list.json": json.dumps(DOCUMENTS, indent=1).encode(),
     "values.json": "\n".join(json.dumps(document, indent=1) for document in DOCUMENTS).encode(),
     "marked.json": b"\xef\xbb\xbf" + LINES,
@@ -106,9 +110,14 @@ def test_a_folder_of_shards_and_a_pattern(tmp_path: Path) -> None:
 def test_json_without_documents_is_text_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"a": 1}\n')
     (tmp_path / "notes.txt").write_text("{")
+    (tmp_path / "links.md").write_text("[text](link)")
+    (tmp_path / "lines.txt").write_bytes(LINES)
     entries = source_entries([str(tmp_path)], "*")
-    assert [entry.line for entry in entries] == [None, None]
-    assert [path.name for path in unread_json(entries)] == ["settings.json"]
+    assert [entry.line for entry in entries] == [None] * 4
+    assert [path.name for path in unread_json(entries)] == ["lines.txt", "settings.json"]
+    docs = Source("docs", str(tmp_path), "auto", "*", ())
+    run_steps([Collect(Recipe((docs,)), tmp_path / "tallies")])
+    assert told(tmp_path).counts["docs"] == {"read": 4, JSON_AS_TEXT: 2}
     assert kind_of(tmp_path / "settings.json", "a") == "lines"
 
 
@@ -130,3 +139,59 @@ def test_what_json_lacks_is_one_line(line: str, tmp_path: Path) -> None:
         list(contents(file_entries(path), "text"))
     (found,) = documents_of(path, Source("docs", str(tmp_path), "jsonl", "*", ()), "text")
     assert not isinstance(found, Document)
+
+
+def test_a_long_list_is_read_in_parts(tmp_path: Path) -> None:
+    texts = [f"{number} " * 3000 for number in range(40)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": text} for text in texts]))
+    assert both(path) == (texts, texts)
+    path.write_bytes(path.read_bytes()[:-10])  # all but the last are whole
+    with pytest.raises(ValueError, match=r"a.json:40: not JSON"):
+        list(contents(file_entries(path), "text"))
+    found = list(documents_of(path, Source("docs", str(tmp_path), "auto", "*", ()), "text"))
+    assert [each.text for each in found[:-1] if isinstance(each, Document)] == texts[:-1]
+    assert not isinstance(found[-1], Document)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.xz", "a.txt.bz2"])
+def test_records_that_are_too_long_are_left_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("samples.records", "clean.readers"):
+        monkeypatch.setattr(f"bytescale_ext.data.{module}.MOST_BYTES", 1000)
+    path, rows = tmp_path / name, [{"text": "one"}, {"text": "x" * 200_000}]
+    rows += [] if ".json." in name + "." else [{"text": "two"}]  # a list ends there
+    raw = json.dumps(rows).encode() if ".json." in name + "." else b"\n".join(json.dumps(row).encode() for row in rows)
+    path.write_bytes(PACKINGS[path.suffix if path.suffix in PACKINGS else ""](raw))
+    expected = [] if ".txt" in name else [str(row["text"]) for row in rows if len(row["text"]) < 1000]
+    assert both(path) == (expected, expected)
+    assert sum(entry.is_too_long for entry in file_entries(path)) == 1
+    found = documents_of(path, Source("docs", str(tmp_path), "auto", "*", ()), "text")
+    assert [each.why for each in found if not isinstance(each, Document)] == ["a document of more than 128 MiB"]
+
+
+def test_a_repeated_text_of_parquet_is_in_memory_once(tmp_path: Path) -> None:
+    """1,000 rows of 8 MB are a file of a few KB."""
+    import pyarrow
+    from pyarrow import parquet
+
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), pyarrow.array(["a" * (8 << 20)]))
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a", store_schema=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(len(str(row["text"])) for _, row in zip(range(300), parquet_rows(tmp_path / "a"), strict=False)) > 2e9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+
+
+OTHERS = [
+    b"PK\x03\x04 zip", b"ARROW1\0\0", b"%PDF-1.7", b"\0" * 257 + b"ustar", gzip.compress(gzip.compress(LINES)),
+    gzip.compress(b"\0" * 257 + b"ustar"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_other_formats_are_no_text(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.bin: an? .*, which is not read: unpack or convert it$"):
+        file_entries(path)
+    (found,) = documents_of(path, Source("docs", str(tmp_path), "auto", "*", ()), "text")
+    assert getattr(found, "kind", "") == "broken"

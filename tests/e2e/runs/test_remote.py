@@ -205,7 +205,7 @@ def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], c
     bad.write_text('{"text": "a"}\n{"body": "b"}\n')
     said = {
         (missing, cluster): f"{missing}: no such file",
-        (other, cluster): f"{other}: --hdp-loader ray reads .jsonl files",
+        (other, cluster): f"{other}: --hdp-loader ray reads files of JSON and Parquet",
         (texts[0], "127.0.0.1:1"): "--hdp-ray-address 127.0.0.1:1: cannot connect",
         (bad, cluster): f"{bad}:2: no text under the key 'text'",
     }

@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from bytescale_ext.data.corpus.embed import check_embedder
 from bytescale_ext.data.corpus.sculpting import SculptedCorpus, sculpt_corpus
 from bytescale_ext.data.corpus.tokens import CorpusTokens, open_tokens
 from bytescale_ext.data.corpus.windows_file import SUFFIX, WindowsHeader, save_windows, sha256_of
-from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix, file_entries
+from bytescale_ext.data.samples.sources import Entry, check_first_lines, checked_prefix, file_entries
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
 from bytescale_ext.plan.sculpt.quality import quality_of
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings
@@ -28,8 +27,6 @@ NAME = "sculpt"
 HELP = "group related documents into windows of one length, without copying the corpus"
 EXAMPLE = "bytescale data sculpt --input data/python --seq-length 64K --overflow none --output data/python-64k"
 
-_TEXT: Final = ".jsonl"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale data sculpt``."""
@@ -37,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         required=True,
         metavar="PREFIX",
-        help="data set PREFIX.bin and PREFIX.idx, or a .jsonl file, which is first written as a data set at --output",
+        help="data set PREFIX.bin and PREFIX.idx, or a file of JSON lines, JSON or Parquet, also packed, "
+        "which is first written as a data set at --output",
     )
     add_option(parser, "--seq-length", required=True, note="each window fills one sequence")
     parser.add_argument(
@@ -99,19 +97,34 @@ def check_options(args: argparse.Namespace) -> None:
     check_embedder(args.embedder)
     check_picture("--plot", args.plot)
     settings = tokenizer_settings(args)
-    is_text = args.input.endswith(_TEXT)
-    if settings and not is_text:
-        raise ValueError(f"--tokenizer-type is for {_TEXT} files: --input {args.input} holds tokens already")
-    if is_text:
-        check_first_lines(file_entries(Path(args.input)), args.json_key)
+    if settings and not is_text(args.input):
+        raise ValueError(f"--tokenizer-type is for files of text: --input {args.input} holds tokens already")
+    if is_text(args.input):
+        check_first_lines(documents_of(args), args.json_key)
     else:
         open_tokens(args.input)
     checked_prefix(args.output, "--output")
 
 
+def is_text(source: str) -> bool:
+    """Return whether the input is a file of documents, not the prefix of a data set."""
+    return source.endswith(".jsonl") or (Path(source).is_file() and not Path(source + ".idx").exists())
+
+
+def documents_of(args: argparse.Namespace) -> list[Entry]:
+    """Return the documents of a file. Raises ValueError if it cannot be read, or is one text."""
+    entries = file_entries(Path(args.input), args.json_key)
+    if any(entry.line is None for entry in entries):
+        raise ValueError(
+            f"--input {args.input}: neither a data set nor a file of JSON or Parquet with documents under the key "
+            f"{args.json_key!r}"
+        )
+    return entries
+
+
 def data_set_of(args: argparse.Namespace) -> str:
     """Return the prefix of the data set, after writing it if the input is text."""
-    if not args.input.endswith(_TEXT):
+    if not is_text(args.input):
         return str(args.input)
     # Megatron takes seconds to import, so --help and errors come first.
     from megatron.bytescale.core.datasets import corpus
@@ -119,7 +132,7 @@ def data_set_of(args: argparse.Namespace) -> str:
     settings = tokenizer_settings(args)
     corpus.write_corpus(
         args.output,
-        file_entries(Path(args.input)),
+        documents_of(args),
         tokenizer=corpus.build_megatron_tokenizer(settings) if settings else None,
         keys=corpus.Keys(args.json_key),
     )

@@ -15,7 +15,7 @@ from bytescale_ext.data.corpus.sidecar import VALUES, WEIGHTS, weights_of, write
 from bytescale_ext.data.samples.chat_templates import TemplateEncoder
 from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
 from bytescale_ext.data.samples.sources import Entry, raw_contents
-from bytescale_ext.data.samples.texts import Tokenizer, json_weights
+from bytescale_ext.data.samples.texts import Tokenizer, check_ids, json_weights
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import new_file
@@ -127,13 +127,14 @@ def write_conversations(
         entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
     vocabulary, encode = tokenizer
     dtype = DType.optimal_dtype(int(vocabulary.vocab_size))
-    tally, left = DocumentTally(), _Left()
+    tally, left = DocumentTally(entries), _Left()
     kind = np.uint8 if fields.weights is None else np.float32
     with whole_files(prefix, WEIGHT_FILES) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
             with new_file(weights_of(partial) + VALUES, is_binary=True) as file:
                 for tokens, weights in _encoded(entries, _Reading(encode, fields), tally, left):
+                    check_ids(tokens, dtype, prefix)
                     builder.add_document(tokens, [len(tokens)])
                     file.write(weights.astype(kind).tobytes())
                     if num_tokens is not None and sum(tally.lengths) >= num_tokens:

@@ -28,6 +28,7 @@ from bytescale_ext.data.samples.texts import (
     BYTE_LEVEL_VOCAB_SIZE,
     Encode,
     Tokenizer,
+    check_ids,
     encoder,
     json_text,
     json_weights,
@@ -57,10 +58,11 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """Tokens of a document and their weights: [n] each; without weights the second is empty."""
+    """Tokens of a document and their weights, [n] each, and its place. Without weights the second is empty."""
 
     tokens: np.ndarray
     weights: np.ndarray
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class CorpusSummary:
     max_tokens: int
     num_files: int
     num_skipped_empty: int
+    num_too_long: int
     num_not_utf8: int
     dtype: str
     vocab_size: int
@@ -141,7 +144,7 @@ def write_corpus(
     vocab_size = BYTE_LEVEL_VOCAB_SIZE if tokenizer is None else int(tokenizer.vocab_size)
     dtype = DType.optimal_dtype(vocab_size)
     encode = encoder(tokenizer)
-    tally = DocumentTally()
+    tally = DocumentTally(entries)
     with whole_files(prefix, WEIGHT_FILES if keys.weights else ()) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         beside = new_file(weights_of(partial) + VALUES, is_binary=True) if keys.weights else contextlib.nullcontext()
@@ -149,6 +152,7 @@ def write_corpus(
             with beside as weights:
                 total = 0
                 for document in _documents(entries, encode, keys, tally):
+                    check_ids(document.tokens, dtype, document.where)
                     builder.add_document(document.tokens, [len(document.tokens)])
                     if weights is not None:
                         weights.write(document.weights.tobytes())
@@ -197,10 +201,11 @@ def whole_files(prefix: str, beside: Sequence[str] = ()) -> Iterator[str]:
 class DocumentTally:
     """Counts documents while they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
         self.lengths: list[int] = []
         self.files: set[Path] = set()
         self.num_skipped_empty = 0
+        self.num_too_long = sum(entry.is_too_long for entry in entries)
         self.num_not_utf8 = 0
 
     def summary(self, prefix: str, dtype: str, vocab_size: int, eod: int) -> CorpusSummary:
@@ -216,6 +221,7 @@ class DocumentTally:
             max_tokens=int(lengths.max()),
             num_files=len(self.files),
             num_skipped_empty=self.num_skipped_empty,
+            num_too_long=self.num_too_long,
             num_not_utf8=self.num_not_utf8,
             dtype=dtype,
             vocab_size=vocab_size,
@@ -242,4 +248,4 @@ def _documents(entries: Sequence[Entry], encode: Encode, keys: Keys, tally: Docu
             weights = json_weights(raw, keys.weights, where, len(tokens))
         tally.num_not_utf8 += not is_utf8
         tally.lengths.append(len(tokens))
-        yield _Document(tokens, weights)
+        yield _Document(tokens, weights, where if entry.line is not None else str(entry.path))

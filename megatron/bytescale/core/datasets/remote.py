@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,12 @@ from megatron.training.config import TokenizerConfig
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.ray.actors import RemoteActors, RemoteAddress, RemoteServers, RemoteText, join_actors
-from bytescale_ext.data.ray.lines import LineIndex
+from bytescale_ext.data.ray.lines import LineIndex, is_plain, unpacked
 from bytescale_ext.data.ray.loader import RemoteSplit
 from bytescale_ext.data.ray.scheduler import FileSamples, MakePlan, Samples, SplitSamples
 from bytescale_ext.data.ray.session import check_remote
 from bytescale_ext.data.samples.lengths import SampleTable, sample_table
+from bytescale_ext.data.samples.records import MOST_BYTES
 from bytescale_ext.data.samples.texts import BYTE_LEVEL_VOCAB_SIZE, Encode, encoder
 from megatron.bytescale.core.datasets.corpus import build_megatron_tokenizer
 from megatron.bytescale.core.datasets.document_dataset import (
@@ -92,14 +93,41 @@ class RemoteData:
         return dict(zip(self.text.paths, self.indices, strict=False))
 
 
-def check_line_file(path: str) -> None:
-    """Raise ValueError unless ``path`` is a JSONL file."""
-    if not path.endswith(".jsonl"):
-        raise ValueError(
-            f"{path}: --hdp-loader ray reads .jsonl files; use --hdp-loader local for Megatron's data sets"
-        )
+def check_line_file(path: str, key: str, cache: Path | None) -> None:
+    """Raise ValueError unless ``path`` is a file with documents that can be read.
+
+    Args:
+        path: file of JSON or Parquet, also packed.
+        key: key of the text.
+        cache: ``--data-cache-path``, for the lines of packed files and of other kinds than lines.
+    """
     if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file: change the data path")
+        has_index = Path(path + ".idx").is_file()
+        remedy = "--hdp-loader ray reads text; use --hdp-loader local for this data set of Megatron's"
+        raise ValueError(f"{path}: {remedy if has_index else 'no such file: change the data path'}")
+    if not is_plain(Path(path), key) and cache is None:
+        raise ValueError(
+            f"{path}: --hdp-loader ray unpacks it: give --data-cache-path, a folder that all machines of the run share"
+        )
+
+
+def line_files(paths: Sequence[str], key: str, cache: str | None) -> tuple[str, ...]:
+    """Unpack files into ``cache`` and return the file of plain lines for each path. Prints a count of omitted records.
+
+    Raises:
+        ValueError: a file cannot be read or unpacked.
+    """
+    files = []
+    for path in paths:
+        if is_plain(Path(path), key):
+            files.append(path)
+            continue
+        assert cache is not None, "check_line_file refuses it"
+        file, left_out = unpacked(cache, Path(path), key)
+        if left_out:
+            print(f"note: {path}: {left_out:,} records of more than {MOST_BYTES >> 20} MiB are left out", flush=True)
+        files.append(str(file))
+    return tuple(files)
 
 
 def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config: TokenizerConfig) -> RemoteData:
@@ -125,6 +153,7 @@ def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config:
     text = RemoteText(paths, data_arguments.seq_length, _tokenizer_in_words(tokenizer), build, cache)
     if run.process.rank != 0:
         return RemoteData(text, None)
+    text = replace(text, files=line_files(paths, config.json_key, cache))
     build()  # a bad tokenizer raises its error here, not in an actor
     servers = RemoteServers(config, text)
     data = RemoteData(text, servers, servers.index_files())

@@ -367,14 +367,14 @@ def sum_of_losses(
 def check_data(data: DataArguments, run: RunConfig, is_text: bool) -> None:
     """Raise ValueError for missing, truncated or empty data sets, and for other formats or vocabularies.
 
-    Reads the index of each data set; only the first process scans token ids. ``is_text``: the data are .jsonl files.
+    Reads the index of each data set; only the first process scans token ids. ``is_text``: the data are files of text.
     """
     prefixes = data.prefixes()
     if not prefixes:
         raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` creates a data set)")
     for prefix in prefixes:
         if is_text:
-            check_line_file(prefix)
+            check_line_file(prefix, run.get(RemoteConfig).json_key, data.data_cache_path)
             continue
         check_indexed_dataset(prefix, data.data_cache_path)
         if run.process.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -78,12 +79,20 @@ def test_windows_as_documents_of_a_new_data_set(prefix: Path, tmp_path: Path) ->
         assert windows.read(window, 0, int(windows.lengths[window])).tolist() == expected.tolist()
 
 
-def test_text_becomes_a_data_set_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["in.jsonl", "in.ndjson.xz", "in.json", "in"])
+def test_text_becomes_a_data_set_first(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, _ = texts(30)
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"body": text}) + "\n" for text in made))
+    source, rows = tmp_path / name, [{"body": text} for text in made]
+    raw = json.dumps(rows) if name == "in.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    source.write_bytes(lzma.compress(raw.encode()) if name.endswith(".xz") else raw.encode())
     assert sculpt(source, tmp_path / "a", "--json-key", "body") == 0
     corpus = open_tokens(str(tmp_path / "a"))
     assert corpus.lengths.tolist() == [len(text) + 1 for text in made]
     assert load_windows(tmp_path / "a.windows.npy")[1].idx_sha256 == sha256_of(tmp_path / "a.idx")
     assert f"--data-path {tmp_path / 'a'} " in capsys.readouterr().out
+
+
+def test_a_text_is_no_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("one text")
+    assert sculpt(tmp_path / "in.txt", tmp_path / "a") == 2
+    assert "in.txt: neither a data set nor a file of JSON or Parquet with documents" in capsys.readouterr().err

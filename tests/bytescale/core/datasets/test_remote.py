@@ -20,17 +20,25 @@ def in_one_process(function: Any, *args: Any) -> Any:
 
 
 def refuse_files(rank: int, world: int, folder: Path) -> None:
-    from megatron.bytescale.core.datasets.remote import check_line_file
+    from megatron.bytescale.core.datasets.remote import check_line_file, line_files
 
-    with pytest.raises(ValueError, match=r"reads \.jsonl files; use --hdp-loader local"):
-        check_line_file(str(folder / "corpus"))
+    (folder / "corpus.idx").touch()
+    with pytest.raises(ValueError, match=r"reads text; use --hdp-loader local"):
+        check_line_file(str(folder / "corpus"), "text", None)
     with pytest.raises(ValueError, match="no such file: change the data path"):
-        check_line_file(str(folder / "absent.jsonl"))
-    (folder / "present.jsonl").touch()
-    check_line_file(str(folder / "present.jsonl"))
+        check_line_file(str(folder / "absent.jsonl"), "text", None)
+    for name, content in (("present.jsonl", b""), ("a.ndjson", b'{"text": "a"}'), ("b", b'{"text": "a"}')):
+        (folder / name).write_bytes(content)
+        check_line_file(str(folder / name), "text", None)
+    (folder / "a.json").write_bytes(b'[{"text": "a"}]')
+    with pytest.raises(ValueError, match=r"a\.json: --hdp-loader ray unpacks it: give --data-cache-path"):
+        check_line_file(str(folder / "a.json"), "text", None)
+    check_line_file(str(folder / "a.json"), "text", folder)
+    (file,) = line_files([str(folder / "a.json")], "text", str(folder / "cache"))
+    assert Path(file).read_bytes() == b'{"text": "a"}\n'
 
 
-def test_only_jsonl_files_are_read(tmp_path: Path) -> None:
+def test_only_files_of_documents_are_read(tmp_path: Path) -> None:
     in_one_process(refuse_files, tmp_path)
 
 
