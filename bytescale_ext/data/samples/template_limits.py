@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from bytescale_ext.errors import one_line
 
@@ -80,8 +80,7 @@ class LimitedFunction[Question, Answer]:
             self._connection = None
         if error is not None:
             raise error
-        value: Answer = answer
-        return value
+        return cast(Answer, answer)
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("fork")
@@ -109,7 +108,8 @@ def _serve(
     with contextlib.suppress(EOFError, OSError):
         while True:
             question = connection.recv()
-            error, answer = None, None
+            error: Exception | None = None
+            answer: object = None
             try:
                 with limits(seconds, num_bytes):
                     answer = function(question)
