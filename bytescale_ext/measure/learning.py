@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median
 from typing import Final
 
@@ -169,9 +170,9 @@ class CostLearner:
     def _work_of(self, table: ShardTable, cost: CostModel) -> Floats:
         """Return the work of each micro-batch, of the slowest one of its rings, at present speeds: [rows, kinds]."""
         costs = self.learner.costs
-        work = work_of_rows(table, cost, costs)
-        if costs.speeds:
-            work /= np.array(costs.speeds)[table.row_ranks][:, None]
+        work, speeds = work_of_rows(table, cost, costs), costs.speeds_on(self.stage_index)
+        if speeds:
+            work /= np.array(speeds)[table.row_ranks][:, None]
         return np.asarray(work[slowest_of_groups(table, work @ np.array(costs.factors))])
 
     def _add_pass(self, work: Floats, seconds: float, alone: bool) -> None:
@@ -243,6 +244,7 @@ def state_of(learner: Learner, hardware: str) -> dict[str, object]:
         "hardware": hardware,
         "factors": list(learner.costs.factors),
         "speeds": list(learner.costs.speeds),
+        "stage_speeds": [list(speeds) for speeds in learner.costs.stage_speeds],
         "scale": learner.scale,
         "sums": learner.statistics.to_vector().tolist(),
     }
@@ -261,15 +263,18 @@ def learner_of_state(state: Mapping[str, object], fresh: Learner, hardware: str)
     try:
         factors, speeds, sums = (_numbers(state[name]) for name in ("factors", "speeds", "sums"))
         (scale,) = _numbers([state["scale"]])
+        stages = tuple(map(_numbers, _lists(state.get("stage_speeds", []))))
     except (KeyError, TypeError, ValueError) as error:
         return fresh, f"the learned costs of the checkpoint are damaged ({error!r}) and dropped"
-    numbers = (*factors, *speeds, scale)
+    numbers = (*factors, *speeds, *chain(*stages), scale)
     if len(factors) != len(KINDS) or not all(0 < one < np.inf for one in numbers) or not np.isfinite(sums).all():
         return fresh, "the learned costs of the checkpoint are damaged (no positive numbers) and dropped"
     is_same = len(sums) == len(fresh.statistics.to_vector()) and state.get("hardware") == hardware
-    if is_same and len(speeds) in (0, fresh.statistics.rank_seconds.shape[1]):
+    num_stages, num_ranks = fresh.statistics.rank_seconds.shape
+    fits = len(speeds) in (0, num_ranks) and len(stages) in (0, num_stages)
+    if is_same and fits and all(len(one) == num_ranks for one in stages):
         statistics = fresh.statistics.with_vector(np.array(sums))
-        return Learner(LearnedCosts(factors, speeds), statistics, scale), ""
+        return Learner(LearnedCosts(factors, speeds, stages), statistics, scale), ""
     text = "the learned speeds of ranks are dropped, because the checkpoint has other ranks or hardware"
     return replace(fresh, costs=LearnedCosts(factors), scale=scale), text
 
@@ -279,6 +284,13 @@ def _numbers(value: object) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, int | float) for one in value):
         raise TypeError(f"{type(value).__name__} in place of numbers")
     return tuple(float(one) for one in value)
+
+
+def _lists(value: object) -> list[object]:
+    """Return a list. Raises TypeError for anything else."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{type(value).__name__} in place of a list")
+    return list(value)
 
 
 def learned_line(learned: LearnedCosts) -> str:

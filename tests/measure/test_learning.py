@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,14 @@ def test_a_checkpoint_continues() -> None:
         assert "speeds of ranks are dropped" in text
 
 
+def test_a_checkpoint_continues_the_speeds_of_stages() -> None:
+    costs = LearnedCosts(speeds=(1.0, 0.5), stage_speeds=((1.0, 1.0), (1.0, 0.5)))
+    state = json.loads(json.dumps(state_of(Learner.new(2, 2, costs), "H100")))
+    assert learner_of_state(state, Learner.new(2, 2), "H100")[0].costs == costs
+    del state["stage_speeds"]
+    assert learner_of_state(state, Learner.new(2, 2), "H100")[0].costs == replace(costs, stage_speeds=())
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -113,6 +122,8 @@ def test_a_checkpoint_continues() -> None:
         {"scale": float("nan")},
         {"sums": "x"},
         {"speeds": None},
+        {"stage_speeds": [[float("inf")]]},
+        {"stage_speeds": 1.0},
     ],
 )
 def test_a_damaged_checkpoint_is_dropped(change: dict[str, object]) -> None:

@@ -50,11 +50,32 @@ class LearnedCosts:
 
     Attributes:
         factors: seconds of each kind of work, over the seconds of the costs.
-        speeds: speed of each HDP rank; empty: all are 1.
+        speeds: speed of each HDP rank, in pipelines of its slowest stage; empty: all are 1.
+        stage_speeds: speed of each HDP rank on each stage of its pipeline; empty without pipelines, or if all are 1.
     """
 
     factors: tuple[float, ...] = (1.0,) * len(KINDS)
     speeds: tuple[float, ...] = ()
+    stage_speeds: tuple[tuple[float, ...], ...] = ()
+
+    def speeds_on(self, stage: int) -> tuple[float, ...]:
+        """Return the speed of each HDP rank on a pipeline stage; empty: all are 1."""
+        return self.stage_speeds[stage] if self.stage_speeds else self.speeds
+
+    def with_rates(self, rates: Floats) -> LearnedCosts:
+        """Return the costs with the speeds of measured rates.
+
+        A pipeline is as slow as its slowest stage, compared with the same stage of the others.
+
+        Args:
+            rates: ``rank_rates`` of passes whose work counts the present speeds: [stages, ranks].
+        """
+        num_stages, num_ranks = rates.shape
+        stages = [speeds_of(row, self.speeds_on(stage)) or (1.0,) * num_ranks for stage, row in enumerate(rates)]
+        speeds = tuple(map(min, zip(*stages, strict=True)))
+        if all(speed == 1.0 for stage in stages for speed in stage):
+            return replace(self, speeds=(), stage_speeds=())
+        return replace(self, speeds=speeds, stage_speeds=tuple(stages) if num_stages > 1 else ())
 
     def of_pass(self, cost: CostModel) -> CostModel:
         """Return the corrected cost of one direction."""
@@ -263,18 +284,17 @@ def rank_rates(statistics: Statistics, factors: Floats) -> Floats:
 def speeds_of(rates: Floats, present: tuple[float, ...]) -> tuple[float, ...]:
     """Return the speed of each rank, relative to the median; empty if all ranks are about equally fast.
 
-    A pipeline is as slow as its slowest stage, compared with the same stage of the others. A rank without timings, or
-    whose speed changed by less than ``EQUAL_SPEED``, keeps its present speed.
+    A rank without timings, or whose speed changed by less than ``EQUAL_SPEED``, keeps its present speed.
 
-    ``rates``: ``rank_rates`` of passes whose work counts the present speeds: [stages, ranks].
+    ``rates``: ``rank_rates`` of one stage, from passes whose work counts the present speeds: [ranks].
     """
-    before = np.array(present) if present else np.ones(rates.shape[1])
-    speeds = np.full(len(before), np.inf)
-    for stage in rates * before:
-        known = np.isfinite(stage)
-        if known.any():
-            speeds = np.where(known, np.minimum(speeds, stage / np.median(stage[known])), speeds)
-    speeds = np.where(np.isinf(speeds) | (np.abs(speeds / before - 1.0) <= EQUAL_SPEED), before, speeds)
+    before = np.array(present) if present else np.ones(len(rates))
+    known = np.isfinite(rates)
+    if not known.any():
+        return present
+    speeds = np.where(known, rates * before, 1.0)
+    speeds /= np.median(speeds[known])
+    speeds = np.where(~known | (np.abs(speeds / before - 1.0) <= EQUAL_SPEED), before, speeds)
     speeds = _in_levels(np.maximum(speeds, _LEAST))
     return () if (speeds == 1.0).all() else tuple(float(f"{speed:.3g}") for speed in speeds)
 
@@ -333,10 +353,10 @@ class Learner:
             if statistics.error(fitted) < statistics.error(shape):
                 shape = fitted
         rates = rank_rates(added, shape)
-        speeds = speeds_of(rates, self.costs.speeds)
-        if speeds != self.costs.speeds:
-            return replace(self, costs=replace(self.costs, speeds=speeds))
+        costs = self.costs.with_rates(rates)
+        if costs != self.costs:
+            return replace(self, costs=costs)
         known = rates[np.isfinite(rates)]
         scale = 1.0 / float(np.median(known)) if len(known) else self.scale
         factors = tuple(float(f"{factor:.6g}") for factor in scale * shape)
-        return Learner(LearnedCosts(factors, speeds), statistics, scale)
+        return Learner(replace(costs, factors=factors), statistics, scale)

@@ -33,7 +33,8 @@ class ShardTable:
         inner_rings: number of inner rings of each shard's ring, [n]; None: all rings are plain.
         first_ranks: first rank of each shard's ring, [n]; None: rings are contiguous, so it is the shard's rank minus
             its member.
-        speeds: speed of each rank, [num_ranks]; None: all are 1.
+        speeds: speed of each rank, [num_ranks], or of each virtual stage of its pipeline, [num_ranks, V]; None: all
+            are 1.
     """
 
     counts: Ints
@@ -60,7 +61,7 @@ class ShardTable:
         return cls(table.counts, table.shard_rows, *rings, lengths, table.tokens, table.inner_rings)
 
     def at(self, speeds: Floats | None) -> ShardTable:
-        """Return the same shards on ranks of these speeds: [num_ranks]; None: all are 1."""
+        """Return the same shards on ranks of these speeds: [num_ranks] or [num_ranks, V]; None: all are 1."""
         return self if speeds is None else replace(self, speeds=speeds)
 
     def with_counts(self, counts: Ints) -> ShardTable:

@@ -165,7 +165,7 @@ def replay_stages(
     (one stage) each forward is followed by its backward.
 
     Args:
-        plan: ranks are pipelines; a table may have speeds of ranks, with pipelines of their slowest stage.
+        plan: ranks are pipelines; a table may have speeds of whole pipelines, or of each virtual stage of them.
         stages: cost of each of the V = p x num_chunks virtual stages, chunk by chunk.
         slicing: slices, which have equal cost (forward and backward) on the first stage.
         num_chunks: model chunks of each stage.
@@ -185,7 +185,7 @@ def replay_stages(
         raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice, or no chunks")
     sliced = _Slices.of(table, stages, slicing)
     if table.speeds is not None:
-        sliced = sliced.at(np.repeat(table.speeds[table.row_ranks], num_slices))
+        sliced = sliced.at(np.repeat(table.speeds[table.row_ranks], num_slices, axis=0))
     groups = (table.row_groups[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(groups.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, groups, sliced.own)
@@ -260,8 +260,9 @@ class _Slices:
         return cls(own, exposed)
 
     def at(self, speeds: Floats) -> _Slices:
-        """Return the work on ranks of these speeds, one for each slice: [slices]."""
-        return _Slices(self.own / speeds[:, None, None], self.exposed / speeds[:, None, None])
+        """Return the work at the speed of each slice, [slices], or of each slice on each stage, [slices, V]."""
+        by_stage = speeds.reshape(len(speeds), 1, -1)
+        return _Slices(self.own / by_stage, self.exposed / by_stage)
 
 
 def _lanes(

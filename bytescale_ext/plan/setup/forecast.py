@@ -178,8 +178,11 @@ class Forecast:
         """Return the times of each slice of a step on each stage, with messages between stages."""
         message, latency = self._message
         seconds, cluster = latency + message / slicing.num_slices, self.setup.cluster
-        table = table.at((replace(cluster, speeds=learned.speeds) if learned.speeds else cluster).unequal_speeds())
         stages, chunks = self.stages(slicing, learned), self.num_chunks(slicing)
+        if learned.stage_speeds:
+            table = table.at(np.tile(np.array(learned.stage_speeds).T, chunks))
+        else:
+            table = table.at((replace(cluster, speeds=learned.speeds) if learned.speeds else cluster).unequal_speeds())
         return replay_stages(table, stages, slicing, chunks, p2p_seconds=seconds)
 
     def time(self, table: ShardTable, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> StepTime:

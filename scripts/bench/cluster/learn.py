@@ -5,8 +5,8 @@
 Each step is planned with the costs learned so far, as in training: ranks exchange statistics every few steps, and
 plans that are made ahead keep their costs. The replay under the true costs and speeds gives the step's time and the
 time of each pass, which a noise of 2 % and rare outliers of up to 50 times blur. Nothing trains here: transfers,
-launches and clocks of a real run are not measured. The last line has the figures of all cases, medians over the last
-steps.
+launches and clocks of a real run are not measured. In pipelines, passes do not count the waiting for late ranks of a
+ring. The last line has the figures of all cases, medians over the last steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -34,7 +34,9 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 
 Floats = npt.NDArray[np.float64]
-Speeds = Callable[[int], tuple[float, ...]]
+Speeds = Callable[[int], Floats]
+Figures = Mapping[str, Mapping[str, Sequence[float]]]
+"""Values of the last steps by case and figure."""
 
 PLAN_AHEAD = 2
 NOISE = 0.02
@@ -48,11 +50,12 @@ class Case:
     """A training in virtual time.
 
     Attributes:
-        nodes: number of nodes of 8 ranks.
+        nodes: number of nodes of 8 HDP ranks.
         start: costs that the run begins with, as corrections of the true costs.
-        speeds: true speed of each rank in a step, by its number from 0; empty: all are 1.
+        speeds: true speed in a step, by its number from 0: of each rank, [ranks], or stage, [ranks, stages].
         steps: number of steps.
         learns: whether costs are learned.
+        stages: pipeline stages of each HDP rank.
     """
 
     nodes: int
@@ -60,11 +63,20 @@ class Case:
     speeds: Speeds
     steps: int
     learns: bool = True
+    stages: int = 1
 
     @property
     def cluster(self) -> Cluster:
-        """The ranks."""
-        return Cluster(8 * self.nodes, TOKENS_PER_RANK, 8)
+        """The ranks. A pipeline of equal stages holds as many tokens as ranks that hold the whole model."""
+        return Cluster(8 * self.nodes, TOKENS_PER_RANK * self.stages, 8)
+
+    @property
+    def true_stage(self) -> StageCost:
+        """True costs of a stage of a model of 7B parameters."""
+        cost = device_cost()
+        whole, share = cost.whole(), 1 / self.stages
+        stage = StageCost(whole.forward.scaled(share), whole.backward.scaled(share))
+        return stage.on(cost.nodes(self.cluster))
 
 
 @dataclass(frozen=True)
@@ -84,30 +96,26 @@ class Step:
     learned: LearnedCosts
 
 
-def true_stage(cluster: Cluster) -> StageCost:
-    """Return the true costs of a model of 7B parameters on this cluster."""
-    cost = device_cost()
-    return cost.whole().on(cost.nodes(cluster))
-
-
 def run(case: Case) -> list[Step]:
     """Train in virtual time."""
-    cluster, true = case.cluster, true_stage(case.cluster)
+    cluster, true, stages = case.cluster, case.true_stage, case.stages
     began = case.start.of_stage(true)
-    planner = HdpPlanner(cluster, (began,))
+    planner = HdpPlanner(cluster, (began,) * stages, balance="dp" if stages == 1 else "pp")
     learners = [
-        CostLearner(began, Learner.new(cluster.num_ranks), rank, PLAN_AHEAD) for rank in range(cluster.num_ranks)
+        CostLearner(began, Learner.new(cluster.num_ranks, stages), rank, PLAN_AHEAD, stage)
+        for rank in range(cluster.num_ranks)
+        for stage in range(stages)
     ]
-    random, steps, pending = np.random.default_rng(0), [], None
+    random, steps, pending, equal = np.random.default_rng(0), [], None, (1.0,) * cluster.num_ranks
     for index in range(case.steps):
-        learned = learners[0].at(index)
-        lengths = sample_lengths("github", CONTEXT, PACKS * TOKENS_PER_RANK * cluster.num_ranks, seed=index)
-        plan, speeds = planner.with_costs(learned)(lengths), case.speeds(index)
-        truly = replace(cluster, speeds=speeds)
-        seconds, passes = measured_passes(plan, true, truly.rank_speeds(), random)
-        known = ShardTable.of(plan).at(replace(cluster, speeds=learned.speeds).rank_speeds())
-        predicted = replay_stages(known, (learned.of_stage(began),)).makespan
-        steps.append(Step(seconds, lower_bounds(lengths, truly, (true,)).largest, predicted, learned))
+        learned, speeds = learners[0].at(index), case.speeds(index)
+        lengths = sample_lengths("github", CONTEXT, PACKS * cluster.tokens_per_rank * cluster.num_ranks, seed=index)
+        plan = planner.with_costs(learned)(lengths)
+        seconds, passes = measured_passes(plan, (true,) * stages, speeds, random)
+        truly = replace(cluster, speeds=tuple(speeds.reshape(cluster.num_ranks, -1).min(axis=1).tolist()))
+        known = ShardTable.of(plan).at(np.array([learned.speeds_on(stage) or equal for stage in range(stages)]).T)
+        predicted = replay_stages(known, (learned.of_stage(began),) * stages).makespan
+        steps.append(Step(seconds, lower_bounds(lengths, truly, (true,) * stages).largest, predicted, learned))
         if not case.learns:
             continue
         for learner, own in zip(learners, passes, strict=True):
@@ -122,56 +130,63 @@ def run(case: Case) -> list[Step]:
 
 
 def measured_passes(
-    plan: StepPlan, true: StageCost, speeds: Floats, random: np.random.Generator
+    plan: StepPlan, true: Sequence[StageCost], speeds: Floats, random: np.random.Generator
 ) -> tuple[float, list[list[MeasuredPass]]]:
-    """Return the time of a step and the passes of each rank, with the waiting for rings in forward passes.
+    """Return the time of a step and the passes of each stage of each rank.
 
-    ``speeds``: true speed of each rank: [ranks].
+    Without pipelines, forward passes include the waiting for rings. ``speeds``: true speeds: [ranks] or [ranks, V].
     """
     table = ShardTable.of(plan).at(speeds)
-    result = replay_stages(table, (true,))
-    stops, starts = result.stops[:, :, 0], result.starts[:, :, 0].copy()
-    for first, count in zip(table.offsets.tolist(), table.counts.tolist(), strict=True):
+    result = replay_stages(table, true)
+    stops, starts = result.stops, result.starts.copy()
+    places = list(zip(table.offsets.tolist(), table.counts.tolist(), strict=True))
+    for first, count in places if len(true) == 1 else ():
         starts[first + 1 : first + count, 0] = stops[first : first + count - 1, 1]  # a pass begins when the last ends
     blurred = (stops - starts) * (1 + NOISE * random.standard_normal(starts.shape))
     blurred *= np.where(random.random(starts.shape) < OUTLIERS, random.uniform(2, 50, starts.shape), 1.0)
     passes: list[list[MeasuredPass]] = []
-    for first, count in zip(table.offsets.tolist(), table.counts.tolist(), strict=True):
-        own = enumerate(blurred[first : first + count].tolist())
-        passes.append([MeasuredPass(index, way, pair[way]) for index, pair in own for way in (False, True)])
+    for first, count in places:
+        for stage in range(len(true)):
+            own = enumerate(blurred[first : first + count, :, stage].tolist())
+            passes.append([MeasuredPass(index, way, pair[way]) for index, pair in own for way in (False, True)])
     return result.makespan, passes
 
 
-def over(steps: Sequence[Step], others: Sequence[Step], last: int) -> float:
-    """Return the median ratio of the times of the last steps."""
-    return median(mine.seconds / theirs.seconds for mine, theirs in zip(steps[-last:], others[-last:], strict=True))
+def over(steps: Sequence[Step], others: Sequence[Step], last: int) -> list[float]:
+    """Return the ratio of the times of the last steps."""
+    return [mine.seconds / theirs.seconds for mine, theirs in zip(steps[-last:], others[-last:], strict=True)]
 
 
-def predicted(steps: Sequence[Step], last: int) -> float:
-    """Return the median of predicted over measured time of the last steps."""
-    return median(step.predicted / step.seconds for step in steps[-last:])
+def predicted(steps: Sequence[Step], last: int) -> list[float]:
+    """Return predicted over measured time of the last steps."""
+    return [step.predicted / step.seconds for step in steps[-last:]]
 
 
-def equal(step: int) -> tuple[float, ...]:
-    """Return the speeds of equal ranks."""
-    return ()
+def of_bound(steps: Sequence[Step], last: int) -> list[float]:
+    """Return the bound over the time of the last steps: the share of the throughput that all speeds allow."""
+    return [step.bound / step.seconds for step in steps[-last:]]
 
 
-def figures(quick: bool) -> dict[str, dict[str, float]]:
+def always(speeds: Floats) -> Speeds:
+    """Return the speeds of ranks that never change: [ranks] or [ranks, stages]."""
+    return lambda step: speeds
+
+
+def figures(quick: bool) -> Figures:
     """Return the figures of all cases."""
     nodes, steps, last = (2, 28, 8) if quick else (8, 40, 16)
     ranks, right = 8 * nodes, LearnedCosts()
     wrong = LearnedCosts(factors=(2.0, 1.0, 1.0, 1.0, 1 / 3))
-    half = (1.0,) * (ranks // 2) + (0.5,) * (ranks // 2)
-    one = (1.0,) * 5 + (0.5,) + (1.0,) * (ranks - 6)
+    equal, half, one = np.ones(ranks), np.ones(ranks), np.ones(ranks)
+    half[ranks // 2 :], one[5] = 0.5, 0.5
 
-    def stalled(step: int) -> tuple[float, ...]:
-        return one if 4 <= step < 14 else ()
+    def stalled(step: int) -> Floats:
+        return one if 4 <= step < 14 else equal
 
-    learned, profiled = (run(Case(nodes, start, equal, steps)) for start in (wrong, right))
-    fixed = run(Case(nodes, right, equal, steps, learns=False))
-    unlearned = run(Case(nodes, wrong, equal, steps, learns=False))
-    aware, unaware = (run(Case(nodes, right, lambda step: half, steps, learns=on)) for on in (True, False))
+    learned, profiled = (run(Case(nodes, start, always(equal), steps)) for start in (wrong, right))
+    fixed = run(Case(nodes, right, always(equal), steps, learns=False))
+    unlearned = run(Case(nodes, wrong, always(equal), steps, learns=False))
+    aware, unaware = (run(Case(nodes, right, always(half), steps, learns=on)) for on in (True, False))
     stall, plain = (run(Case(nodes, right, stalled, steps, learns=on)) for on in (True, False))
     return {
         "wrong_costs": {
@@ -185,15 +200,33 @@ def figures(quick: bool) -> dict[str, dict[str, float]]:
         },
         "slow_node": {
             "over_unaware": over(unaware, aware, last),
-            "of_bound": median(step.bound / step.seconds for step in aware[-last:]),
+            "of_bound": of_bound(aware, last),
             "predicted_over_measured": predicted(aware, last),
         },
         "stalled_rank": {
-            "over_unaware": median(plain[step].seconds / stall[step].seconds for step in range(10, 14)),
+            "over_unaware": over(plain[10:14], stall[10:14], 4),
             "after_recovery": over(stall, fixed, last),
             "predicted_over_measured": predicted(stall, last),
         },
+        **pipelines(nodes, steps, last),
     }
+
+
+def pipelines(nodes: int, steps: int, last: int) -> Figures:
+    """Return the figures of pipelines of 4 stages: one slow stage, and a slow half of all pipelines."""
+    ranks, stages, right = 8 * nodes, 4, LearnedCosts()
+    equal, one, half = (np.ones((ranks, stages)) for _ in range(3))
+    one[5, 2], half[ranks // 2 :] = 0.5, 0.5
+    even = run(Case(nodes, right, always(equal), steps, learns=False, stages=stages))
+    found = {"equal_stages": {"of_bound": of_bound(even, last)}}
+    for name, speeds in (("slow_stage", one), ("slow_pipelines", half)):
+        aware, unaware = (run(Case(nodes, right, always(speeds), steps, on, stages)) for on in (True, False))
+        found[name] = {
+            "over_unaware": over(unaware, aware, last),
+            "of_bound": of_bound(aware, last),
+            "predicted_over_measured": predicted(aware, last),
+        }
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,9 +237,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     found = figures(args.quick)
     if not args.json:
+        print("| case | figure | lowest | median | highest |\n|---|---|---|---|---|")
         for name, case in found.items():
-            print(f"{name:14}", ", ".join(f"{figure} {value:.3f}" for figure, value in case.items()))
-    print(json.dumps(found))
+            for figure, values in case.items():
+                cells = f"{min(values):.3f} | {median(values):.3f} | {max(values):.3f}"
+                print(f"| {name.replace('_', ' ')} | {figure.replace('_', ' ')} | {cells} |")
+    print(json.dumps({name: {key: round(median(row), 4) for key, row in case.items()} for name, case in found.items()}))
     return 0
 
 

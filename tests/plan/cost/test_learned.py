@@ -111,16 +111,23 @@ def test_slow_ranks_get_a_speed_and_distort_no_fit() -> None:
 
 def test_speeds() -> None:
     nan = float("nan")
-    assert speeds_of(np.array([[1.0, 1.04, 0.97, 1.0]]), ()) == ()
-    assert speeds_of(np.array([[1.0, 0.5, 1.02, 1.0]]), ()) == (1.0, 0.5, 1.0, 1.0)
-    assert speeds_of(np.array([[1.0, nan, 1.0, 1.0]]), (1.0, 0.5, 1.0, 1.0)) == (1.0, 0.5, 1.0, 1.0), "no timings"
-    assert speeds_of(np.array([[1.0, 1.05, 1.0, 1.0]]), (1.0, 0.5, 1.0, 1.0)) == (1.0, 0.5, 1.0, 1.0), "noise"
-    assert speeds_of(np.array([[1.0, 2.0, 1.0, 1.0]]), (1.0, 0.5, 1.0, 1.0)) == (), "it recovered"
-    assert speeds_of(np.array([[1.0, 1.0, 1.0], [1.0, 0.5, 1.0]]), ()) == (1.0, 0.5, 1.0), "a slow stage"
-    assert speeds_of(np.full((1, 3), nan), ()) == ()
-    half = speeds_of(np.array([[1.0, 0.99, 0.5, 0.51]]), ())
+    assert speeds_of(np.array([1.0, 1.04, 0.97, 1.0]), ()) == ()
+    assert speeds_of(np.array([1.0, 0.5, 1.02, 1.0]), ()) == (1.0, 0.5, 1.0, 1.0)
+    assert speeds_of(np.array([1.0, nan, 1.0, 1.0]), (1.0, 0.5, 1.0, 1.0)) == (1.0, 0.5, 1.0, 1.0), "no timings"
+    assert speeds_of(np.array([1.0, 1.05, 1.0, 1.0]), (1.0, 0.5, 1.0, 1.0)) == (1.0, 0.5, 1.0, 1.0), "noise"
+    assert speeds_of(np.array([1.0, 2.0, 1.0, 1.0]), (1.0, 0.5, 1.0, 1.0)) == (), "it recovered"
+    assert speeds_of(np.full(3, nan), ()) == ()
+    half = speeds_of(np.array([1.0, 0.99, 0.5, 0.51]), ())
     assert len(set(half)) == 2
     assert half[0] / half[2] == pytest.approx(2.0, rel=0.03)
+
+
+def test_a_slow_stage_slows_its_pipeline() -> None:
+    costs = LearnedCosts().with_rates(np.array([[1.0, 1.0, 1.0], [1.0, 0.5, 1.0]]))
+    assert costs == LearnedCosts(speeds=(1.0, 0.5, 1.0), stage_speeds=((1.0,) * 3, (1.0, 0.5, 1.0)))
+    assert costs.speeds_on(0) == (1.0,) * 3, "passes of the other stages are measured at full speed"
+    assert costs.with_rates(np.ones((2, 3))) == costs, "rates are relative to the present speeds"
+    assert costs.with_rates(np.array([[1.0, 1.0, 1.0], [1.0, 2.0, 1.0]])) == LearnedCosts(), "it recovered"
 
 
 def test_numbers_that_are_not_finite_are_dropped() -> None:
