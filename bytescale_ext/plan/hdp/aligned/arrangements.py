@@ -18,6 +18,7 @@ class Arrangement:
         peak: share of the ramp slots that cost as much as a rank's tallest slot.
         budget: seconds of each rank of a span, as a multiple of a rank's mean work.
         spread: largest width of a ring, relative to the ranks over which its exchange overlaps with computation.
+        pools: ranks of rings if ranks have unlike speeds: one of ``pools.POOLS``, or None for rings over all ranks.
     """
 
     max_spans: int = 1
@@ -28,6 +29,7 @@ class Arrangement:
     peak: float = 0.5
     budget: float = 1.2
     spread: float = 1.0
+    pools: str | None = None
 
     def for_ranks(self, num_ranks: int) -> Arrangement:
         """Return the arrangement with defaults for the parameters of rings if there is one rank only."""

@@ -169,6 +169,7 @@ def shelve(step: AlignedStep, shelvings: Sequence[Shelving]) -> ShelvedRings:
     estimates = loads + peaks * np.maximum(tallest, step.cost.b * packs + step.slot_overhead)
     if (speeds := step.problem.cluster.unequal_speeds()) is not None:
         estimates /= np.tile(speeds, len(shelvings))
+        packs *= np.tile(speeds / speeds.max(), len(shelvings))  # micro-batches of all ranks take equally long
     shorts = ShortSequences.of(step, shelvings)
     return ShelvedRings(rings, shorts, packs, spans, fronts, ends, missing, room, loads, estimates)
 

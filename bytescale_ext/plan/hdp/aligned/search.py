@@ -26,6 +26,7 @@ import numpy as np
 
 from bytescale_ext.plan.hdp.aligned.arrangements import SLICED_STARTS, STARTS, Arrangement, variations
 from bytescale_ext.plan.hdp.aligned.plans import MAX_ARRAY_ENTRIES, ArrangementPlan, build_plans, level_plans
+from bytescale_ext.plan.hdp.aligned.pools import POOLS
 from bytescale_ext.plan.hdp.aligned.shelving import Shelver, Shelving
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
@@ -110,7 +111,11 @@ class ArrangementSearch:
     @property
     def starts(self) -> tuple[Arrangement, ...]:
         """The arrangements to try first if there is no similar search."""
-        return STARTS if self._step.problem.slicing.num_slices == 1 else SLICED_STARTS
+        problem = self._step.problem
+        starts = STARTS if problem.slicing.num_slices == 1 else SLICED_STARTS
+        if problem.cluster.has_equal_speeds:
+            return starts
+        return tuple(replace(start, pools=pools) for start in starts for pools in POOLS)
 
     @property
     def plans(self) -> Iterable[ArrangementPlan]:
@@ -145,7 +150,9 @@ class ArrangementSearch:
             return
         self._is_complete = True
         while len(self._plans) < _MAX_ARRANGEMENTS and not self._is_enough:
-            untried = self._untried(variations(self.best.shelving.arrangement))
+            best = self.best.shelving.arrangement
+            more = () if self._step.problem.cluster.has_equal_speeds else (replace(best, pools=None),)
+            untried = self._untried([*more, *variations(best)])
             if not untried:
                 break
             self.try_arrangements(untried, _MAX_ARRANGEMENTS)

@@ -126,29 +126,32 @@ class RingWork:
         return np.asarray(np.where(widths > node, whole, widths))
 
 
-def split_ranks(work: RingWork, height: float, budget: float, peak: float, max_spans: int) -> list[EmptySpan]:
-    """Split the ranks into at most ``max_spans`` spans. The first span has the longest sequences.
+def split_ranks(
+    work: RingWork, whole: EmptySpan, height: float, budget: float, peak: float, max_spans: int
+) -> list[EmptySpan]:
+    """Split a span into at most ``max_spans`` spans. The first span has the longest sequences.
 
     A span is as wide as its longest sequence needs to be at most ``height`` seconds high. It takes sequences until each
     of its ranks has ``budget`` seconds, less ``peak`` times the seconds of its longest sequence. The last span takes
     the remaining sequences.
     """
-    num_ranks, node = work.cluster.num_ranks, work.cluster.node_ranks
-    num_rings = len(work.seconds)
-    widths = work.widths(np.arange(num_rings), height, num_ranks).tolist() if max_spans > 1 else []
+    num_ranks, node = whole.stop - whole.first, work.cluster.node_ranks
+    needed = work.widths(np.arange(whole.begin, whole.end), height, num_ranks) if max_spans > 1 else _EMPTY
     until = np.cumsum(work.seconds)  # seconds of each ring and all longer rings together
     spans: list[EmptySpan] = []
-    first, begin, taken = 0, 0, 0.0
-    while len(spans) + 1 < max_spans and begin < num_rings:
-        width = -(-widths[begin] // node) * node if node < num_ranks else widths[begin]
+    first, begin = whole.first, whole.begin
+    taken = float(until[begin - 1]) if begin else 0.0
+    while len(spans) + 1 < max_spans and begin < whole.end:
+        width = int(needed[begin - whole.begin])
+        width = -(-width // node) * node if node < num_ranks else width
         tallest = float(work.seconds[begin]) / width
         area = width * (budget - peak * tallest)
         end = max(begin + 1, int(until.searchsorted(taken + area, side="right")))
-        if end >= num_rings or num_ranks - first - width < work.min_widths[end]:
+        if end >= whole.end or whole.stop - first - width < work.min_widths[end]:
             break
         spans.append(EmptySpan(first, first + width, begin, end))
         first, begin, taken = first + width, end, float(until[end - 1])
-    return [*spans, EmptySpan(first, num_ranks, begin, num_rings)]
+    return [*spans, EmptySpan(first, whole.stop, begin, whole.end)]
 
 
 def fill_shelves(work: RingWork, span: EmptySpan, height: float) -> RankSpan:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.hdp.aligned.arrangements import Arrangement
+from bytescale_ext.plan.hdp.aligned.pools import Pool, pools_of
 from bytescale_ext.plan.hdp.aligned.shelves import EmptySpan, RankSpan, RingWork, fill_shelves, split_ranks
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 
@@ -101,7 +102,7 @@ class Shelver:
     def _spans(self, arrangement: Arrangement) -> tuple[tuple[TimedSpan, ...], int]:
         """Return the spans of an arrangement, and the number of rings."""
         step, problem, num_ranks = self._step, self._step.problem, self._step.num_ranks
-        mean = float(step.seconds.sum()) / num_ranks
+        mean = float(step.seconds.sum()) / float(problem.cluster.rank_speeds().sum())
         height = max(arrangement.height * mean, 1e-300)
         max_widths = np.minimum(step.hidden_widths * arrangement.spread, num_ranks).astype(np.int64)
         max_widths = np.maximum(np.minimum(max_widths, step.lengths), problem.min_widths)
@@ -112,8 +113,17 @@ class Shelver:
             step.lengths[rings], step.seconds[rings], problem.min_widths[rings], max_widths[rings], problem.cluster
         )
         budget, peak = arrangement.budget * mean, arrangement.peak * step.ramp_slots
-        spans = split_ranks(work, height, budget, peak, arrangement.max_spans)
-        return tuple(self._timed_span(work, span, height) for span in spans), num_rings
+        pools: tuple[Pool, ...] = (Pool(EmptySpan(0, num_ranks, 0, num_rings)),)
+        if arrangement.pools is not None:
+            pools = pools_of(work, arrangement.pools)
+        spans = [
+            (span, height * pool.speed)
+            for pool in pools
+            for span in split_ranks(
+                work, pool.span, height * pool.speed, budget * pool.speed, peak, arrangement.max_spans
+            )
+        ]
+        return tuple(self._timed_span(work, *span) for span in spans), num_rings
 
     def _timed_span(self, work: RingWork, span: EmptySpan, height: float) -> TimedSpan:
         """Return a span with its shelves filled, from the cache if an arrangement before had the same rings in it."""

@@ -36,7 +36,7 @@ def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
 
 def test_regions_are_apart_and_the_longest_come_first() -> None:
     work = ring_work([1500, 1400, *[200] * 60], 64, 64, node=8)
-    cuts = split_ranks(work, height=2000.0, budget=2500.0, peak=0.5, max_spans=4)
+    cuts = split_ranks(work, EmptySpan(0, 64, 0, 62), height=2000.0, budget=2500.0, peak=0.5, max_spans=4)
     assert len(cuts) > 1
     assert (cuts[0].first, cuts[0].begin) == (0, 0)
     assert (cuts[-1].stop, cuts[-1].end) == (64, 62)
