@@ -278,7 +278,7 @@ def write_script(args: argparse.Namespace, best: ScoredStrategy, row: StrategyRo
         "Give the flags of data, learning rate and duration as arguments.",
     ]
     write_costs(cost_path(args.output), best.task, best.strategy)
-    run = ScriptedRun.of(args.model_flags, best.task, best.strategy, cost_path(args.output))
+    run = ScriptedRun.of(args.model_flags, best.task, best.strategy, cost_path(args.output).name)
     text = script_text(run, args.ranks, args.ranks_per_node, args.launcher, comments)
     write_text(args.output, text)
     args.output.chmod(0o755)

@@ -18,6 +18,15 @@ from megatron.bytescale.cli.shared.model_flags import given_flags
 LAUNCHERS: Final = ("torchrun", "slurm")
 
 _TRAIN: Final = "-m megatron.bytescale.train"
+_FOLDER: Final = """folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # the cost file is stored beside this script
+"""
+_SLURM_FOLDER: Final = """script=${BASH_SOURCE[0]}
+if [[ ${script##*/} == slurm_script ]]; then # a copy: scontrol shows the path of the original, and its arguments
+  script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1)
+  while [[ ! -f $script && $script == *' '* ]]; do script=${script% *}; done
+fi
+folder=$(cd "$(dirname "$script")" && pwd) # the cost file is stored beside this script
+"""
 _LAUNCH: Final = '"${PYTHON:-python3}" -P -m megatron.bytescale.launch'
 _SLURM: Final = """#SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
@@ -50,28 +59,28 @@ class ScriptedRun:
         strategy_flags: flags of the strategy.
         seq_length: the most tokens of a document.
         batch: documents of a step.
-        cost_file: cost file of the strategy; None: training plans with the costs of a known device.
+        cost_file: name of the strategy's cost file in the folder of the script; None: training plans with the costs
+            of a known device.
     """
 
     model_flags: Sequence[str]
     strategy_flags: Sequence[str]
     seq_length: int
     batch: int
-    cost_file: Path | None
+    cost_file: str | None
 
     @classmethod
-    def of(cls, flags: str, task: Task, strategy: Strategy, cost_file: Path | None = None) -> ScriptedRun:
+    def of(cls, flags: str, task: Task, strategy: Strategy, cost_file: str | None = None) -> ScriptedRun:
         """Return the run of a strategy on a task; ``flags`` are the user's flags of the model."""
         words = launched_words(flags, task.cost.dtype)
         return cls(words, strategy.flags(), task.context, task.batch, cost_file)
 
     def flags(self) -> list[str]:
-        """Return the flags of the training, without flags of data, optimizer and duration."""
+        """Return the flags of the training, without the cost file and flags of data, optimizer and duration."""
         words = [*self.model_flags, "--seq-length", str(self.seq_length)]
         if "--max-position-embeddings" not in given_flags(self.model_flags):
             words += ["--max-position-embeddings", str(self.seq_length)]
         words += ["--global-batch-size", str(self.batch)]
-        words += [] if self.cost_file is None else ["--cost-file", str(self.cost_file.resolve())]
         return [*words, *self.strategy_flags]
 
 
@@ -86,14 +95,21 @@ def write_costs(path: Path, task: Task, strategy: Strategy) -> None:
 
 
 def script_text(run: ScriptedRun, num_ranks: int, per_node: int, launcher: str, comments: Sequence[str]) -> str:
-    """Return a script that starts a run; its arguments are further flags, such as the flags of the data."""
+    """Return a script that starts a run; its arguments are further flags, such as the flags of the data.
+
+    The script and its cost file run from any folder that both are copied to.
+    """
     nodes = -(-num_ranks // per_node)
     start = _SLURM if launcher == "slurm" else _TORCHRUN if nodes > 1 else _ONE_NODE
     head = start.format(nodes=nodes, per_node=min(per_node, num_ranks), launch=_LAUNCH)
-    directives, _, rest = head.partition("set -euo")
+    directives, strict, rest = head.partition("set -euo pipefail\n")
     about = "".join(f"# {line}\n" for line in comments)
-    flags = " \\\n  ".join(_lines(run.flags()))
-    return f'#!/usr/bin/env bash\n{directives}{about}set -euo{rest}  {_TRAIN} \\\n  {flags} \\\n  "$@"\n'
+    lines = _lines(run.flags())
+    if run.cost_file is not None:
+        rest = (_SLURM_FOLDER if launcher == "slurm" else _FOLDER) + rest
+        lines.append(f'--cost-file "$folder"/{shlex.quote(run.cost_file)}')
+    flags = " \\\n  ".join(lines)
+    return f'#!/usr/bin/env bash\n{directives}{about}{strict}{rest}  {_TRAIN} \\\n  {flags} \\\n  "$@"\n'
 
 
 def _lines(words: Sequence[str]) -> list[str]:

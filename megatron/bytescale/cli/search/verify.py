@@ -131,7 +131,7 @@ def verified(
             of_number = folder / str(number)
             of_number.mkdir()
             write_costs(of_number / "cost.json", task, result.strategy)
-            run = ScriptedRun.of(args.model_flags, task, result.strategy, of_number / "cost.json")
+            run = ScriptedRun.of(args.model_flags, task, result.strategy, "cost.json")
             words = flags_of_trial(args, task, folder / "documents", of_number)
             gb = CostedStrategy.of(task, result.strategy).step_bytes(task.steps[fullest]) / 1e9
             row = Verified(number, str(result.strategy), result.median_seconds, gb)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from dataclasses import replace
@@ -23,12 +24,11 @@ def words(text: str) -> list[str]:
     return shlex.split(" ".join(line.removesuffix("\\") for line in lines))
 
 
-def test_what_the_user_gave_is_kept(tmp_path: Path) -> None:
+def test_what_the_user_gave_is_kept() -> None:
     given = ["--hidden-dropout=0.1", "--max-position-embeddings", "512"]
-    run = ScriptedRun(given, [], 256, 8, tmp_path / "cost.json")
-    assert run.flags() == [*given, "--seq-length", "256", "--global-batch-size", "8",
-                           "--cost-file", str(tmp_path / "cost.json")]  # fmt: skip
-    one = ScriptedRun.of("--hidden-dropout=0.1 --swiglu", small_task(), Strategy(2, (6,), 1024), tmp_path / "cost.json")
+    run = ScriptedRun(given, [], 256, 8, "cost.json")
+    assert run.flags() == [*given, "--seq-length", "256", "--global-batch-size", "8"]
+    one = ScriptedRun.of("--hidden-dropout=0.1 --swiglu", small_task(), Strategy(2, (6,), 1024), "cost.json")
     assert one.model_flags == ["--hidden-dropout=0.1", "--swiglu", "--attention-dropout", "0", "--bf16"]
     assert (one.seq_length, one.batch) == (4096, 8)
     assert one.flags()[-len(one.strategy_flags) :] == Strategy(2, (6,), 1024).flags()
@@ -67,3 +67,30 @@ def test_words_with_spaces_are_quoted() -> None:
     text = script_text(run, 1, 8, "torchrun", [])
     assert "--tensorboard-dir 'a folder'" in text
     assert "'Et*3|t*1L'" in text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_script_and_cost_file_run_from_any_folder(launcher: str, tmp_path: Path) -> None:
+    """A copy of both files finds the cost file, also as the copy of the script that SLURM runs."""
+    here, other = tmp_path / "a folder", tmp_path / "spool"
+    here.mkdir()
+    other.mkdir()
+    script = here / "launch.sh"
+    script.write_text(script_text(replace(RUN, cost_file="the cost.json"), 2, 8, launcher, []))
+    run_as = other / "slurm_script"
+    run_as.write_text(script.read_text())
+    tools = {
+        "python": f'echo "$@" > {tmp_path}/words',
+        "srun": '"$@"',
+        "scontrol": f'[[ $2 == job ]] && printf "   JobState=RUNNING\n   Command={script} --lr 1\n" || echo node1',
+    }
+    for name, body in tools.items():
+        (other / name).write_text(f"#!/bin/bash\n{body}\n")
+        (other / name).chmod(0o755)
+    environment = {
+        "PATH": f"{other}:{os.environ['PATH']}", "PYTHON": "python", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"
+    }  # fmt: skip
+    for path in [script, run_as] if launcher == "slurm" else [script]:
+        subprocess.run(["bash", path, "--lr", "1"], env=environment, cwd="/", check=True)
+        words = (tmp_path / "words").read_text()
+        assert words.endswith(f"--cost-file {here}/the cost.json --lr 1\n")
