@@ -153,6 +153,19 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
     return folder if named and folder.is_dir() else None
 
 
+def sharded_at(flag: str, load: Path) -> Path:
+    """Return the folder of the last checkpoint in ``load``, the value of a flag. Reads no tensors and no metadata.
+
+    Raises ValueError if there is no checkpoint of ``--ckpt-format torch_dist``.
+    """
+    checkpoint = to_load(load)
+    if checkpoint is None:
+        raise ValueError(f"{flag} {load}: there is no checkpoint")
+    if not (checkpoint / _SHARDED).is_file():
+        raise ValueError(f"{flag} {checkpoint}: only checkpoints of --ckpt-format torch_dist can be read")
+    return checkpoint
+
+
 def _named(load: Path) -> str:
     """Return what the tracker file of a folder names: digits, "release", or "" for anything else."""
     try:

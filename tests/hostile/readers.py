@@ -34,6 +34,9 @@ from bytescale_ext.plan.states.tiers import NUM_VERSIONS, FileLayout
 from bytescale_ext.states.page_file import MAGIC, _record_checksum, check_replaceable
 from megatron.bytescale.cli.shared.lengths import cut_lengths, read_lengths
 from megatron.bytescale.cli.timeline import read_plan
+from megatron.bytescale.convert.config_file import raw_config
+from megatron.bytescale.convert.families import family_of
+from megatron.bytescale.inference.heads_folder import FORMAT, read_config, trunk_hash
 
 IDX = b"MMIDIDX\0\0"
 
@@ -146,6 +149,20 @@ def warc() -> bytes:
     return head.encode() + body + b"\r\n\r\n"
 
 
+def read_model_config(path: Path) -> object:
+    return family_of(raw_config(path.parent))
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+TRUNK = {"num_layers": 2, "hidden_size": 8}
+HEADS = {
+    "format": FORMAT, "heads": {"kind": "medusa", "num_heads": 1, "num_layers": 0, "decay": 0.8}, "trunk": TRUNK,
+    "trunk_hash": trunk_hash(TRUNK), "tensors": {},
+}  # fmt: skip
 PLAN = {"num_ranks": 1, "tokens_per_rank": 8, "lengths": [8],
         "ranks": [[{"shards": [{"seq": 0, "ranges": [[0, 8]], "ring": [0]}]}]]}  # fmt: skip
 PHASE = {"step": 1, "rank": 0, "kind": "forward", "start": 0.0, "stop": 1.0, "micro_batch": 0}
@@ -167,6 +184,8 @@ READERS = {
     "records": Reader("b.jsonl", read_records("jsonl"), b'{"text": "x"}\n{"text": "y"}\n'),
     "packed records": Reader("b.jsonl.gz", read_records("jsonl"), gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)),
     "warc": Reader("c.warc", read_records("warc"), warc()),
+    "heads": Reader("config.json", lambda path: read_config(path.parent), json.dumps(HEADS).encode(), is_json=True),
+    "model config": Reader("config.json", read_model_config, json.dumps(LLAMA).encode(), is_json=True),
     "index": Reader("data.idx", read_data_set, idx([2, 3], [0, 1, 2])),
     "lengths": Reader("lengths.npy", lambda path: cut_lengths(read_lengths(path), 64), npy([3, 70, 5])),
     "windows": Reader("a.windows.npy", read_windows, npy(np.array([(0, 0, 0, 3), (0, 1, 0, 5)], ROW))),

@@ -10,8 +10,11 @@ import logging
 import shlex
 from pathlib import Path
 
+from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.options import add_json, add_trust_checkpoint
-from megatron.bytescale.convert.families import FAMILIES
+from megatron.bytescale.convert.config_file import raw_config
+from megatron.bytescale.convert.families import FAMILIES, family_of
+from megatron.bytescale.inference.new_folder import check_new
 
 NAME = "convert"
 HELP = f"convert a Hugging Face model ({', '.join(FAMILIES)}) to a Megatron checkpoint, and back"
@@ -44,8 +47,12 @@ def run(args: argparse.Namespace) -> int:
     if args.target and args.dtype:
         raise ValueError("--dtype needs --from: a Hugging Face model has the type of the checkpoint")
     logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
+    if args.target:  # before the slow imports
+        sharded_at("--load", args.load)
+    else:
+        family_of(raw_config(args.input))
+    check_new(args.output)
     from megatron.bytescale import cpu
-    from megatron.bytescale.checkpoints import trust_checkpoints
 
     trust_checkpoints(args.trust_checkpoint)
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported

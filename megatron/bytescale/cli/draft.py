@@ -8,7 +8,9 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.options import add_json, add_trust_checkpoint
+from megatron.bytescale.inference.new_folder import check_new
 
 NAME = "draft"
 HELP = "export the draft heads of a checkpoint to a separate folder (bytescale draft export)"
@@ -33,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the folder and print its content."""
     logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
+    sharded_at("--load", args.load)  # before the slow imports
+    check_new(args.output)
     from megatron.bytescale import cpu
-    from megatron.bytescale.checkpoints import trust_checkpoints
 
     trust_checkpoints(args.trust_checkpoint)
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported

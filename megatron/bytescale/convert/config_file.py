@@ -22,8 +22,8 @@ _WRITTEN_ANEW: Final = ("rope_parameters", "rope_theta", "rope_scaling", "dtype"
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def config_in(source: Path) -> HuggingFaceConfig:
-    """Return a folder's configuration, completed with defaults. Raises ValueError for a bad configuration."""
+def raw_config(source: Path) -> HuggingFaceConfig:
+    """Return a folder's configuration as stored. Raises ValueError unless it is a JSON object."""
     path = source / "config.json"
     try:
         raw = json_value(path.read_text("utf-8"))
@@ -31,6 +31,12 @@ def config_in(source: Path) -> HuggingFaceConfig:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"--input {path}: not a JSON object")
+    return raw
+
+
+def config_in(source: Path) -> HuggingFaceConfig:
+    """Return a folder's configuration, completed with defaults. Raises ValueError for a bad configuration."""
+    raw, path = raw_config(source), source / "config.json"
     try:
         config = library("transformers").AutoConfig.from_pretrained(source, **ONLY_THIS_FOLDER)
     except Exception as error:  # transformers raises many error types for a bad file

@@ -94,7 +94,7 @@ def family_of(config: HuggingFaceConfig) -> Family:
     kind = config.get("model_type")
     if kind in ("gemma3", "gemma3_text"):
         raise ValueError(f"model_type {kind!r} {GEMMA3}")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} cannot be converted; these can: {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
+from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
@@ -90,7 +91,12 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
     """
     with new_folder(output) as part, ExitStack() as opened:
         config = config_in(source)
-        words = [*model_flags(config), *_tokenizer_flags(source), "--padded-vocab-size", str(config["vocab_size"])]
+        words = [
+            *_model_flags(config, source),
+            *_tokenizer_flags(source),
+            "--padded-vocab-size",
+            str(config["vocab_size"]),
+        ]
         words += _dtype_flags(dtype or config["dtype"])
         args = _settled(words)
         weights = FolderWeights(source, opened)
@@ -136,6 +142,14 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
 def without_padding(state: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     """Return the tensors [...] of a model, of which those with a row for each token have ``rows`` rows."""
     return {name: tensor[:rows] if name in VOCABULARY else tensor for name, tensor in state.items()}
+
+
+def _model_flags(config: HuggingFaceConfig, source: Path) -> list[str]:
+    """Return Megatron's flags for a folder's configuration. Raises ValueError for missing values and other types."""
+    try:
+        return model_flags(config)
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"--input {source / 'config.json'}: {one_line(repr(error), 200)}") from None
 
 
 def _dtype_flags(dtype: str) -> list[str]:

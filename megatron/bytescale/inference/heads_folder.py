@@ -20,7 +20,7 @@ import torch
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.convert.products import join_qkv, split_qkv
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import json_settings, json_value
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.inference.new_folder import new_folder
 
@@ -110,7 +110,9 @@ def is_folder_of_heads(folder: Path) -> bool:
 def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
     """Return a folder's head settings and the shapes of its model. Raises ValueError for a bad configuration."""
     try:
-        config = json_value((folder / CONFIG).read_text("utf-8"))
+        config = json_settings((folder / CONFIG).read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
         if config["format"] != FORMAT:
             raise ValueError(f"its format is {config['format']!r}, not {FORMAT!r}")
         settings, trunk = DraftConfig(**config["heads"]), dict(config["trunk"])

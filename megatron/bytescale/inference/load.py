@@ -22,7 +22,7 @@ from megatron.bytescale import cpu
 from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import MOST
-from megatron.bytescale.checkpoints import check_classes, elements_in, names_in, to_load
+from megatron.bytescale.checkpoints import check_classes, elements_in, names_in, sharded_at
 from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
@@ -62,11 +62,7 @@ def checkpoint_at(flag: str, folder: Path) -> Path:
 
     Raises ValueError if there is none, it is not readable, or a class is not allowed.
     """
-    checkpoint = to_load(folder)
-    if checkpoint is None:
-        raise ValueError(f"{flag} {folder}: there is no checkpoint")
-    if not (checkpoint / ".metadata").is_file():
-        raise ValueError(f"{flag} {checkpoint}: only checkpoints of --ckpt-format torch_dist can be read")
+    checkpoint = sharded_at(flag, folder)
     try:
         check_classes(checkpoint)
     except ValueError as error:

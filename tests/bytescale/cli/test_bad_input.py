@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -302,3 +304,47 @@ def test_random_options_never_end_in_a_traceback(folder: Path, data: st.DataObje
         if option.dest not in ("help", "plot", "output"):
             words += [option.option_strings[0], *([] if option.nargs == 0 else [data.draw(VALUES)])]
     assert cli.main(words) in (0, 2)
+
+
+CHEAP: list[tuple[str, str]] = [
+    ("generate --prompt x --load {in}/none", "none: there is no checkpoint"),
+    ("generate --prompt x --load {in}", "there is no checkpoint"),
+    ("convert --to hf --output {in}/new/out --load {in}", "there is no checkpoint"),
+    ("convert --from hf --output {in}/new/out --input {in}", "config.json: No such file"),
+    ("convert --from hf --output {in}/new/out --input {in}/list", "config.json: not a JSON object"),
+    ("convert --from hf --output {in}/new/out --input {in}/other", "model_type 'gpt2' cannot be converted"),
+    ("convert --from hf --output {in}/new/out --input {in}/kinds", "model_type .*cannot be converted"),
+    ("convert --from hf --output {in} --input {in}/llama", "it exists already"),
+    ("draft export --output {in}/new/out --load {in}", "there is no checkpoint"),
+    *((f"{command} --model-flags=--num-layers=2", "no --hidden-size, --num-attention-heads: give the model") for command
+      in ("activations", "memory-plan", "states --tokens-per-rank 2K",
+          "search --sampler sft --seq-length 1K --ranks 8 --device h100 --device-memory-gb 80")),
+]  # fmt: skip
+"""Command lines that are refused before torch is imported, and words of the message."""
+SLOW = ("torch", "megatron.core", "transformers")
+ASK = """
+import sys
+from megatron.bytescale import cli
+for line in sys.stdin.read().splitlines():
+    assert cli.main(line.split()) == 2, line
+    assert not {slow} & sys.modules.keys(), line
+"""
+
+
+@pytest.mark.ranks
+def test_cheap_checks_come_before_slow_imports(tmp_path: Path) -> None:
+    for name, config in {"list": [], "other": {"model_type": "gpt2"}, "kinds": {"model_type": ["llama"]},
+                         "llama": {"model_type": "llama"}}.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    before = sorted(tmp_path.rglob("*"))
+    lines = "\n".join(line.replace("{in}", str(tmp_path)) for line, _ in CHEAP)
+    program = ASK.format(slow=set(SLOW))
+    ended = subprocess.run([sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    errors = ended.stderr.splitlines()
+    assert len(errors) == len(CHEAP)
+    for (line, message), error in zip(CHEAP, errors, strict=True):
+        assert re.match(rf"bytescale {line.split()[0]}.*: error: ", error), error
+        assert re.search(message, error), error
+    assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves no folder"

@@ -97,6 +97,7 @@ BAD = {
     "no heads": (lambda folder: change(folder, heads={"kind": "clover"}), "missing 3 required positional"),
     "bad heads": (lambda folder: change(folder, heads={"kind": "x", "num_heads": 1, "num_layers": 0, "decay": 1}), "x"),
     "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "config.json: Expecting property name"),
+    "a list": (lambda folder: (folder / CONFIG).write_text("[]"), "config.json: it is not a JSON object"),
     "no configuration": (lambda folder: (folder / CONFIG).unlink(), "config.json: No such file"),
     "no trunk": (
         lambda folder: (folder / CONFIG).write_text(json.dumps({"format": heads_folder.FORMAT})),

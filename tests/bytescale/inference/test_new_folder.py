@@ -22,7 +22,7 @@ def test_a_folder_gets_its_name_at_the_end(tmp_path: Path) -> None:
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     def fill() -> None:
-        with new_folder(tmp_path / "out") as part:
+        with new_folder(tmp_path / "a" / "b" / "out") as part:
             (part / "file").write_text("a")
             raise RuntimeError("full")
 

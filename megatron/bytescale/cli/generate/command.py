@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.json_input import lines_of_text
+from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.inputs import count, size
 from megatron.bytescale.cli.shared.options import add_cpu, add_option, add_trust_checkpoint
 
@@ -69,13 +70,14 @@ def run(args: argparse.Namespace) -> int:
     """Generate texts and print them. With torchrun, only the first rank prints."""
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature:g} must be 0 or more")
-    from bytescale_ext.decode.tree import TreeShape  # with torch
-
-    shape = None if args.plain else TreeShape(args.tree_tokens, args.top_p, args.chain)
     prompts = [args.prompt] if args.prompts is None else lines_of(args.prompts)
     logging.disable(logging.WARNING)  # Megatron's warnings about unused packages
     is_first = os.environ.get("RANK", "0") == "0"
     try:
+        sharded_at("--load", args.load)  # before the slow imports
+        from bytescale_ext.decode.tree import TreeShape  # with torch
+
+        shape = None if args.plain else TreeShape(args.tree_tokens, args.top_p, args.chain)
         return generate(args, prompts, shape, is_first)
     except ValueError:
         if is_first:
@@ -85,7 +87,6 @@ def run(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape | None, is_first: bool) -> int:
     """Continue prompts with draft trees of a shape, and print the texts on the first rank."""
-    from megatron.bytescale.checkpoints import trust_checkpoints
     from megatron.bytescale.inference.load import open_decoder
 
     trust_checkpoints(args.trust_checkpoint)

@@ -18,6 +18,9 @@ from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli.profile import quiet
 
 FLAG: Final = "--model-flags"
+MODEL_SIZES: Final = ("--num-layers", "--hidden-size", "--num-attention-heads")
+"""Flags without which there is no model."""
+
 USUAL_VOCAB: Final = 32000
 """Size of the vocabulary if the flags do not give it."""
 
@@ -26,6 +29,9 @@ USUAL_TOKENS: Final = 4096
 
 NEEDED: Final = (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
 """Flags that hybrid data parallelism needs, with the values that they get if they are missing."""
+
+_H100: Final = (9, 0)
+"""Compute capability of the GPUs of a training on another machine."""
 
 WRITTEN: Final = ("save", "load", "tensorboard_dir", "hdp_log_dir", "data_cache_path", "record_memory_plan")
 """Arguments that name folders and files of a training."""
@@ -69,6 +75,13 @@ def with_needed(words: Sequence[str]) -> list[str]:
     return [*words, *(word for flag in NEEDED if flag[0] not in given for word in flag)]
 
 
+def check_model(words: Sequence[str]) -> None:
+    """Raise ValueError if the sizes of a model are missing; this takes no time, and Megatron seconds to import."""
+    missing = [flag for flag in MODEL_SIZES if flag not in given_flags(words)]
+    if missing and "--use-checkpoint-args" not in words:
+        raise ValueError(f"{FLAG}: no {', '.join(missing)}: give the model; the README has a complete launch line")
+
+
 def shape_of_flags(flags: str) -> ModelShape:
     """Return the sizes of a model. Raises ValueError for flags that training refuses."""
     return model_of(words_of(flags)).shape
@@ -84,6 +97,7 @@ def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
     Raises:
         ValueError: flags that hybrid data parallelism refuses.
     """
+    check_model(words)
     from megatron.bytescale.arguments.model_shape import model_shape  # Megatron takes seconds to import
     from megatron.bytescale.arguments.operators import operators_of
     from megatron.bytescale.arguments.options import options_of
@@ -107,9 +121,11 @@ def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
     Raises:
         ValueError: flags that the training refuses.
     """
+    words = words_of(flags)
+    check_model(words)
     from megatron.bytescale.arguments.setup import setup_of  # Megatron takes seconds to import
 
-    args = arguments_of([*with_needed(words_of(flags)), "--hybrid-data-parallel", *mesh], processes=processes)
+    args = arguments_of([*with_needed(words), "--hybrid-data-parallel", *mesh], processes=processes)
     args.fake_process_group = True  # the training may run on another machine
     return setup_of(args)
 
@@ -129,7 +145,7 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
     """
     from megatron.bytescale.arguments.parse import check, named_or_installed, whole_parser
 
-    with quiet(), _stand_in_for_gpu():
+    with quiet(), _stand_in_for_gpu(on_cuda):
         try:
             refuse_renamed(words)
             args, unknown = whole_parser().parse_known_args(words)
@@ -147,8 +163,11 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
 
 
 @contextlib.contextmanager
-def _stand_in_for_gpu() -> Iterator[None]:
-    """Install stand-ins if this machine has no GPU, because Megatron's checks ask for its properties."""
+def _stand_in_for_gpu(on_cuda: bool) -> Iterator[None]:
+    """Install stand-ins if this machine has no GPU, because Megatron's checks ask for its properties.
+
+    ``on_cuda``: whether the training's machine has GPUs; they count as H100s if this machine has none.
+    """
     import megatron.training.arguments  # noqa: F401  # so that it binds torch's own functions
     import torch
 
@@ -158,7 +177,13 @@ def _stand_in_for_gpu() -> Iterator[None]:
     try:
         if not torch.cuda.is_available():
             stand_ins.install_torch()
-        yield
+        real = torch.cuda.get_device_capability
+        if on_cuda and real() < (1, 0):
+            torch.cuda.get_device_capability = lambda device=None: _H100
+        try:
+            yield
+        finally:
+            torch.cuda.get_device_capability = real
     finally:
         stand_ins.uninstall()
 
@@ -194,6 +219,7 @@ def _fill(args: argparse.Namespace) -> None:
         args.train_iters = args.train_iters or 1
     args.vocab_size = args.vocab_size or vocabulary_of(args.tokenizer_model) or USUAL_VOCAB
     args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
+    args.vocab_file = args.merge_file = None
     args.padded_vocab_size = calculate_padded_vocab_size(
         args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
     )
