@@ -125,12 +125,20 @@ class _Tracker:
         return not (os.path.isdir(folder) and os.access(folder, os.W_OK))
 
 
-NO_MAMBA: Final = "remove it: models are GPTs, without Mamba layers"
+def _capability() -> int:
+    """Return the major compute capability of this process's GPU; 0 without a GPU."""
+    import torch  # slow, and needed by few command lines
+
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+
+
+NO_MAMBA: Final = "train a GPT without it: there are no Mamba layers here"
 _LACKS_ENGINE = Condition(lambda _: importlib.util.find_spec("transformer_engine") is None)
 _NEEDS_ENGINE = "install TransformerEngine (pip install .[gpu]): Megatron 0.19.2 fails in the first step without it"
 _IS_ON_CPU = equals("distributed_backend", "gloo")
 _IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
+_LACKS_GROUPED = Condition(lambda _: _capability() < 8)
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _UNREAD = "remove it: no code of Megatron 0.19.2 reads it"
 _OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
@@ -150,7 +158,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "head size", IS_LOCAL & given("multi_latent_attention") & ~given("hybrid_data_parallel")),
     refuse("--mtp-num-layers in pipelines", ALWAYS, "add --hybrid-data-parallel: otherwise stages get no tokens",
            given("mtp_num_layers") & above("pipeline_model_parallel_size", 1) & ~given("hybrid_data_parallel")),
-    refuse("--hybrid-layer-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
+    refuse("--hybrid-layer-pattern", ALWAYS, NO_MAMBA),
     refuse("--hybrid-override-pattern", ALWAYS, NO_MAMBA),
     refuse("--apply-residual-connection-post-layernorm", ALWAYS, _UNREAD),
     refuse("--vocab-extra-ids", ALWAYS, _UNREAD),
@@ -198,7 +206,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "nvidia_resiliency_ext before they are loaded", equals("non_persistent_ckpt_type", "local")),
     refuse("--inprocess-restart", ALWAYS, _OTHER_SCRIPT),
     refuse("--perform-rl-step", ALWAYS, "use Megatron's own train_rl.py"),
-    refuse("--vision-pretraining", ALWAYS, "remove it: models are GPTs"),
+    refuse("--vision-pretraining", ALWAYS, "train a GPT without it"),
     refuse("--init-method-xavier-uniform", ALWAYS, "give --init-method-std: Megatron 0.19.2 fails on it"),
     refuse("--freeze-all-layers", ALWAYS, "remove it: nothing would train"),
     refuse("--log-straggler", ALWAYS, "use --hybrid-data-parallel, whose log names slow ranks"),
@@ -226,6 +234,10 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--init-model-with-meta-device without FSDP", ALWAYS, "remove it: it needs --use-megatron-fsdp or "
            "--use-torch-fsdp2",
            given("init_model_with_meta_device") & ~(given("use_megatron_fsdp") | given("use_torch_fsdp2"))),
+    refuse("--moe-grouped-gemm on CPU", ALWAYS, "remove it: it needs a GPU",
+           _IS_ON_CPU & given("moe_grouped_gemm") & _LACKS_GROUPED),
+    refuse("--ckpt-format fsdp_dtensor without --use-megatron-fsdp", ALWAYS, "use --ckpt-format torch_dist",
+           equals("ckpt_format", "fsdp_dtensor") & ~given("use_megatron_fsdp")),
     refuse("--use-sharp", ALWAYS, "remove it: its process groups cannot be created here"),
     refuse("--sharp-enabled-group", ALWAYS, "remove it: its process groups cannot be created here"),
 )  # fmt: skip

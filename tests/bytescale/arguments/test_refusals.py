@@ -75,6 +75,8 @@ EXAMPLES = {
         "--result-rejected-tracker-filename no/such/folder/tracker.txt"
     ),
     "--moe-routing-trace-path": "--moe-routing-trace-path trace",
+    "--moe-grouped-gemm on CPU": "--moe-grouped-gemm --num-experts 4 --disable-bias-linear",
+    "--ckpt-format fsdp_dtensor without --use-megatron-fsdp": "--ckpt-format fsdp_dtensor",
     "--moe-routing-trace-path on CPU": "--moe-routing-trace-path trace",
     "--optimizer": "--optimizer muon",
     "--optimizer of another package": "--optimizer muon",

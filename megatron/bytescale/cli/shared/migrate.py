@@ -16,6 +16,8 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import torch
+
 from bytescale_ext.plan.setup.forecast import Forecast
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import reasons_of, refusals_of_megatron
@@ -29,9 +31,16 @@ from megatron.bytescale.cli.shared.model_flags import FLAG, USUAL_VOCAB, argumen
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
 DONE_BY_PLAN: Final = "the plan decides how documents are packed"
-_DROP: Final = re.compile(r"(remove it:|leave it|give --hdp-tokens-per-rank|choose one: --hybrid|.*in its place)")
-_ADD: Final = re.compile(r"add (--[a-z0-9-]+)(?: (\d+))?")
-_INSTEAD: Final = re.compile(r"use (--[a-z0-9-]+)")
+_DROP: Final = re.compile(
+    r"(remove it:|leave it|give (--hdp-tokens-per-rank|--overlap-param-gather alone)|choose one: --hybrid|"
+    r".*in its place)"
+)
+_UNREAD: Final = re.compile(r"add (.+), or remove (--[a-z0-9-]+|it)$")
+_ADD: Final = re.compile(r"add (--[a-z0-9-]+)(?: (\w+))?(?=$|[,:]| \()")
+_INSTEAD: Final = re.compile(r"use (--[a-z0-9-]+)(?: (\w+))?(?! or)(?!, or)(?=$|[,:]| in its place)")
+_VALUE: Final = re.compile(r"use (\w+)(?=:|$)")
+_SAME_TRAINING: Final = ("--moe-token-dispatcher-type", "--transformer-impl", "--ckpt-format")
+"""Flags whose values train the same model in the same way."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,13 @@ class _Line:
         self.changes.append(LineChange("remove", shlex.join(words), why))
         return True
 
-    def put(self, words: list[str], why: str) -> None:
-        """Set the value of a flag."""
+    def put(self, words: list[str], why: str) -> bool:
+        """Set the value of a flag; return True."""
         place = self.place(words[0])
         before = shlex.join(self.flags[slice(*place)]) + " -> " if place is not None else ""
         self.flags[slice(*(place or (0, 0)))] = words
         self.changes.append(LineChange("replace" if before else "add", before + shlex.join(words), why))
+        return True
 
 
 def migrate(line: str, num_processes: int | None = None, on_cpu: bool = False) -> Migration:
@@ -173,17 +183,33 @@ def _parsed(line: _Line) -> argparse.Namespace:
     """Return the arguments of the flags, after removing flags that Megatron 0.19.2 does not have."""
     refuse_renamed(line.flags)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            args, rest = whole_parser().parse_known_args(line.flags)
-    except (argparse.ArgumentError, SystemExit) as error:
+        with contextlib.redirect_stderr(io.StringIO()), refusals_of_megatron():
+            args, rest = whole_parser().parse_known_args(_as_trained(line))
+    except (argparse.ArgumentError, SystemExit, ValueError) as error:
         raise ValueError(f"--launch: {error}: give the words with values, without variables of a shell") from error
     for word in rest:
         if word.startswith("--"):
             line.remove(word.split("=")[0], "Megatron 0.19.2 has no such flag")
     args.rank = 0
     with contextlib.suppress(ValueError):  # the last check reports it
-        set_device_defaults(args, line.flags, line.on_cpu, named_or_installed(line.flags))
+        words = _as_trained(line)
+        set_device_defaults(args, words, line.on_cpu, named_or_installed(words))
     return args
+
+
+def _as_trained(line: _Line) -> list[str]:
+    """Return the flags, with Megatron's default layers by name if the line trains on GPUs of another machine.
+
+    Without the name, the packages of this machine would decide.
+    """
+    if line.on_cpu or line.place("--transformer-impl") is not None or _has_gpu():
+        return line.flags
+    return [*line.flags, "--transformer-impl", "transformer_engine"]
+
+
+def _has_gpu() -> bool:
+    """Return whether this machine has a GPU; the stand-ins for CUDA have no compute capability."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() > (0, 0)
 
 
 @dataclass(frozen=True)
@@ -319,14 +345,42 @@ def _heed_refusals(line: _Line) -> None:
             return
         settled.add(row.flag)
         name = next(name for name in on if name in row.instead)
-        flag, advice = row.flag.split()[0], row.instead[name].format(on[name])
-        if added := _ADD.match(advice):
-            line.put([word for word in added.groups() if word], advice)
-        elif (instead := _INSTEAD.match(advice)) and line.remove(flag, advice):
-            if line.place(instead[1]) is None:
-                line.put([instead[1]], f"in place of {flag}")
-        elif not (_DROP.match(advice) and line.remove(flag, advice)):
+        advice = row.instead[name].format(on[name])
+        if not _follow(line, row.flag, advice):
             line.changes.append(LineChange("decide", row.flag, advice))
+
+
+def _follow(line: _Line, setting: str, advice: str) -> bool:
+    """Change a line as the advice of a refused setting says; return whether the advice leaves nothing to decide.
+
+    A flag that nothing reads is removed, so that the line trains as it did. A flag that takes a value is added with its
+    value only.
+    """
+    flag, is_whole = setting.split()[0], len(setting.split()) == 1
+    if unread := _UNREAD.match(advice):
+        return line.remove(flag, f"nothing reads it without {unread[1]}")
+    if (added := _ADD.match(advice)) and (words := _words(added[1], added[2])):
+        line.put(words, advice)
+        return True
+    if (value := _VALUE.match(advice)) and flag in _SAME_TRAINING:
+        line.put([flag, value[1]], advice)
+        return True
+    if instead := _INSTEAD.match(advice):
+        words, is_there = _words(instead[1], instead[2]), line.place(instead[1]) is not None
+        if instead[1] != flag and (is_whole or "in its place" in advice) and (words or is_there):
+            return line.remove(flag, advice) and (is_there or line.put(words, f"in place of {flag}"))
+        if instead[2] and words:
+            return line.put(words, advice)
+        return False
+    return bool(_DROP.match(advice)) and line.remove(flag, advice)
+
+
+def _words(flag: str, value: str | None) -> list[str]:
+    """Return a flag and its value as Megatron's parser needs them; empty if the value is missing."""
+    action = whole_parser()._option_string_actions.get(flag)
+    if action is None:
+        return []
+    return [flag] if action.nargs == 0 else [flag, value] if value else []
 
 
 def _check(line: _Line, num_processes: int | None) -> float | None:
@@ -337,7 +391,7 @@ def _check(line: _Line, num_processes: int | None) -> float | None:
     args = _parsed(line)
     sizes = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     processes = num_processes or sizes * (args.global_batch_size or 1)
-    words = [word for word in line.flags if word != "--cpu"]
+    words = [word for word in _as_trained(line) if word != "--cpu"]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments_of(words, on_cuda=not line.on_cpu, processes=processes)

@@ -40,7 +40,7 @@ REFUSALS = (
     refuse("--experimental-attention-variant", "hdp slices"),
     refuse("--heterogeneous-layers-config-path", "hdp slices"),
     refuse("--heterogeneous-layers-config-encoded-json", "hdp slices"),
-    refuse("--spec", "hdp slices", "remove it: {} has its own layer spec"),
+    refuse("--spec", "hdp slices", "train Megatron's GPT without it: {} has its own layer spec"),
     refuse("--transformer-impl inference_optimized", "hdp slices", "use local or transformer_engine",
            equals("transformer_impl", "inference_optimized")),
     refuse("--window-size other than N,0", "hdp slices", _LOOK_BACK, where(Windows, Windows.look_elsewhere)),
@@ -87,7 +87,7 @@ REFUSALS = (
     refuse("--multi-latent-attention with --position-embedding-type", "hdp", "use rope or none, and --rope-type "
            "yarn for YaRN", given("multi_latent_attention") & equals("position_embedding_type", "yarn")),
     refuse("--mla-down-proj-fusion", "hdp", "remove it: its module computes positions by rows"),
-    refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
+    refuse("--attention-backend", "hdp", "remove it: --hdp-attention-kernel chooses the kernel",
            where(AttentionChoice, AttentionChoice.is_chosen)),
     refuse("--use-kitchen-attention", "hdp", "choose with --hdp-attention-kernel"),
     refuse("--max-seqlen-per-dp-cp-rank", "hdp", "give --hdp-tokens-per-rank"),
