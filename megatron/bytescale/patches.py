@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron.bytescale.core.distributed.ordered_reductions import OrderedBucketGroup
 from megatron.bytescale.core.distributed.param_and_grad_buffer import HostBucketGroup, HostBuffer, taking_gradients
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import wrap_mtp_block_spec
 from megatron.bytescale.core.models.gpt.multi_token import LaterTokenLayer
 from megatron.bytescale.core.optimizer.clip_grads import wrap_clip_grad_by_total_norm_fp32
 from megatron.bytescale.core.optimizer.distrib_optimizer import (
@@ -20,7 +21,6 @@ from megatron.bytescale.core.optimizer.late import flushing
 from megatron.bytescale.core.optimizer.optimizer import paged
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
-from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.registry import Patch, Source
 from megatron.bytescale.training.initialize import (
     wrap_compile_helpers,
@@ -155,6 +155,13 @@ PATCHES: tuple[Patch, ...] = (
         aliases=("megatron.core.optimizer.optimizer", "megatron.core.models.mimo.optimizer"),
     ),
     Patch(
+        target="megatron.training.models.gpt:mtp_block_spec",
+        wrap=wrap_mtp_block_spec,
+        features=(MULTI_TOKEN,),
+        why="it makes the specs of multi-token prediction itself, without the layer spec of the model",
+        sources=(Source("43ccd8c4a276", ALL),),
+    ),
+    Patch(
         target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
         subclass=paged,
         features=(STATES,),
@@ -223,13 +230,6 @@ PATCHES: tuple[Patch, ...] = (
         features=(MULTI_TOKEN,),
         why="it shifts rows beyond the ends of documents; no layer spec names the layer's class",
         sources=(Source("308b3cf67932", TESTED), Source("1abfb71d9bf7", NEXT)),
-    ),
-    Patch(
-        target="megatron.core.transformer.moe.router:TopKRouter",
-        subclass=DocumentRouter,
-        features=(MULTI_TOKEN,),
-        why="the layer inside multi-token prediction takes its router from Megatron's spec of a plain layer",
-        sources=(Source("a2459b314d0f", TESTED), Source("ca56a9b3b881", NEXT)),
     ),
 )
 

@@ -43,6 +43,7 @@ FEATURES = {
     "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp, states",
     "ChainedOptimizer.load_state_dict": "hdp, states",
     "clip_grad_by_total_norm_fp32": "states",
+    "mtp_block_spec": "multi_token",
 }
 # (class, features) of each row with a subclass
 SPECIALIZED = [
@@ -56,7 +57,6 @@ SPECIALIZED = [
     ("_ParamAndGradBucketGroup", "hdp"),
     ("DistributedDataParallel", "states"),
     ("MultiTokenPredictionLayer", "multi_token"),
-    ("TopKRouter", "multi_token"),
 ]
 ALWAYS_REPLACED = {"megatron.core.datasets.utils.compile_helpers"}
 SLICES_REPLACED = ALWAYS_REPLACED | {

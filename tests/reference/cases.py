@@ -167,6 +167,8 @@ OTHER_CASES = [
     Case("balanced steps", "4-zero1", "", "adam", 256, 0),
     Case("balanced steps", "pp2-slices", "full", "sgd", 128, 1),
     Case("balanced steps", "2", "full", "sgd", 256, 2),
+    Case("balanced latent later tokens", "4-pp2", "", "adam", 256, 2),
+    Case("balanced latent later tokens", "2-slices", "full", "sgd", 128, 1),
     Case("balanced answers", "2-slices", "", "sgd", 256, 0),
     Case("balanced answers", "4-pp2", "full", "adam", 128, 1),
 ]

@@ -63,6 +63,14 @@ KINDS |= {
 BALANCED = {
     "balanced documents": Settings(experts=replace(SIGMOID, document_loss=0.1), positions=Positions(base=500)),
     "balanced steps": Settings(experts=Experts(layers=(0, 1), document_loss=0.05, step_loss=0.1)),
+    "balanced latent later tokens": Settings(
+        latent=LATENT,
+        has_qk_norm=True,
+        positions=Positions(interleaved=True),
+        experts=replace(SIGMOID, document_loss=0.1),
+        depths=1,
+        depth_weight=0.3,
+    ),
     "balanced answers": Settings(only_answers=True, experts=Experts(document_loss=0.2, shared=16)),
 }
 """Models with balancing losses; their combinations are chosen by hand."""

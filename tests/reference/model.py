@@ -149,16 +149,17 @@ class Model:
         """Return the weighted losses of all depths, a scalar. Each depth's mean counts as much as the labels' mean."""
         total = states.new_zeros(())
         for depth in range(self.settings.depths):
-            # The last states have no later token. Attention is causal, so no other state depends on them.
-            targets, wanted = labels[depth + 1 :], has_loss[depth + 1 :]
-            states = self.later_states(depth, states[: len(labels) - depth], labels[depth:])
+            # The last states read token 0 in place of a later token, as in Megatron. Attention is causal, so no other
+            # state depends on them, but experts count them.
+            targets, wanted, read = labels[depth + 1 :], has_loss[depth + 1 :], labels[depth:]
+            states = self.later_states(depth, states, F.pad(read, (0, len(states) - len(read))))
             share = int(has_loss.sum()) / max(int(wanted.sum()), 1)
             weight = self.settings.depth_weight / self.settings.depths * share
             total = total + weight * self.cross_entropy(states, targets, wanted)
         return total
 
     def later_states(self, depth: int, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the states of a depth, [m, h], of the states [m, h] before it and the tokens [m] that it reads."""
+        """Return the states of a depth, [n, h], of the states [n, h] before it and the tokens [n] that it reads."""
         prefix = f"mtp.layers.{depth}."
         read = self.norm(prefix + "enorm", self.embedded(tokens, depth + 1))
         both = torch.cat((read, self.norm(prefix + "hnorm", states)), -1)

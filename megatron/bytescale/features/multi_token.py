@@ -47,7 +47,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 
     run = runtime.run
     config, chunks = run.get(MultiTokenConfig), run.find(LossChunks)
-    use = partial(use_later_tokens, config, None if chunks is None else chunks.num_tokens, runtime)
+    use = partial(use_later_tokens, config, None if chunks is None else chunks.num_tokens)
     training.model.pre_wrap_hooks.append(use)
     return training.wrap_forward_step(partial(report_depths, config))
 

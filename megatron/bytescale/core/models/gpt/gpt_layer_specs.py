@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -53,6 +53,23 @@ def document_layer_spec(runtime: Runtime) -> Callable[..., ModuleSpec | Transfor
         return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=LocalNorm)
 
     return layer_spec
+
+
+def wrap_mtp_block_spec(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Put our modules into the layers of multi-token prediction, for which Megatron makes layer specs of its own.
+
+    An expert router becomes a router over documents. As in Megatron it routes and counts every token except padding,
+    including the last tokens of a document, which have no prediction at this depth.
+    """
+
+    def mtp_block_spec(config: GPTModelConfig, *args: object, **kwargs: object) -> Any:
+        spec = copy.deepcopy(original(config, *args, **kwargs))
+        has_engine = config.transformer.transformer_impl == "transformer_engine"
+        for layer in spec.layer_specs if spec is not None else ():
+            _set_document_modules(layer.submodules.mtp_model_layer.submodules, runtime, has_engine)
+        return spec
+
+    return mtp_block_spec
 
 
 def with_sample_attention(

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from bytescale_ext.config.multi_token import MultiTokenConfig
@@ -25,16 +24,11 @@ from bytescale_ext.data.samples.future import no_future
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_angles
 from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
-from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
-from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.registry import specialize
-from megatron.bytescale.runtime import Runtime
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import ColumnParallelLinear
-    from megatron.core.transformer.attention import Attention
-    from megatron.core.transformer.moe.router import Router
 
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -60,19 +54,19 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
 
 
 def use_later_tokens(
-    settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime, model_chunks: list[torch.nn.Module]
+    settings: MultiTokenConfig, chunk_tokens: int | None, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """Hook in ``ModelConfig.pre_wrap_hooks``: give the multi-token prediction layers documents and their losses."""
     for chunk in model_chunks:
         if getattr(chunk, "mtp_process", False):
-            LaterTokens(chunk, settings, chunk_tokens, runtime)
+            LaterTokens(chunk, settings, chunk_tokens)
     return model_chunks
 
 
 class LaterTokens:
     """Hooks on the chunk with the multi-token prediction layers, and the values they record in a forward pass."""
 
-    def __init__(self, chunk: GPTModel, settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime) -> None:
+    def __init__(self, chunk: GPTModel, settings: MultiTokenConfig, chunk_tokens: int | None) -> None:
         self.chunk, self.settings, self.chunk_tokens = chunk, settings, chunk_tokens
         self.labels: torch.Tensor | None = None
         self.states: torch.Tensor | None = None
@@ -85,7 +79,6 @@ class LaterTokens:
                 chunk.output_layer.weight = None
         for layer in chunk.mtp.layers:
             specialize(layer, LaterTokenLayer)
-            use_document_modules(layer, runtime)
         chunk.register_forward_pre_hook(self.begin, with_kwargs=True)
         chunk.mtp.register_forward_pre_hook(self.use_tables, with_kwargs=True)
         chunk.mtp.register_forward_hook(self.note)
@@ -174,24 +167,6 @@ class LaterTokens:
         logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=model["runtime_gather_output"])
         losses: torch.Tensor = model["compute_language_model_loss"](labels, model["scale_logits"](logits))
         return losses.float()
-
-
-def use_document_modules(layer: MultiTokenPredictionLayer, runtime: Runtime) -> None:
-    """Replace Megatron's attention over whole samples in a new layer; a learnable sink keeps its values.
-
-    An expert router becomes a router over documents. As in Megatron it routes and counts every token except padding,
-    including the last tokens of a document, which have no prediction at this depth.
-    """
-    attention: Attention = layer.mtp_model_layer.self_attention
-    config, old = layer.config, attention.core_attention
-    new = DocumentAttention(config, layer.layer_number, runtime=runtime, softmax_scale=config.softmax_scale)
-    if config.softmax_type == "learnable":
-        new.softmax_offset = old.softmax_offset
-    attention.core_attention = new
-    if isinstance(layer.mtp_model_layer.mlp, MoELayer):
-        router: Router = layer.mtp_model_layer.mlp.router
-        specialize(router, DocumentRouter)
-        router.runtime = runtime
 
 
 def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
