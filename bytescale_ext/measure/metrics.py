@@ -158,6 +158,9 @@ class RankStep:
     num_slices: float = 0.0
     device_peak_bytes: float = 0.0
     pass_seconds: float = 0.0
+    rows_read: float = 0.0
+    rows_fetched: float = 0.0
+    updates_lacking: float = 0.0
 
     def __add__(self, other: RankStep) -> RankStep:
         sums = RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -187,6 +190,9 @@ class RankStep:
             host_peak_bytes=max(stage.host_peak_bytes for stage in stages),
             device_peak_bytes=max(stage.device_peak_bytes for stage in stages),
             pass_seconds=max(stage.pass_seconds for stage in stages),
+            rows_read=sum(stage.rows_read for stage in stages),
+            rows_fetched=sum(stage.rows_fetched for stage in stages),
+            updates_lacking=sum(stage.updates_lacking for stage in stages),
         )
 
 
@@ -216,6 +222,9 @@ class IntervalMetrics:
         active_experts: mean number of experts per token while a dense-to-sparse gate anneals.
         stale_steps: mean number of steps whose gradients the parameters lacked, with ``--state-update-steps``.
         most_stale_steps: largest number of such steps in the interval.
+        table_hit_rate: share of the rows that steps read from tables in host memory (``--host-tables``) and did not
+            fetch; rows fetched ahead in vain can make it negative.
+        table_staleness: mean number of updates of other ranks that these rows lacked.
         predicted_over_measured: predicted over measured time of the steps; seconds outside of passes are predicted from
             earlier intervals.
     """
@@ -240,6 +249,8 @@ class IntervalMetrics:
     active_experts: float = 0.0
     stale_steps: float = 0.0
     most_stale_steps: float = 0.0
+    table_hit_rate: float = 0.0
+    table_staleness: float = 0.0
     predicted_over_measured: float = 0.0
 
     @classmethod
@@ -254,6 +265,7 @@ class IntervalMetrics:
         """
         rows = sum(rank.num_rows for rank in ranks)
         tokens = sum(rank.num_tokens for rank in ranks)
+        table_rows = sum(rank.rows_read for rank in ranks)
         return cls(
             iteration=iteration,
             num_steps=num_steps,
@@ -271,6 +283,8 @@ class IntervalMetrics:
             host_peak_megabytes=max(rank.host_peak_bytes for rank in ranks) / 1e6,
             slices_per_micro_batch=max(1.0, ranks[0].num_slices / num_steps),
             device_peak_megabytes=max(rank.device_peak_bytes for rank in ranks) / 1e6,
+            table_hit_rate=1 - sum(rank.rows_fetched for rank in ranks) / table_rows if table_rows else 0.0,
+            table_staleness=sum(rank.updates_lacking for rank in ranks) / table_rows if table_rows else 0.0,
         )
 
     def scalars(self) -> dict[str, float]:
@@ -291,7 +305,7 @@ class IntervalMetrics:
             f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
             f"{self._predicted()}padding {100 * self.padding_share:.2f}% | "
             f"waited for plan {self.plan_wait_ms:.1f} ms | ring traffic {self.megabytes_sent_per_step:.1f} MB/step"
-            f"{self._slices()}{self._activations()}{self._peak()}"
+            f"{self._slices()}{self._activations()}{self._tables()}{self._peak()}"
         )
 
     def _predicted(self) -> str:
@@ -304,6 +318,11 @@ class IntervalMetrics:
     def _activations(self) -> str:
         parts = self.kept_megabytes_per_step, self.swapped_megabytes_per_step, self.recomputed_megabytes_per_step
         return f" | {activations_text(*parts, self.host_peak_megabytes)}" if any(parts) else ""
+
+    def _tables(self) -> str:
+        if not self.table_hit_rate and not self.table_staleness:
+            return ""
+        return f" | tables: {100 * self.table_hit_rate:.1f}% hits, rows lack {self.table_staleness:.2f} updates"
 
     def _peak(self) -> str:
         return f" | memory {self.device_peak_megabytes:,.1f} MB" if self.device_peak_megabytes else ""

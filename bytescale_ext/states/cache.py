@@ -55,12 +55,15 @@ class RowCounts:
         num_fetched: rows fetched from the table.
         num_staged: fetched rows that arrived before the batch that reads them.
         num_pushed: rows whose updates were sent to the table.
+        num_lacking: updates that copies lacked when batches read them, counted by the owner of the rows for all
+            workers.
     """
 
     num_read: int = 0
     num_fetched: int = 0
     num_staged: int = 0
     num_pushed: int = 0
+    num_lacking: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,11 @@ class RowTable:
         answered = rows[asked]
         return Answer(asked, self.values[answered], self.squares[answered], self.versions[answered])
 
+    def lacking(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> int:
+        """Return the number of updates that a worker's copies lack and keep lacking. Arguments as in ``answer``."""
+        lags = self.versions[rows] - versions
+        return int(lags[(versions >= 0) & (lags <= read_bound)].sum())
+
     def apply(self, pushes: Sequence[Push], rate: float) -> None:
         """Update rows with the pushes of one step, summed in their order.
 

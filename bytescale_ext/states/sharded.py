@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bytescale_ext.states.cache import RowCounts
 from bytescale_ext.states.rows import Answer, Push, RowTable
 
 
@@ -24,10 +25,12 @@ class ShardedRows:
         shard: rows that this rank owns. Rank r owns the rows from ``r * len(shard.values)`` on. All shards have equal
             size, so the last rows may be unused.
         group: ranks that share the table.
+        counts: counts to which the updates that copies lack are added; None: they are not counted.
     """
 
     shard: RowTable
     group: dist.ProcessGroup
+    counts: RowCounts | None = None
 
     def answer(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> Answer:
         """Return the rows that are newer than the worker's copies; see ``RowTable.answer``. Collective.
@@ -35,8 +38,11 @@ class ShardedRows:
         ``rows``: int64 [n], ascending; ``versions``: int64 [n].
         """
         bounds = self._bounds(rows)
-        requests = zip(*(self._exchange(np.split(column, bounds[1:-1])) for column in (rows, versions)), strict=True)
-        answers = [self.shard.answer(self._local(rows), versions, read_bound) for rows, versions in requests]
+        columns = (self._exchange(np.split(column, bounds[1:-1])) for column in (rows, versions))
+        requests = [(self._local(rows), versions) for rows, versions in zip(*columns, strict=True)]
+        if self.counts is not None:
+            self.counts.num_lacking += sum(self.shard.lacking(*request, read_bound) for request in requests)
+        answers = [self.shard.answer(*request, read_bound) for request in requests]
         positions = self._exchange([answer.asked for answer in answers])
         return Answer(
             np.concatenate([position + start for position, start in zip(positions, bounds[:-1], strict=True)]),

@@ -122,6 +122,15 @@ def test_memory_is_that_of_the_process_that_needs_most() -> None:
     assert "memory" not in IntervalMetrics.of(4, 2, 1.0, [RankStep()]).line()
 
 
+def test_tables_count_the_rows_of_all_ranks_and_stages() -> None:
+    stage = RankStep(rows_read=100, rows_fetched=10, updates_lacking=30)
+    other = RankStep(rows_read=60, rows_fetched=6)
+    metrics = IntervalMetrics.of(4, 2, 1.0, [RankStep.of_stages([stage, other]) + RankStep(), RankStep(rows_read=40)])
+    assert (metrics.scalars()["table_hit_rate"], metrics.scalars()["table_staleness"]) == (0.92, 0.15)
+    assert metrics.line().endswith(" | tables: 92.0% hits, rows lack 0.15 updates")
+    assert "tables" not in IntervalMetrics.of(4, 2, 1.0, [RankStep()]).line()
+
+
 def test_slices_are_a_mean_over_steps() -> None:
     """The planner may choose other slices in each step. Without slices their figures are left out."""
     steps = RankStep(num_micro_batches=1, num_slices=12) + RankStep(num_micro_batches=1, num_slices=8)

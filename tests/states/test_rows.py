@@ -59,3 +59,4 @@ def test_only_copies_that_are_too_old_are_sent() -> None:
     assert (answer.values == table.values[[3, 0]]).all()
     assert (answer.squares == 0).all()
     assert table.answer(rows, versions, 0).asked.tolist() == [2, 3, 4]
+    assert [table.lacking(rows, versions, bound) for bound in (0, 2, 3)] == [0, 2, 5]

@@ -77,7 +77,7 @@ def _keep_tables(training: Training, runtime: Runtime, tables: TablesOfStep) -> 
         ) -> None:
             finalize(model, num_tokens, *args, **kwargs)  # sums the labels of all ranks in num_tokens
             assert num_tokens is not None, "losses are summed over tokens"
-            tables.end(num_tokens)
+            runtime.log.totals.figures += tables.end(num_tokens)
 
         return finalize_and_send
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from bytescale_ext.config.memory.tables import HostTables
 from bytescale_ext.data.loading.step import StepBatch
+from bytescale_ext.measure.metrics import RankStep
 from bytescale_ext.parallel.upload import upload
 from bytescale_ext.states.cache import RowCache
 from bytescale_ext.states.rows import RowTable
@@ -56,6 +57,8 @@ class HostTable:
 
     def _empty_cache(self) -> None:
         self._cache = RowCache(self.settings.cache, self.num_rows, self._rows.shard.values.shape[1])
+        self._rows = replace(self._rows, counts=self._cache.traffic)
+        self._taken = RankStep()
 
     def begin_step(self, rows: np.ndarray, training: bool, step_index: int) -> None:
         """Read the rows int64 [n] of a step, in ascending order. Collective."""
@@ -64,13 +67,14 @@ class HostTable:
         values = torch.from_numpy(self._cache.lookup(rows, self._rows, self.settings.rate))
         if not training:  # rows that left the cache are sent, as after a training step
             self._send(rows[:0], values[:0].numpy())
+            self.take_counts()  # of evaluation
         self._step_rows = rows
         self._names = upload(torch.from_numpy(rows), self.device)
         self._values = upload(values, self.device).requires_grad_()
 
     def stage(self, rows: np.ndarray, group: torch.distributed.ProcessGroup) -> None:
         """Prefetch the next step's rows int64 [n], ascending, over a separate group of the same ranks. Collective."""
-        self._cache.stage(rows, replace(self._rows, group=group))
+        self._cache.stage(rows, replace(self._rows, group=group, counts=None))
 
     def values_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the values float32 [..., dim] of rows int64 [...] of the current step."""
@@ -83,6 +87,18 @@ class HostTable:
         if sequence_parallel:  # each tensor-parallel rank has only its own tokens' gradients
             torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         self._send(self._step_rows, (gradient / num_labels).cpu().numpy())
+
+    def take_counts(self) -> RankStep:
+        """Return the rows read and fetched since the last call, and the updates that copies of own rows lacked."""
+        counts, taken = self._cache.traffic, self._taken
+        self._taken = RankStep(
+            rows_read=counts.num_read, rows_fetched=counts.num_fetched, updates_lacking=counts.num_lacking
+        )
+        return RankStep(
+            rows_read=counts.num_read - taken.rows_read,
+            rows_fetched=counts.num_fetched - taken.rows_fetched,
+            updates_lacking=counts.num_lacking - taken.updates_lacking,
+        )
 
     def _send(self, rows: np.ndarray, gradients: np.ndarray) -> None:
         """Add the gradients [n, dim] of rows [n] to the cache and send the rows that are due. Collective."""
@@ -178,13 +194,18 @@ class TablesOfStep:
             for module in modules:
                 module.host.stage(rows, self._group_ahead)
 
-    def end(self, num_labels: torch.Tensor) -> None:
-        """Send the step's gradients, divided by its number of labels (a scalar). Collective."""
+    def end(self, num_labels: torch.Tensor) -> RankStep:
+        """Send the step's gradients, divided by its number of labels (a scalar). Collective.
+
+        Returns the counts of rows of all tables in this step.
+        """
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
         for module in itertools.chain.from_iterable(self._modules.values()):
             module.host.end_step(num_labels, module.config.sequence_parallel)
+        tables = itertools.chain.from_iterable(self._modules.values())
+        return sum((module.host.take_counts() for module in tables), RankStep())
 
 
 def in_thread(work: Callable[[], None]) -> Future[None]:

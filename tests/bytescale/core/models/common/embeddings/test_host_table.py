@@ -63,8 +63,10 @@ class Other(Owner):
     """A table of another feature."""
 
 
-def steps_asked_for(rank: int, world: int) -> tuple[list[str], list[int]]:
-    """Return the threads that ask for a next step while tables of two kinds are prefetched, and rows read ahead."""
+def steps_asked_for(rank: int, world: int) -> tuple[list[str], list[int], list[float]]:
+    """Return the threads that ask for a next step while tables of two kinds are prefetched, rows read ahead, and the
+    rows that each step reads.
+    """
     group = torch.distributed.group.WORLD
     host_table.parallel_state = SimpleNamespace(  # type: ignore[attr-defined]
         get_data_parallel_group_gloo=lambda with_context_parallel: group
@@ -77,18 +79,21 @@ def steps_asked_for(rank: int, world: int) -> tuple[list[str], list[int]]:
         asked.append(threading.current_thread().name)
         return step_of(5, 7)
 
+    num_read = []
     for number in range(3):
         tables.begin(step_of(0, 1 + rank, number=number), True, following)
         for module in model:
             rows = module.host._step_rows
             module.host.values_of(torch.from_numpy(rows)).sum().backward()
-        tables.end(torch.tensor(1.0))
-    return asked, [module.host._cache.traffic.num_staged for module in model]
+        num_read.append(tables.end(torch.tensor(1.0)).rows_read)
+        tables.begin(step_of(3, 4), False)  # an evaluation does not count
+    return asked, [module.host._cache.traffic.num_staged for module in model], num_read
 
 
 @pytest.mark.ranks
 def test_one_thread_looks_ahead_for_all_tables() -> None:
-    for asked, staged in run_ranks(steps_asked_for, 2):
+    for asked, staged, num_read in run_ranks(steps_asked_for, 2):
+        assert num_read == [6, 6, 6]  # two rows of each table; the second is a table of both kinds
         assert asked == ["bytescale-rows"] * 3
         assert min(staged) > 0
 
