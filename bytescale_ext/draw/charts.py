@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
-from bytescale_ext.draw.figure import BLUE, DARK_BLUE, INK, LINES, draw_line, new_figure, save, set_grid, set_title
+from bytescale_ext.draw.figure import (
+    ARMS,
+    BLUE,
+    DARK_BLUE,
+    INK,
+    SERIES,
+    draw_line,
+    new_figure,
+    save,
+    set_grid,
+    set_legend,
+    set_title,
+)
 from bytescale_ext.plan.experts.placement import Floats, Ints
 
 _MOST_POINTS = 60  # points of each line of balance ratios
@@ -62,7 +75,7 @@ def draw_loss(
 
 
 def draw_bars(bars: dict[str, tuple[float, float]], path: Path, title: str, xlabel: str) -> None:
-    """Draw a horizontal bar for each mean, with a mark at the worst value.
+    """Draw a horizontal bar for each mean, with a mark at the worst value. Bars of arms have the arms' colours.
 
     Args:
         bars: (mean, worst value) by name, from top to bottom.
@@ -75,31 +88,31 @@ def draw_bars(bars: dict[str, tuple[float, float]], path: Path, title: str, xlab
     """
     if not bars:
         raise ValueError("there are no bars to draw")
-    figure, (axes,) = new_figure(8.0, 1.4 + 0.5 * len(bars))
+    figure, (axes,) = new_figure(8.0, 1.8 + 0.5 * len(bars))
     rows = range(len(bars))
     means, worsts = zip(*bars.values(), strict=True)
-    axes.barh(rows, means, height=0.62, color=BLUE, label="mean")
-    axes.plot(worsts, rows, linestyle="none", marker="|", markersize=18, markeredgewidth=2, color=INK, label="worst")
+    colours = [ARMS[name].colour if name in ARMS else BLUE for name in bars]
+    axes.barh(rows, means, height=0.62, color=colours)
+    axes.plot(worsts, rows, linestyle="none", marker="|", markersize=18, markeredgewidth=2, color=INK)
     for row, (mean, worst) in enumerate(bars.values()):
+        text = f"{mean:.2f}, worst {worst:.2f}"
         place = (max(mean, worst), row)
-        text = f"{mean:.3g}"
         axes.annotate(text, place, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
     axes.set_yticks(rows, list(bars))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.1)
+    axes.margins(x=0.2)
     axes.set_xlabel(xlabel)
-    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     set_title(axes, title)
     save(figure, path)
 
 
-def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, title: str, xlabel: str) -> None:
-    """Draw a row of dots on a logarithmic axis for each case; each name has its own colour and marker.
+def draw_dots(rows: dict[str, list[float]], names: Mapping[str, str], path: Path, title: str, xlabel: str) -> None:
+    """Draw a row of dots on a logarithmic axis for each case; each arm has its own colour and marker.
 
     Args:
         rows: values by case, from top to bottom; each case has one value per name.
-        names: names of the values of a row, for the legend.
+        names: arm (a key of ``figure.ARMS``) of each value of a row, by its name in the legend.
         path: file to write.
         title: title of the picture.
         xlabel: label of the horizontal axis.
@@ -111,12 +124,11 @@ def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, ti
 
     if not rows:
         raise ValueError("there are no rows to draw")
-    figure, (axes,) = new_figure(8.5, 1.4 + 0.36 * len(rows))
-    for number, name in enumerate(names):
-        colour, marker, _, _ = LINES[number % len(LINES)]
+    figure, (axes,) = new_figure(8.5, 1.6 + 0.36 * len(rows))
+    for number, (name, arm) in enumerate(names.items()):
         series = [row[number] for row in rows.values()]
-        axes.plot(series, range(len(rows)), linestyle="none", marker=marker, markersize=7, markeredgecolor=INK,
-                  color=colour, label=name, zorder=3 + number)  # fmt: skip
+        axes.plot(series, range(len(rows)), linestyle="none", marker=ARMS[arm].marker, markersize=7,
+                  markeredgecolor=INK, color=ARMS[arm].colour, label=name, zorder=3 + number)  # fmt: skip
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
     axes.set_xscale("log")
     values = [value for row in rows.values() for value in row]
@@ -130,7 +142,7 @@ def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, ti
     axes.tick_params(axis="y", length=0)
     set_title(axes, title)
     axes.set_xlabel(xlabel)
-    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=len(names))
+    set_legend(figure, axes, len(names))
     save(figure, path)
 
 
@@ -147,15 +159,15 @@ def draw_hit_rates(lines: Mapping[str, Sequence[tuple[float, float]]], path: Pat
     """
     if not any(lines.values()):
         raise ValueError("there are no hit rates to draw")
-    figure, (axes,) = new_figure(7.0, 4.0)
-    for number, (name, points) in enumerate(lines.items(), start=1):
-        draw_line(axes, number, [(100 * size, 100 * rate) for size, rate in sorted(points)], name)
+    figure, (axes,) = new_figure(7.0, 4.4)
+    for style, (name, points) in zip(cycle(SERIES), lines.items(), strict=False):
+        draw_line(axes, style, [(100 * size, 100 * rate) for size, rate in sorted(points)], name)
     axes.set_ylim(0, 100)
     axes.set_xlim(left=0)
     set_grid(axes, "y")
-    axes.set_xlabel("rows in the cache of a worker, % of all rows touched")
-    axes.set_ylabel("reads without a transfer, %")
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    axes.set_xlabel("rows in the cache of a worker (% of all rows touched)")
+    axes.set_ylabel("reads without a transfer (%)")
+    set_legend(figure, axes, len(lines))
     set_title(axes, title)
     save(figure, path)
 
@@ -174,15 +186,16 @@ def draw_loads(loads: Ints, ratios: Mapping[str, Floats], path: Path, title: str
     """
     figure, (tokens, balance) = new_figure(10.0, 6.0, heights=(2.0, 1.0))
     picture = tokens.imshow(loads.T, aspect="auto", cmap="Blues", interpolation="nearest", origin="lower")
-    figure.colorbar(picture, ax=tokens, label="tokens")
+    figure.colorbar(picture, ax=tokens, label="tokens of an expert")
     tokens.set_ylabel("expert")
     set_title(tokens, title)
     stride = -(-len(loads) // _MOST_POINTS)
-    for number, (name, row) in enumerate(ratios.items()):
-        draw_line(balance, number, [(step, float(row[step])) for step in range(0, len(row), stride)], name)
+    for style, (name, row) in zip(cycle(SERIES), ratios.items(), strict=False):
+        draw_line(balance, style, [(step, float(row[step])) for step in range(0, len(row), stride)], name)
+    balance.set_xlim(tokens.get_xlim())
     balance.set_xlabel("step")
-    balance.set_ylabel("busiest rank / mean")
-    balance.legend(frameon=False, fontsize=9)
+    balance.set_ylabel("tokens: busiest\nrank / mean")
+    set_legend(figure, balance, len(ratios))
     save(figure, path)
 
 

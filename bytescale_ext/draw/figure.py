@@ -1,13 +1,15 @@
 """Figure set-up and colour palette shared by all pictures.
 
 The hue of a box follows from the number of its sequence or micro-batch. Forward and backward differ in lightness, and
-lines differ in marker and dash, so pictures stay readable in greyscale. Functions import matplotlib when they draw.
+lines differ in marker and dash, so pictures stay readable in greyscale. A way to train that is compared with others (an
+arm) has the same colour and marker in all pictures. Functions import matplotlib when they draw.
 """
 
 from __future__ import annotations
 
 import colorsys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -27,14 +29,50 @@ PADDING: Final = (0.8, 0.8, 0.8)
 BLUE: Final = "#4c78a8"
 DARK_BLUE: Final = "#1f3f66"
 GREYS: Final = {"wait": (0.90, 0.90, 0.90), "reduce": (0.66, 0.66, 0.66), "optimizer": (0.42, 0.42, 0.42)}
-LINES: Final = (
-    ("#9ecae1", "s", "-", 5.0),
-    ("#e08214", "o", "-", 1.6),
-    ("#35978f", "^", "-", 1.6),
-    ("#7b3294", "D", "-", 1.6),
-    ("#1a1a1a", "", "--", 1.6),
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and dash of a line, of dots, or of bars (the colour alone)."""
+
+    colour: str
+    marker: str
+    dash: str = "-"
+
+
+_ARMS: Final = {
+    "ours": Style("#1f5fbf", "o"),
+    "plain": Style("#8ab6e8", "p", "--"),
+    "bytescale": Style("#2a9d8f", "^"),
+    "naive": Style("#8c6bb1", "v", ":"),
+    "hybrid": Style("#e08214", "D"),
+    "static": Style("#b2182b", "s"),
+    "packed": Style("#7f7f7f", "P", "--"),
+    "pipelines": Style("#d4a72c", "X", "--"),
+    "slices": Style("#3f8f3f", "<"),
+    "eager": Style("#9bcf6a", ">", ":"),
+}
+ARMS: Final = _ARMS | {"megatron-hybrid": _ARMS["hybrid"]}
+"""Style of each arm, by its name in the benches and planners. *pipelines* are pipelines with 1F1B."""
+TIMES: Final = {
+    "computing": "#3a83c6",
+    "exchange": "#a9c43a",
+    "sending": "#a9c43a",
+    "stage": "#5b9e6f",
+    "reduction": "#c77f3a",
+    "launch": "#8c6bb1",
+    "other": "#999999",
+    "waiting": "#e0e0e0",
+}
+"""Colour of each kind of time. Sending is the part of an exchange that processors of the emulated cluster do."""
+SERIES: Final = (
+    Style("#1f5fbf", "o"),
+    Style("#e08214", "s", "--"),
+    Style("#2a9d8f", "^", "-."),
+    Style("#7b3294", "D", ":"),
+    Style("#1a1a1a", "x", "--"),
 )
-"""Colour, marker, dash and width of each line of a plot. The first line is broad, so it shows below an equal line."""
+"""Styles of lines that are no arms, by their order in a picture."""
 _GOLDEN: Final = 0.6180339887498949  # golden ratio: hues this far apart keep consecutive numbers distinguishable
 
 
@@ -65,11 +103,12 @@ def new_figure(
     return figure, axes
 
 
-def draw_line(axes: Axes, number: int, points: Sequence[tuple[float, float]], label: str) -> None:
-    """Draw a line through the points (x, y), in the style at index ``number`` of ``LINES``."""
-    colour, marker, dash, width = LINES[number % len(LINES)]
+def draw_line(axes: Axes, style: Style, points: Sequence[tuple[float, float]], label: str) -> None:
+    """Draw a line through the points (x, y)."""
     x, y = [x for x, _ in points], [y for _, y in points]
-    axes.plot(x, y, color=colour, marker=marker, markersize=5, linestyle=dash, linewidth=width, label=label)
+    axes.plot(
+        x, y, color=style.colour, marker=style.marker, markersize=5, linestyle=style.dash, linewidth=1.8, label=label
+    )
 
 
 def set_grid(axes: Axes, axis: Literal["both", "x", "y"] = "both") -> None:
@@ -83,10 +122,25 @@ def set_title(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
 
 
+def set_legend(figure: Figure, axes: Axes, columns: int) -> None:
+    """Put the legend of one panel below all panels, where it covers neither data nor titles."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=9, labelcolor=INK, loc="outside lower center", ncols=columns,
+                  handlelength=3.0)  # fmt: skip
+
+
 def set_rows(axes: Axes, numbers: range, name: str) -> None:
     """Label the rows of boxes ``name 0``, ``name 1`` and so on, without tick marks."""
     axes.set_yticks(numbers, [f"{name} {number}" for number in numbers])
     axes.tick_params(axis="y", length=0)
+
+
+def count_text(count: int) -> str:
+    """Return a count with a binary suffix, K for 1024 and M for 1024**2, as in names of context lengths."""
+    for size, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{name}"
+    return str(count)
 
 
 def save(figure: Figure, path: Path) -> None:

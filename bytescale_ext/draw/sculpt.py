@@ -34,16 +34,20 @@ def draw_clusters(vectors: np.ndarray, cluster: np.ndarray, tokens: np.ndarray, 
     points = principal_components(vectors)[shown]
     for number, coloured in enumerate(by_size[:_COLOURED].tolist()):
         members = points[cluster[shown] == coloured]
-        scatter.scatter(members[:, 0], members[:, 1], s=7, color=hue_colour(number, 0.5, 0.6), zorder=2)
+        scatter.scatter(members[:, 0], members[:, 1], s=9, color=hue_colour(number, 0.5, 0.6), zorder=2)
     others = points[~np.isin(cluster[shown], by_size[:_COLOURED])]
     scatter.scatter(others[:, 0], others[:, 1], s=3, color=PADDING, zorder=1)
     scatter.set_xticks([])
     scatter.set_yticks([])
+    scatter.set_xlabel("first principal component of the embeddings")
+    scatter.set_ylabel("second principal component")
     set_title(scatter, f"documents; the {min(_COLOURED, len(sizes))} largest of {len(sizes)} clusters in colour")
-    bars.bar(np.arange(len(sizes)), sizes[by_size], width=1.0, color=BLUE)
+    most = sizes.max(initial=0.0)
+    scale, unit = (1e6, " (millions)") if most >= 1e6 else (1e3, " (thousands)") if most >= 1e4 else (1.0, "")
+    bars.bar(np.arange(len(sizes)), sizes[by_size] / scale, width=1.0, color=BLUE)
     set_grid(bars, "y")
-    bars.set_xlabel("cluster")
-    bars.set_ylabel("tokens")
+    bars.set_xlabel("cluster, by size")
+    bars.set_ylabel(f"tokens{unit}")
     set_title(bars, "tokens of each cluster")
     save(figure, path)
 

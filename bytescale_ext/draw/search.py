@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bytescale_ext.draw.figure import BLUE, DARK_BLUE, FRAME, INK, new_figure, save, set_grid, set_title
+from bytescale_ext.draw.figure import BLUE, DARK_BLUE, FRAME, INK, new_figure, save, set_grid, set_legend, set_title
 
 
 def draw_strategies(
@@ -37,9 +37,9 @@ def draw_strategies(
     axes.annotate(name, (gb, seconds), xytext=(0, -14), textcoords="offset points", fontsize=9, color=INK, ha="right")
     set_grid(axes)
     axes.set_ylim(bottom=0.0)
-    axes.set_xlabel("device memory, GB")
-    axes.set_ylabel("seconds of a step")
-    axes.legend(frameon=False, fontsize=9)
+    axes.set_xlabel("device memory (GB)")
+    axes.set_ylabel("time of a step (s)")
+    set_legend(figure, axes, 3)
     set_title(axes, title)
     save(figure, path)
 

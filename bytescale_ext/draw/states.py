@@ -25,6 +25,13 @@ _LANES: Final = {
 def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
     """Draw the first moves of a step, one colour per page, into a file whose suffix sets the format.
 
+    If the step has more moves than the picture, the title also says how much of the step is shown.
+
+    Args:
+        moves: moves of one step, in the order of their start.
+        path: file to write.
+        title: title of the picture.
+
     Raises:
         ValueError: there are no moves, or the file cannot be written.
     """
@@ -37,14 +44,19 @@ def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
     for timed in shown:
         lane, length = lanes.index(timed.move.kind), timed.stop - timed.start
         colour = hue_colour(timed.move.page, 0.66, 0.55)
-        axes.barh(lane, 1e3 * length, 0.8, 1e3 * timed.start, color=colour, edgecolor="white", linewidth=0.5)
-        if length > 0.02 * end:
+        is_wide = length > 0.02 * end
+        edge = "white" if is_wide else colour  # a white edge would hide a narrow box
+        axes.barh(lane, 1e3 * length, 0.8, 1e3 * timed.start, color=colour, edgecolor=edge, linewidth=0.5)
+        if is_wide:
             middle = 1e3 * (timed.start + timed.stop) / 2
             axes.text(middle, lane, str(timed.move.page), ha="center", va="center", fontsize=7, color=ink_on(colour))
     axes.set_xlim(1e3 * min(timed.start for timed in shown), 1e3 * end)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_yticks(range(len(lanes)), [_LANES[kind] for kind in lanes])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("milliseconds")
+    axes.set_xlabel("time (ms)")
+    whole = max(timed.stop for timed in moves)
+    if len(shown) < len(moves):
+        title += f"\nthe first {1e3 * end:,.3g} of {1e3 * whole:,.4g} ms; a number and a colour for each page"
     set_title(axes, title)
     save(figure, path)

@@ -15,6 +15,7 @@ from bytescale_ext.draw.figure import (
     INK,
     PADDING,
     Colour,
+    count_text,
     hue_colour,
     ink_on,
     new_figure,
@@ -27,9 +28,10 @@ from bytescale_ext.measure.timeline import COMPUTE_KINDS, Phase, PhaseShard, sha
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _ROW: Final = 0.78  # height of a box; ranks are 1 apart
-_NARROW: Final = 0.01  # boxes narrower than this fraction of the picture have neither frame nor label
+_WIDTH: Final = 12.5  # inches of the time axis
 
 
 def draw_timeline(phases: Sequence[Phase], path: Path, title: str, unit: str = "s") -> None:
@@ -66,23 +68,23 @@ def draw_timelines(steps: Sequence[tuple[str, Sequence[Phase]]], path: Path, uni
     if not all(phases for _, phases in steps):
         raise ValueError("there are no phases to draw")
     num_rows = [max(phase.rank for phase in phases) + 1 for _, phases in steps]
-    heights = [min(1.9 + 0.46 * rows, 5.2 + 0.115 * rows) for rows in num_rows]
+    heights = [min(2.1 + 0.46 * rows, 5.4 + 0.115 * rows) for rows in num_rows]
     figure, panels = new_figure(14.0, sum(heights), heights=heights)
     longest = max(max(phase.stop for phase in phases) - min(phase.start for phase in phases) for _, phases in steps)
     for axes, (title, phases), rows, height in zip(panels, steps, num_rows, heights, strict=True):
         origin = min(phase.start for phase in phases)
         _draw_boxes(axes, phases, origin)
         _draw_rings(axes, phases, origin, longest)
-        _draw_labels(axes, phases, origin, longest, (height - 1.5) / rows)
+        _draw_labels(axes, phases, origin, longest, (height - 1.7) / rows)
         axes.set_xlim(0.0, longest * 1.005 or 1.0)
         axes.set_ylim(rows - 0.42, -0.58)
         step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096) if rows / step <= 24)
         set_rows(axes, range(0, rows, step), "rank")
         set_title(axes, title)
-    panels[-1].set_xlabel(f"time ({unit})" if unit == "s" else unit)
+    panels[-1].set_xlabel(f"{'time' if unit == 's' else 'work'} ({unit})")
     all_phases = [phase for _, phases in steps for phase in phases]
     has_rings = any(len(shard.ring) > 1 for phase in all_phases for shard in phase.shards)
-    _draw_legend(panels[0], {phase.kind for phase in all_phases}, has_rings)
+    _draw_legend(figure, {phase.kind for phase in all_phases}, has_rings)
     save(figure, path)
 
 
@@ -150,8 +152,8 @@ def _draw_boxes(axes: Axes, phases: Sequence[Phase], origin: float) -> None:
     axes.add_collection(edges)
 
 
-def _frames(phases: Sequence[Phase], origin: float, length: float) -> list[_Frame]:
-    """Return a frame for each pass of each ring (one pass per slice), without frames that have a narrow box."""
+def _frames(phases: Sequence[Phase], origin: float) -> list[_Frame]:
+    """Return a frame for each pass of each ring (one pass per slice)."""
     frames: dict[tuple[str, int, int], _Frame] = {}
     passes: Counter[tuple[str, int, int]] = Counter()
     for phase in phases:
@@ -162,19 +164,21 @@ def _frames(phases: Sequence[Phase], origin: float, length: float) -> list[_Fram
             frame = frames.setdefault((phase.kind, shard.seq, passes[key]), _Frame(phase.kind, shard, {}))
             frame.rows[phase.rank] = (start - origin, stop - origin)
             passes[key] += 1
-    return [frame for frame in frames.values() if frame.narrowest >= _NARROW * length]
+    return list(frames.values())
 
 
 def _draw_rings(axes: Axes, phases: Sequence[Phase], origin: float, length: float) -> None:
     """Draw a frame around each ring, and fill the gaps between its rows so that the ring is one block."""
     from matplotlib.patches import Polygon
 
-    for frame in _frames(phases, origin, length):
+    for frame in _frames(phases, origin):
         colour = _sequence_colour(frame.shard.seq, True, "backward")
         dark: Colour = (colour[0] * 0.6, colour[1] * 0.6, colour[2] * 0.6)
         fill = _sequence_colour(frame.shard.seq, True, frame.kind)
         axes.add_patch(Polygon(frame.outline(), facecolor=fill, edgecolor="none", zorder=0.5))
-        edge = Polygon(frame.outline(), facecolor="none", edgecolor=dark, linewidth=2.8, zorder=3)
+        points = 72.0 * _WIDTH * frame.narrowest / length if length else 0.0
+        width = min(2.8, max(0.3, 0.3 * points))  # a wider line would hide a narrow box
+        edge = Polygon(frame.outline(), facecolor="none", edgecolor=dark, linewidth=width, zorder=3)
         axes.add_patch(edge)
         edge.set_clip_path(edge)  # draws only the inner half of the line, so it does not cover neighbouring boxes
 
@@ -191,7 +195,7 @@ def _ring_label(frame: _Frame, inches: float, inches_per_row: float) -> tuple[fl
         inches_per_row: height of a row, in inches.
     """
     ranks = sorted(frame.rows)
-    members, length = len(frame.shard.ring), _count_text(frame.shard.length)
+    members, length = len(frame.shard.ring), count_text(frame.shard.length)
     middle = ranks[(len(ranks) - 1) // 2]
     areas = [(*frame.rows[middle], middle, _ROW), (*frame.shared, (ranks[0] + ranks[-1]) / 2, len(ranks) - 1 + _ROW)]
     name = f"document {frame.shard.seq}"
@@ -204,8 +208,8 @@ def _ring_label(frame: _Frame, inches: float, inches_per_row: float) -> tuple[fl
 
 def _draw_labels(axes: Axes, phases: Sequence[Phase], origin: float, length: float, inches_per_row: float) -> None:
     """Label the rings and the documents of single ranks if the text fits in their boxes."""
-    inches = 12.5 / length if length else 0.0
-    for frame in _frames(phases, origin, length):
+    inches = _WIDTH / length if length else 0.0
+    for frame in _frames(phases, origin):
         time, row, text = _ring_label(frame, inches, inches_per_row)
         colour = ink_on(_sequence_colour(frame.shard.seq, True, frame.kind))
         axes.text(time, row, text, ha="center", va="center", fontsize=8, color=colour, zorder=4)
@@ -229,15 +233,7 @@ def _fitting_text(texts: Sequence[str], width: float, height: float) -> str:
     return ""
 
 
-def _count_text(count: int) -> str:
-    """Return a count with a binary suffix, K for 1024 and M for 1024**2, as in names of context lengths."""
-    for size, name in ((1 << 20, "M"), (1 << 10, "K")):
-        if count >= size:
-            return f"{count / size:.3g}{name}"
-    return str(count)
-
-
-def _draw_legend(axes: Axes, kinds: set[str], has_rings: bool) -> None:
+def _draw_legend(figure: Figure, kinds: set[str], has_rings: bool) -> None:
     from matplotlib.patches import Patch
 
     entries = [Patch(facecolor=_sequence_colour(0, True, kind), label=kind) for kind in COMPUTE_KINDS if kind in kinds]
@@ -246,15 +242,5 @@ def _draw_legend(axes: Axes, kinds: set[str], has_rings: bool) -> None:
     names = {"wait": "waiting", "reduce": "gradient reduction", "optimizer": "optimizer"}
     entries += [Patch(facecolor=GREYS[kind], label=name) for kind, name in names.items() if kind in kinds]
     entries.append(Patch(facecolor=IDLE, edgecolor=FRAME, linewidth=0.6, label="idle"))
-    axes.legend(
-        handles=entries,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(entries),
-        frameon=False,
-        fontsize=8,
-        labelcolor=INK,
-        handlelength=1.2,
-        columnspacing=1.2,
-        borderaxespad=0.2,
-    )
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9,
+                  labelcolor=INK)  # fmt: skip

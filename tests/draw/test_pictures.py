@@ -45,7 +45,9 @@ PICTURES: dict[str, Draw] = {
     "loss": partial(draw_loss, range(200), [3.0 / (step + 1) for step in range(200)]),
     "one loss": partial(draw_loss, range(1), [3.0]),
     "bars": lambda path: draw_bars({"ours": (1.0, 1.5), "static": (2.0, 2.5)}, path, "title", "time / bound"),
-    "dots": lambda path: draw_dots({"case": [1.0, 2.0]}, ["ours", "static"], path, "title", "time / bound"),
+    "dots": lambda path: draw_dots(
+        {"case": [1.0, 2.0]}, {"ours": "ours", "static": "static"}, path, "title", "time / bound"
+    ),
     "loads": lambda path: draw_loads(np.arange(24).reshape(4, 6), {"static": np.ones(4)}, path, "layer 2"),
     "hit rates": lambda path: draw_hit_rates({"lru": [(0.5, 0.9), (0.1, 0.4)], "lfu": [(0.1, 0.5)]}, path, "rows"),
     "clusters": partial(draw_clusters, VECTORS, np.arange(600) % 30, np.full(600, 9)),
@@ -65,7 +67,7 @@ NOTHING: dict[str, Draw] = {
     "0 steps and 0 losses": partial(draw_loss, [], []),
     "2 steps and 1 losses": partial(draw_loss, [1, 2], [3.0]),
     "no bars": lambda path: draw_bars({}, path, "title", "time / bound"),
-    "no rows": lambda path: draw_dots({}, ["ours"], path, "title", "time / bound"),
+    "no rows": lambda path: draw_dots({}, {"ours": "ours"}, path, "title", "time / bound"),
     "no hit rates": lambda path: draw_hit_rates({"lru": []}, path, "rows"),
     "no strategies": lambda path: draw_strategies([], [], path, "none"),
     "no moves to draw": lambda path: draw_moves((), path, "none"),
@@ -89,16 +91,16 @@ def test_times_of_policies_are_drawn_beside_the_fastest(tmp_path: Path, monkeypa
     drawn: list[tuple[str, list[tuple[float, float]]]] = []
     draw_line = activations.draw_line
 
-    def note(axes: Any, number: int, points: Sequence[tuple[float, float]], label: str) -> None:
-        drawn.append((label, [(x, round(y, 6)) for x, y in points]))
-        draw_line(axes, number, points, label)
+    def note(axes: Any, style: Any, points: Sequence[tuple[float, float]], label: str) -> None:
+        drawn.append((label, [(round(x, 6), round(y, 6)) for x, y in points]))
+        draw_line(axes, style, points, label)
 
     monkeypatch.setattr(activations, "draw_line", note)
     slow = replace(ROW, step_seconds=1.25)
     rows = [(8192, "none", ROW), (8192, "memo", slow), (16384, "none", None), (16384, "memo", slow)]
     draw_policies(rows, tmp_path / "policies.png")
-    assert drawn[:2] == [("none", [(8192, 0.0)]), ("memo", [(8192, 25.0), (16384, 0.0)])]
-    assert drawn[2:4] == [("none", [(8192, 5.0)]), ("memo", [(8192, 5.0), (16384, 5.0)])]
+    assert drawn[:2] == [("none", [(-0.15, 0.0)]), ("memo", [(0.15, 25.0), (1.15, 0.0)])]
+    assert drawn[2:4] == [("none", [(-0.15, 5.0)]), ("memo", [(0.15, 5.0), (1.15, 5.0)])]
 
 
 def test_a_running_mean_begins_with_the_values_there_are() -> None:

@@ -27,7 +27,7 @@ from bytescale_ext.plan.evaluate.schedulers import (
 from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.planner import scenario_of
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
-from megatron.bytescale.cli.shared.inputs import check_picture, count, size
+from megatron.bytescale.cli.shared.inputs import check_picture, count, size, size_text
 from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
 from megatron.bytescale.cli.shared.options import add_json, add_lengths, add_option, add_plot
@@ -257,8 +257,9 @@ def _title(scenario: ScenarioJson) -> str:
     if scenario["host_gb"] is not None:
         stages += f" and {scenario['host_gb']:g} GB of host memory"
     return (
-        f"{source}, context {scenario['context']}, {scenario['ranks']} ranks{stages}, C {scenario['tokens_per_rank']}, "
-        f"{scenario['global_tokens']} tokens a step, {scenario['seeds']} seeds"
+        f"{source}, context {size_text(scenario['context'])}, {scenario['ranks']} ranks{stages}, "
+        f"C {size_text(scenario['tokens_per_rank'])}, {size_text(scenario['global_tokens'])} tokens a step, "
+        f"{scenario['seeds']} seeds"
     )
 
 

@@ -15,7 +15,7 @@ from bytescale_ext.plan.cost.model_cost import flops_cost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
-from megatron.bytescale.cli.shared.inputs import check_writable
+from megatron.bytescale.cli.shared.inputs import check_writable, size_text
 from megatron.bytescale.cli.shared.options import add_json
 
 NAME = "timeline"
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         plan = read_plan(args.plan)
         phases = phases_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
         num_ranks, unit = plan.num_ranks, "PFLOP"
-        title = f"planned: {len(plan.lengths)} documents on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
+        ranks = f"{plan.num_ranks} ranks of {size_text(plan.tokens_per_rank)} tokens"
+        title = f"planned: {len(plan.lengths)} documents on {ranks}"
     draw_timeline(phases, picture, title, unit)
     write_perfetto(phases, trace)
     times = rank_times(phases, num_ranks)

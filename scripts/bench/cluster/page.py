@@ -13,11 +13,14 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title
+from bytescale_ext.draw.figure import ARMS as ARM_STYLES
+from bytescale_ext.draw.figure import INK, TIMES, draw_line, new_figure, save, set_grid, set_legend, set_title
 from scripts.bench.cluster.cases import (
     ARMS,
     CONTEXT,
@@ -42,9 +45,12 @@ from scripts.bench.cluster.results import Results
 from scripts.bench.report import ROOT, Target
 from scripts.cluster.spec import SPECS, matched_links
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 SPEC = "H200-IB"
-_COLOURS = {"computing": hue_colour(0, 0.5, 0.55), "sending": hue_colour(1, 0.5, 0.55), "other": (0.6, 0.6, 0.6),
-            "waiting": (0.88, 0.88, 0.88)}  # fmt: skip
+_KINDS = ("computing", "sending", "other", "waiting")
 
 
 def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Target]:
@@ -88,7 +94,7 @@ def page(results: Results) -> str:
         head(results),
         "## Targets\n\n| figure | target | reached | |\n|---|---|---|---|\n" + "\n".join(rows),
         summary(figures),
-        "## Speed against links\n\n![Tokens per second against the speed of links](measured/speed.png)",
+        "## Speed against links\n\n![How many times as fast ours is, against the speed of links](measured/speed.png)",
         "## Where the time goes\n\n![Shares of the ranks' time](measured/time.png)\n\nProcessor time over a rank's "
         "share of a core: *computing* in its main thread, *sending* in the threads that carry messages, *other* in "
         "planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the step, for a "
@@ -214,7 +220,7 @@ def cost_section(cases: Mapping[str, Arms]) -> str:
 
 
 def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw tokens per second against the speed of links; each distribution of lengths has its most measured cluster."""
+    """Draw how many times as fast ours is against the speed of links, on the most measured cluster of each sampler."""
     by_setting: dict[Case, list[Case]] = {}
     for case in map(Case.parse, figures):
         if case.link in LINKS:
@@ -225,63 +231,76 @@ def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
     for cases in settings:
         by_sampler.setdefault(cases[0].sampler, cases)
     chosen = [cases for cases in by_sampler.values() if len(cases) > 1] or settings[:1]
-    figure, panels = new_figure(5.0 * len(chosen), 4.2, columns=len(chosen))
+    figure, panels = new_figure(4.6 * len(chosen), 4.4, columns=len(chosen))
     for axes, cases in zip(panels, chosen, strict=True):
         cases.sort(key=lambda case: order.index(case.link))
-        names = dict.fromkeys(arm for case in cases for arm in figures[str(case)]["arms"] if arm != "plain")
-        for number, arm in enumerate(names):
-            by_case = [(place, figures[str(case)]["arms"]) for place, case in enumerate(cases)]
-            points = [(float(place), arms[arm]["tokens_per_second"]) for place, arms in by_case if arm in arms]
-            draw_line(axes, number, points, arm)
+        arms_of = [figures[str(case)]["arms"] for case in cases]
+        for arm in ("naive", "bytescale", "static", "hybrid", "packed"):
+            ratios = [(place, arms[arm]["over"]) for place, arms in enumerate(arms_of) if arm in arms]
+            points = [(float(place), ratio["median"]) for place, ratio in ratios if ratio is not None]
+            if points:
+                draw_line(axes, ARM_STYLES[arm], points, f"ours over {arm}")
+        axes.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
         axes.set_xticks(range(len(cases)), [case.link for case in cases])
         axes.set_xlabel("links")
         axes.set_ylim(bottom=0.0)
-        axes.legend(frameon=False, fontsize=8)
-        set_title(axes, f"{cases[0].sampler}, {cases[0].num_nodes} x {cases[0].ranks_per_node}: tokens/s")
+        set_grid(axes, "y")
+        set_title(axes, f"{cases[0].sampler}, {cases[0].num_nodes} nodes of {cases[0].ranks_per_node} ranks")
+    panels[0].set_ylabel("speed, ours over another arm")
+    set_legend(figure, panels[0], 5)
     save(figure, path)
 
 
 def draw_time(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw the shares of computing, sending, other work and waiting in the ranks' time: a bar per case and arm."""
-    bars = [(f"{name}: {arm}", shares) for name, case in figures.items() for arm, shares in case["arms"].items()]
-    figure, (axes,) = new_figure(9.0, 1.2 + 0.24 * len(bars))
-    for row, (_, shares) in enumerate(bars):
-        left = 0.0
-        for kind, colour in _COLOURS.items():
-            share = 100.0 * float(shares[kind])  # type: ignore[literal-required]
-            axes.barh(row, share, left=left, height=0.7, color=colour, label=None if row else kind)
-            left += share
-    _finish_bars(axes, [name for name, _ in bars], "per cent of the ranks' time")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+    """Draw the shares of computing, sending, other work and waiting in the ranks' time, a bar for each arm."""
+    figure, panels = _panels(figures)
+    for axes, case in zip(panels, figures.values(), strict=False):
+        for row, shares in enumerate(case["arms"].values()):
+            left = 0.0
+            for kind in _KINDS:
+                share = 100.0 * float(shares[kind])  # type: ignore[literal-required]
+                axes.barh(row, share, left=left, height=0.7, color=TIMES[kind], label=None if row else kind)
+                left += share
+        axes.set_xlim(0.0, 100.0)
+        axes.set_xlabel("time of the ranks (%)")
+    set_legend(figure, panels[0], len(_KINDS))
     save(figure, path)
 
 
 def draw_bytes(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw the megabytes that cross nodes in a step, in the cases of several nodes."""
-    bars = [
-        (f"{name}: {arm}", row["between_megabytes"])
-        for name, case in figures.items()
-        if Case.parse(name).num_nodes > 1
-        for arm, row in case["arms"].items()
-    ]
-    figure, (axes,) = new_figure(9.0, 1.2 + 0.24 * len(bars))
-    for row, (_, megabytes) in enumerate(bars):
-        axes.barh(row, megabytes, height=0.7, color=_COLOURS["computing"])
-        axes.annotate(f"{megabytes:.0f}", (megabytes, row), xytext=(4, 0), textcoords="offset points", va="center",
-                      fontsize=8, color=INK)  # fmt: skip
-    _finish_bars(axes, [name for name, _ in bars], "megabytes between nodes, a step")
+    """Draw the megabytes that cross nodes in a step, in the cases of several nodes, a bar for each arm."""
+    shown = {name: case for name, case in figures.items() if Case.parse(name).num_nodes > 1}
+    if not shown:
+        return
+    figure, panels = _panels(shown)
+    for axes, case in zip(panels, shown.values(), strict=False):
+        for row, (arm, values) in enumerate(case["arms"].items()):
+            megabytes = values["between_megabytes"]
+            axes.barh(row, megabytes, height=0.7, color=ARM_STYLES[arm].colour)
+            axes.annotate(f"{megabytes:.1f}", (megabytes, row), xytext=(4, 0), textcoords="offset points", va="center",
+                          fontsize=8, color=INK)  # fmt: skip
+        axes.margins(x=0.15)
+        axes.set_xlabel("between nodes (MB a step)")
     save(figure, path)
 
 
-def _finish_bars(axes: object, names: Sequence[str], label: str) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    axes.set_yticks(range(len(names)), list(names), fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
+def _panels(figures: Mapping[str, CaseFigures]) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel for each case, three in a row, whose rows are named after the arms of the case."""
+    names = list(figures)
+    rows = [names[start : start + 3] for start in range(0, len(names), 3)]
+    most = [max(len(figures[name]["arms"]) for name in row) for row in rows]
+    columns = min(3, len(names))
+    figure, panels = new_figure(4.4 * columns, sum(1.1 + 0.22 * bars for bars in most), columns, most)
+    for axes, name in zip_longest(panels, names):
+        if name is None:
+            axes.set_axis_off()
+            continue
+        arms = list(figures[name]["arms"])
+        axes.set_yticks(range(len(arms)), arms)
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        set_title(axes, name)
+    return figure, panels
 
 
 def main(argv: Sequence[str] | None = None) -> int:

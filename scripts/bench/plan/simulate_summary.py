@@ -91,7 +91,8 @@ def draw_figures(text: str, folder: Path) -> None:
     cases = read_figures(text)
     plain = {figures.case: [figures.over_bound[1, name] for name in SCHEDULERS] for figures in cases}
     axis = "time of a step / lower bound (1: nothing is faster)"
-    draw_dots(plain, list(SCHEDULERS.values()), folder / FIGURES[0], "without pipelines, simulated", axis)
+    arms = {name: scheduler for scheduler, name in SCHEDULERS.items()}
+    draw_dots(plain, arms, folder / FIGURES[0], "without pipelines, simulated", axis)
     piped = {
         f"{figures.case}, {stages} stages": [
             *(figures.over_bound[stages, name] for name in ("static", "ours")),
@@ -100,6 +101,6 @@ def draw_figures(text: str, folder: Path) -> None:
         for stages in STAGES
         for figures in cases
     }
-    names = ["static", "ours, whole micro-batches", f"ours, slices within {BUDGET} GB"]
+    arms = {"static": "static", "ours, whole micro-batches": "pipelines", f"ours, slices within {BUDGET} GB": "slices"}
     axis = "time of a step / lower bound of 1F1B"
-    draw_dots(piped, names, folder / FIGURES[1], "with pipelines, simulated", axis)
+    draw_dots(piped, arms, folder / FIGURES[1], "with pipelines, simulated", axis)

@@ -54,7 +54,7 @@ def test_json_of_all_schedulers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--sampler", "github", *SMALL, "--pipeline-parallel", 2, "--schedulers", "ours,megatron-hybrid") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("github, context 32768, 8 ranks x 2 stages, C 8192, 262144 tokens a step, 2 seeds")
+    assert lines[0].startswith("github, context 32K, 8 ranks x 2 stages, C 8K, 256K tokens a step, 2 seeds")
     assert lines[3].split()[:4] == ["time", "/", "bound", "over"]
     assert lines[4].startswith("ours  ")
     assert len(lines) == 6

@@ -31,7 +31,7 @@ from megatron.bytescale.cli.search.table import StrategyRow, counts_text, strate
 from megatron.bytescale.cli.search.task import DOCUMENTS_OF_A_RANK, tasks_of
 from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
-from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
+from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size, size_text
 from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, given_flags, words_of
 from megatron.bytescale.cli.shared.options import (
     add_costs,
@@ -340,5 +340,6 @@ def plot(args: argparse.Namespace, task: Task, exploration: Exploration) -> None
         for candidate in others
         if candidate.scored is None
     ]
-    title = f"{args.ranks} ranks, sequences of up to {args.seq_length} tokens, {task.batch} documents a step: predicted"
+    context = size_text(args.seq_length)
+    title = f"{args.ranks} ranks, documents of up to {context} tokens, {task.batch} documents a step: predicted"
     draw_strategies(figures, bounded, args.plot, title)

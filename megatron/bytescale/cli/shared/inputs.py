@@ -66,6 +66,14 @@ def size(text: str) -> int:
     return number
 
 
+def size_text(number: int) -> str:
+    """Return a positive count as ``size`` reads it: 8192 is 8K, and a count of no whole unit has all its digits."""
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if number % unit == 0:
+            return f"{number // unit:,}{name}"
+    return f"{number:,}"
+
+
 def count(text: str) -> int:
     """Return a positive number of ranks, stages, steps or the like.
 

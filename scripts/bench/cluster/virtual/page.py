@@ -1,4 +1,4 @@
-"""Write docs/results/cluster.md from the results of ``speed.py --device-times``.
+"""Write docs/results/cluster.md and its picture from the results of ``speed.py --device-times``.
 
 .venv/bin/python scripts/bench/cluster/virtual/page.py [--results docs/results/cluster/h100.json]
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # so that it also runs as a file
 
+from bytescale_ext.draw.figure import INK, TIMES, new_figure, save, set_legend, set_title
 from bytescale_ext.new_file import write_text
 from scripts.bench.cluster.virtual.bench import CaseResult, Results
 from scripts.bench.cluster.virtual.cases import ARMS, SCALE, SHORTEST, TOKENS_OF_RANK, TOKENS_PER_RANK
@@ -23,6 +24,7 @@ from scripts.bench.cluster.virtual.recording import PLANNED_GBPS
 from scripts.bench.cluster.virtual.replay import MOST_REPEATS
 from scripts.bench.report import ROOT, Target
 
+PICTURE = "cluster/times.png"
 FIRST_PIPELINE = next(name for name, arm in ARMS.items() if arm.num_stages > 1)
 
 
@@ -141,6 +143,7 @@ def text(results: Results) -> str:
         "How many times as fast the first is, over all counted steps of all cases and links.", "",
         *summary(cases), "",
         "| figure | target | reached | |", "|---|---|---|---|", *(target.row for target in targets(cases)), "",
+        f"![Time of a step by arm and speed of links, and what it is spent on]({PICTURE})", "",
         f"Ours takes {min(bounds):.2f} to {max(bounds):.2f} of the bound of all plans (median step of a case). "
         "The bound counts no joins, no latencies, no sharing of links and no optimizer, and links of 400 Gbit/s.", "",
     ]  # fmt: skip
@@ -154,13 +157,45 @@ def text(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw_times(cases: Mapping[str, CaseResult], path: Path) -> None:
+    """Draw the median step of each arm and what it is spent on: a row of panels a case, a panel a speed of links."""
+    columns = max(len(arms["ours"]["steps"]) for arms in cases.values())
+    most = [len(arms) for arms in cases.values()]
+    figure, panels = new_figure(4.4 * columns, 0.5 + sum(1.0 + 0.3 * bars for bars in most), columns, most)
+    places = iter(panels)
+    for case, arms in cases.items():
+        longest = max(row["seconds"] for links in arms["ours"]["steps"] for row in arm_figures(arms, links).values())
+        for number, links in enumerate(arms["ours"]["steps"]):
+            axes, figures = next(places), arm_figures(arms, links)
+            for row, (arm, values) in enumerate(figures.items()):
+                left = 0.0
+                for kind in (kind for kind in TIMES if kind in values["share"]):
+                    seconds = values["seconds"] * values["share"][kind]
+                    axes.barh(row, seconds, left=left, height=0.7, color=TIMES[kind], label=None if row else kind)
+                    left += seconds
+                text = "" if arm == "ours" else f"ours is {values['over'][1]:.2f}x"
+                axes.annotate(text, (left, row), xytext=(4, 0), va="center", textcoords="offset points", fontsize=9,
+                              color=INK)  # fmt: skip
+            axes.set_yticks(range(len(figures)), [] if number else [ARMS[arm].title for arm in figures])
+            axes.tick_params(axis="y", length=0)
+            axes.set_ylim(len(figures) - 0.5, -0.5)
+            axes.set_xlim(0.0, 1.3 * longest)
+            axes.set_xlabel("time of a step (s, emulated)")
+            set_title(axes, f"{case}, {links} Gbit/s")
+    set_legend(figure, panels[0], len(TIMES))
+    save(figure, path)
+
+
 def main() -> None:
-    """Write the page."""
+    """Write the page and its picture."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "cluster" / "h100.json")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "cluster.md")
     args = parser.parse_args()
-    write_text(args.output, text(Results.read(args.results)))
+    results = Results.read(args.results)
+    write_text(args.output, text(results))
+    (args.output.parent / PICTURE).parent.mkdir(exist_ok=True)
+    draw_times(results.cases, args.output.parent / PICTURE)
 
 
 if __name__ == "__main__":
