@@ -107,12 +107,13 @@ class CostedStrategy:
         return [self.forecast.stages(ONE_SLICE) if is_plain else self.planner.stages[:1]]
 
     def least_seconds(self, work: Sequence[tuple[float, float]]) -> float:
-        """Return a lower bound of the mean time of steps: the slowest stage's own work, evenly on all ranks.
+        """Return a lower bound of the mean time of steps: the slowest stage's own work, by the speeds of all ranks.
 
         ``work``: tokens, and the sum of the squares of the lengths, of each step.
         """
         seconds = sum(self.planner.stages[0].both.work(*step) for step in work)
-        return seconds / len(work) / self.forecast.setup.cluster.num_ranks + self.forecast.optimizer_seconds
+        all_speeds = float(self.forecast.setup.cluster.rank_speeds().sum())
+        return seconds / len(work) / all_speeds + self.forecast.optimizer_seconds
 
     def bound(self, lengths: Sequence[int]) -> float:
         """Return a lower bound of the time of a step of these documents, including the optimizer."""

@@ -24,7 +24,7 @@ def remedies(task: Task, space: Space, seen: Exploration) -> list[str]:
     counts = (devices.count << power for power in range(1, DOUBLINGS + 1))
     hosts = (host_bytes * 2**power for power in range(DOUBLINGS + 1))
     contexts = (task.context >> power for power in range(1, DOUBLINGS + 1))
-    more = _first(space, (replace(task, devices=replace(devices, count=count)) for count in counts))
+    more = _first(space, (replace(task, devices=replace(devices, count=count, speeds=())) for count in counts))
     if more is not None:
         changes.append(f"{more.devices.count} devices")
     hosted = _first(space, (replace(task, devices=replace(devices, host_bytes=size)) for size in hosts))

@@ -48,7 +48,7 @@ class Branch:
     def least_seconds(self, task: Task, work: Sequence[tuple[float, float]]) -> float:
         """Return a lower bound of the mean time of steps with any of the strategies.
 
-        It counts the work of the slowest stage for the best distribution of layers, evenly on all ranks, and the
+        It counts the work of the slowest stage for the best distribution of layers, by the speeds of all ranks, and the
         optimizer for a mean stage's parameters, shared by all ranks.
 
         Args:
@@ -62,7 +62,7 @@ class Branch:
         (whole,) = parameters(replace(setup, mesh=replace(mesh, stage_layers=(cost.shape.num_layers,))))
         shared = Parameters(whole.count / mesh.num_stages, num_ranks=cluster.num_ranks)
         update = update_of(cost, shared, cluster, shares_optimizer=True)
-        return slowest / len(work) / cluster.num_ranks + update.optimizer
+        return slowest / len(work) / float(cluster.rank_speeds().sum()) + update.optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
@@ -32,6 +35,11 @@ class Devices:
         memory_bytes: whole memory of a device.
         host_bytes: host memory of each process, for activations or keys.
         link_bytes_per_second: speed between a device and host memory, in one direction.
+        speeds: speed of each device, node by node, relative to a device that takes the seconds of the costs; empty: all
+            are 1.
+
+    Raises:
+        ValueError: the number of speeds is not the number of devices, or a speed is not positive.
     """
 
     count: int
@@ -39,6 +47,22 @@ class Devices:
     memory_bytes: float
     host_bytes: float = 0.0
     link_bytes_per_second: float = LINK_BYTES_PER_SECOND
+    speeds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.speeds and (len(self.speeds) != self.count or not all(0 < one < math.inf for one in self.speeds)):
+            raise ValueError(f"{len(self.speeds)} speeds: give {self.count} positive numbers, one for each device")
+
+    def rank_speeds(self, num_stages: int, tensor_parallel: int) -> tuple[float, ...]:
+        """Return the speed of the slowest device of each HDP rank; empty: all are 1.
+
+        As in Megatron, tensor-parallel ranks are neighbours, and a stage has a run of devices: the stages of a pipeline
+        are as far apart as possible, so slow nodes at the end run the last stages.
+        """
+        if all(speed == 1.0 for speed in self.speeds):
+            return ()
+        by_rank = np.array(self.speeds).reshape(num_stages, -1, tensor_parallel)
+        return tuple(by_rank.min(axis=(0, 2)).tolist())
 
 
 @dataclass(frozen=True)
@@ -89,4 +113,5 @@ def cluster_of(task: Task, strategy: Strategy) -> Cluster:
         raise DoesNotFit("experts")
     of_node, rest = divmod(devices.per_node, strategy.tensor_parallel)
     fills = of_node and not rest and of_node < num_ranks and not num_ranks % of_node
-    return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None)
+    speeds = devices.rank_speeds(strategy.num_stages, strategy.tensor_parallel)
+    return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None, speeds=speeds)

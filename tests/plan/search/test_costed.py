@@ -13,7 +13,7 @@ from bytescale_ext.plan.memory.held import peak_memory
 from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
 from bytescale_ext.plan.search.space import with_budgets
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
-from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
+from bytescale_ext.plan.search.task import Devices, DoesNotFit, Task, cluster_of
 from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
@@ -192,3 +192,17 @@ def test_a_policy_without_work_takes_what_layers_take_that_keep_all() -> None:
     sliced = replace(SLICED, device_gb=1e3)
     plain, policy = (CostedStrategy.of(TASK, one) for one in (sliced, replace(sliced, activations=PRICED)))
     assert policy.step_bytes(STEPS[0]) > 0 < plain.step_bytes(STEPS[0])
+
+
+def test_slow_devices_slow_the_ranks_that_they_are_in() -> None:
+    """Tensor-parallel ranks are neighbours; the stages of a pipeline are as far apart as possible."""
+    devices = Devices(8, 4, 1e9, speeds=(1.0,) * 6 + (0.5, 0.5))
+    assert devices.rank_speeds(1, 1) == devices.speeds
+    assert devices.rank_speeds(1, 2) == (1.0, 1.0, 1.0, 0.5)
+    assert devices.rank_speeds(2, 1) == (1.0, 1.0, 0.5, 0.5)
+    assert devices.rank_speeds(2, 2) == (1.0, 0.5)
+    assert devices.rank_speeds(8, 1) == (0.5,)
+    assert replace(devices, speeds=(1.0,) * 8).rank_speeds(1, 1) == ()
+    for speeds in ((1.0,) * 7, (1.0,) * 7 + (0.0,), (1.0,) * 7 + (float("nan"),)):
+        with pytest.raises(ValueError, match="8 positive numbers"):
+            replace(devices, speeds=speeds)

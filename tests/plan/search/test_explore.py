@@ -62,6 +62,21 @@ def test_the_search_finds_what_running_everything_finds(seed: int) -> None:
     assert all(one.seconds >= worst for one in everything if one.strategy not in ran)
 
 
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.5), (1.0, 0.4, 1.2, 1.0)])
+def test_unlike_devices_are_scored_by_their_speeds(speeds: tuple[float, ...]) -> None:
+    """The search finds what running everything finds, and bounds hold."""
+    for seed, space in ((3, SMALL), (4, SMALL), (30, PIPED)):
+        equal = random_task(seed)
+        task = replace(equal, devices=replace(equal.devices, speeds=speeds))
+        everything = exhaustive(task, space)
+        assert last(task, space, 3).found == everything[:3]
+        assert {one.strategy for one in everything} == {one.strategy for one in exhaustive(equal, space)}
+        for one in everything:
+            case = CostedStrategy.of(task, one.strategy)
+            bounds = [case.bound(step) for step in task.steps]
+            assert all(bound <= step.seconds * (1 + 1e-9) for bound, step in zip(bounds, one.steps, strict=True))
+
+
 @pytest.mark.parametrize(("activations", "memory_bytes"), [(KEEP, 1e9), (PRICED, 1e7)])
 def test_slices_too(activations: str, memory_bytes: float) -> None:
     task = replace(small_task(memory_bytes=memory_bytes, host_bytes=1e7), steps=(STEPS[0][:4],))

@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="ratio of the seconds per byte between nodes and inside a node (default: from the costs)",
     )
+    add_option(parser, "--speeds", note="node by node; a pipeline is as slow as its slowest rank")
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps to score strategies on (4)")
     parser.add_argument("--best", type=count, default=10, metavar="N", help="strategies to list (10)")
     parser.add_argument(

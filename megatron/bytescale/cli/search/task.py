@@ -47,9 +47,8 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
         cost = scaled_device_cost(model.shape, 1, model.dtype, name=device)
     if args.slowdown is not None:
         cost = replace(cost, slowdown=args.slowdown)
-    devices = Devices(
-        args.ranks, min(args.ranks, args.ranks_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
-    )
+    memory = args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
+    devices = Devices(args.ranks, min(args.ranks, args.ranks_per_node), *memory, speeds=args.speeds or ())
     steps = draw_steps(args, batch or args.global_batch_size)
     return Task(cost, devices, args.seq_length, steps, model.operators, model.rows_multiple, model.ties_embeddings)
 

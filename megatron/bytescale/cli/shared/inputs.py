@@ -111,3 +111,15 @@ def check_picture(flag: str, path: Path | None) -> None:
     """Raise ValueError if a picture cannot be written to ``path``; None: no picture."""
     if path is not None:
         check_writable(flag, path, PICTURES)
+
+
+def speeds_value(text: str) -> tuple[float, ...]:
+    """Return the speeds of ``1x8,0.5x8``, one for each rank. Raises ArgumentTypeError for anything else."""
+    speeds: list[float] = []
+    for part in text.split(","):
+        speed, _, number = part.partition("x")
+        try:
+            speeds += [float(speed)] * (int(number) if number else 1)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{part!r} is no speed; write 0.5, or 0.5x8 for 8 ranks") from None
+    return tuple(speeds)

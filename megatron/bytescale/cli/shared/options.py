@@ -12,7 +12,7 @@ from bytescale_ext.measure.devices import DEFAULT_DEVICE, DEVICES
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
-from megatron.bytescale.cli.shared.inputs import count, size
+from megatron.bytescale.cli.shared.inputs import count, size, speeds_value
 
 Parser = argparse.ArgumentParser | argparse._MutuallyExclusiveGroup
 
@@ -43,6 +43,9 @@ SHARED_OPTIONS: Final[Mapping[str, SharedOption]] = {
     "--sampler": SharedOption(str, "NAME", f"draw document lengths from a distribution: {', '.join(SAMPLERS)}"),
     "--ranks": SharedOption(count, "N", "number of ranks"),
     "--ranks-per-node": SharedOption(count, "N", "ranks of a node"),
+    "--speeds": SharedOption(
+        speeds_value, "S,...", "speeds of the ranks, relative to the costs; SxN is N ranks of speed S, as in 1x8,0.5x8"
+    ),
     "--optimizer-ranks": SharedOption(
         count, "N", "ranks that share the optimizer states, as with --use-distributed-optimizer", 1
     ),

@@ -50,14 +50,7 @@ def add_setup_arguments(parser: argparse.ArgumentParser, slices_note: str = "") 
     add_option(parser, "--tokens-per-rank", required=True)
     add_option(parser, "--pipeline-parallel")
     add_option(parser, "--ranks-per-node", note="rings of up to N ranks stay in one node (default: one node)")
-    parser.add_argument(
-        "--speeds",
-        type=speeds_value,
-        default=(),
-        metavar="S,...",
-        help="speeds of the ranks, relative to the costs; SxN is N ranks of speed S, as in 1x8,0.5x8 (default: all "
-        "are 1)",
-    )
+    add_option(parser, "--speeds")
     text = f"slices of each micro-batch in a pipeline, as with --seq1f1b-slices (1); {AUTO}: the planner chooses"
     add_slices_arguments(parser, text + slices_note, slices_value)
     add_option(parser, "--device-memory-gb", note=f"needed with --slices {AUTO}, which subtracts the model states")
@@ -79,18 +72,6 @@ def add_setup_arguments(parser: argparse.ArgumentParser, slices_note: str = "") 
     add_costs(parser)
 
 
-def speeds_value(text: str) -> tuple[float, ...]:
-    """Return the speeds of ``1x8,0.5x8``, one for each rank. Raises ArgumentTypeError for anything else."""
-    speeds: list[float] = []
-    for part in text.split(","):
-        speed, _, number = part.partition("x")
-        try:
-            speeds += [float(speed)] * (int(number) if number else 1)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r} is no speed; write 0.5, or 0.5x8 for 8 ranks") from None
-    return tuple(speeds)
-
-
 def cost_of_options(args: argparse.Namespace) -> ModelCost:
     """Return the costs in ``--cost-file``, or of a 7B model on ``--device``. Raises ValueError for a bad option."""
     path: Path | None = args.cost_file
@@ -109,7 +90,7 @@ def setup_of_options(args: argparse.Namespace, cost: ModelCost, longest: int) ->
     Raises:
         ValueError: options that conflict, options that need slices or stages, or a missing budget.
     """
-    cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node, speeds=args.speeds)
+    cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node, speeds=args.speeds or ())
     setup = setup_of_cost(cost, args.pipeline_parallel, cluster, longest)
     setup = replace(setup, budget=_budget(args))
     if args.slices == AUTO:

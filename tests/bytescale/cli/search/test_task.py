@@ -35,6 +35,13 @@ def test_slower_links_between_nodes() -> None:
     assert (task.devices.count, task.devices.per_node) == (4, 2)
 
 
+def test_speeds_of_nodes() -> None:
+    task = task_of(cli.parse([*LINE, "--ranks-per-node", "2", "--speeds", "1x2,0.5x2"]))
+    assert task.devices.speeds == (1.0, 1.0, 0.5, 0.5)
+    with pytest.raises(ValueError, match="3 speeds: give 4 positive numbers, one for each device"):
+        task_of(cli.parse([*LINE, "--speeds", "1x3"]))
+
+
 def test_the_model_is_read_as_training_reads_it() -> None:
     task = task_of(cli.parse(with_model(LINE, "--window-size 64,0 --mtp-num-layers 1 --position-embedding-type rope")))
     shape = task.cost.shape
