@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ import numpy as np
 from datatrove.data import Document
 
 from bytescale_ext.data.clean.recipe import Recipe, Source
-from bytescale_ext.data.clean.stages import Stage, stages_of
+from bytescale_ext.data.clean.stages import stages_of
 from bytescale_ext.data.clean.tally import Tally, merged
+from bytescale_ext.data.tasks.stages import Stage
 
 HEADER = (
     "Permission is hereby granted, free of charge, to any person\n"
@@ -37,7 +39,7 @@ def text(seed: int, count: int = 200, changed: int | None = None) -> str:
 
 def document(body: str, name: str = "a", source: str = "docs", **more: object) -> Document:
     """Return a document of a source."""
-    return Document(body, name, metadata={"source": source, **more})
+    return Document(body, name, metadata={"source": source, "shard": 0, **more})
 
 
 def folder_of(root: Path, name: str, bodies: dict[str, str]) -> Source:
@@ -67,6 +69,12 @@ def run_recipe(recipe: Recipe, work: Path) -> list[Stage]:
     for stage in stages:
         run_steps(stage.steps, stage.tasks)
     return stages
+
+
+def duplicates(work: Path) -> list[dict[str, object]]:
+    """Return the lines of the duplicates of all tasks."""
+    paths = sorted((work / "duplicates").glob("*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def told(work: Path) -> Tally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from datatrove.data import DocumentsPipeline
@@ -37,7 +38,7 @@ class DataSet:
 
 
 class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Writes the documents of a task to one part per data set."""
+    """Writes the documents of a task to one part for each shard and data set."""
 
     name = "write"
     type = "writer"
@@ -50,14 +51,20 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> None:
         """Write the parts of a task, replacing parts of an earlier attempt, and their tally."""
-        folder, tally = self.work / "parts" / f"{rank:05d}", Tally()
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        streams = {}
+        tally = Tally()
+        for shard, documents in groupby(data, lambda document: int(document.metadata["shard"])):
+            self._write_shard(documents, self.work / "parts" / f"{shard:05d}", tally)
+        tally.save(self.work / "tallies" / f"write-{rank:05d}.json")
+        if self.at_end is not None:
+            self.at_end(rank)
+
+    def _write_shard(self, documents: DocumentsPipeline, folder: Path, tally: Tally) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        streams: dict[str, IO[str]] = {}
         try:
-            for document in data:
+            for document in documents:
                 source, copies = str(document.metadata["source"]), int(document.metadata["copies"])
-                weight = self._weight(copies)
+                weight = self._weight(copies, document.metadata.get("keys", {}))
                 name = data_set_name(source, weight)
                 if name not in streams:
                     streams[name] = new_log(folder / f"{name}.jsonl")
@@ -69,14 +76,18 @@ class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         finally:
             for stream in streams.values():
                 stream.close()
-        tally.save(self.work / "tallies" / f"write-{rank:05d}.json")
-        if self.at_end is not None:
-            self.at_end(rank)
 
-    def _weight(self, copies: int) -> float:
-        if self.recipe.policy == "drop":
-            return 1.0
-        return float(weights_of(np.array([copies]), self.recipe.max_weight)[0])
+    def _weight(self, copies: int, keys: Mapping[str, object]) -> float:
+        """Return the weight of a document. Raises ValueError if its ``weight_key`` is no positive number."""
+        weight = 1.0
+        if self.recipe.policy == "weight":
+            weight = float(weights_of(np.array([copies]), self.recipe.max_weight)[0])
+        if self.recipe.weight_key:
+            factor = keys.get(self.recipe.weight_key)
+            if not isinstance(factor, (int, float)) or not factor >= 0:
+                raise ValueError(f"weight_key {self.recipe.weight_key}: a document has {factor!r}, not a number")
+            weight = min(max(round(4 * weight * factor), 1) / 4, self.recipe.max_weight)
+        return weight
 
 
 def with_other_names(keys: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
@@ -90,7 +101,7 @@ def data_set_name(source: str, weight: float) -> str:
 
 
 def gather(recipe: Recipe, work: Path, output: Path) -> list[DataSet]:
-    """Move the parts of all tasks to ``output``/NAME/00000.jsonl and so on, and return the data sets.
+    """Move the parts of all shards to ``output``/NAME/00000.jsonl and so on, and return the data sets.
 
     A repeated call moves the parts that an interrupted call has left.
     """
@@ -100,7 +111,7 @@ def gather(recipe: Recipe, work: Path, output: Path) -> list[DataSet]:
         os.replace(part, shard)
     data_sets: dict[str, DataSet] = {}
     for source in recipe.sources:
-        for step in np.arange(1.0, recipe.max_weight + 0.25, 0.25).tolist():
+        for step in np.arange(0.25, recipe.max_weight + 0.25, 0.25).tolist():
             weight = min(step, recipe.max_weight)
             name = data_set_name(source.name, weight)
             shards = tuple(sorted((output / name).glob("*.jsonl")))

@@ -9,18 +9,19 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Final, cast
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from datatrove.pipeline.formatters.base import BaseFormatter
 
-from bytescale_ext.data.clean.recipe import OwnStep, Recipe
+from bytescale_ext.data.clean.recipe import CLASSIFIER, OwnStep, Recipe
 from bytescale_ext.data.clean.words import LinedText
 from bytescale_ext.errors import one_line
 
 _Step = Callable[..., object]
+_NAMED: Final = {CLASSIFIER: "bytescale_ext.data.clean.classifiers:Classifier"}
 
 
 class OwnSteps:
@@ -80,12 +81,14 @@ def _taken(document: Document, result: object) -> str | None:
 
 def _loaded(step: OwnStep) -> _Step:
     """Import a step and give it its options. Raises ValueError if it cannot be imported or created."""
-    place, _, name = step.use.rpartition(":")
+    place, _, name = _NAMED.get(step.use, step.use).rpartition(":")
     options = dict(step.options)
     try:
         found = getattr(_module(place), name)
-        if inspect.isclass(found) and issubclass(found, PipelineStep):
-            return cast(_Step, found(**options))
+        if inspect.isclass(found):
+            found, options = found(**options), {}
+        if isinstance(found, PipelineStep):
+            return cast(_Step, found)
         if not callable(found):
             raise TypeError(f"{name} cannot be called")
         inspect.signature(found).bind("", {}, **options)

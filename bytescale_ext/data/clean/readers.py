@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+import numpy as np
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
-from bytescale_ext.data.clean.recipe import Recipe, Source, files_of
+from bytescale_ext.data.clean.recipe import Recipe, Source, files_of, shards_of, size_of
+from bytescale_ext.data.clean.repositories import joined_files, repository_files
 from bytescale_ext.data.clean.tally import JSON_AS_TEXT, Tally
 from bytescale_ext.data.samples.records import (
     DAMAGED,
@@ -51,7 +53,7 @@ type Read = Document | BadRecord
 
 
 class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
-    """Yields the documents of a task's files, and counts unreadable records. Files are dealt to tasks round-robin.
+    """Yields the documents of a task's shards, and counts unreadable records. Tasks have consecutive shards.
 
     Raises:
         ValueError: a record is unreadable, and the recipe has ``on_bad = "fail"``.
@@ -66,9 +68,10 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         self.tallies = tallies
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Read files ``rank``, ``rank + world_size`` and so on."""
-        tally = Tally()
-        for number, path in files_of(self.recipe.sources)[rank::world_size]:
+        """Read the files of a task in their order, so that documents are in the same order for any number of tasks."""
+        tally, files = Tally(), files_of(self.recipe.sources)
+        shards = shards_of([size_of(path)[0] for _, path in files])
+        for shard, (number, path) in _of_task(shards, files, rank, world_size):
             source = self.recipe.sources[number]
             if source.format == "auto" and is_json_as_text(path, self.recipe.text_key):
                 tally.add(source.name, JSON_AS_TEXT)
@@ -78,7 +81,7 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
                     self._count_unreadable(record, source, tally)
                     continue
                 tally.add(source.name, "read", num_bytes=len(record.text.encode("utf-8", "surrogatepass")))
-                record.metadata = {"source": source.name, "keys": record.metadata}
+                record.metadata = {"source": source.name, "keys": record.metadata, "shard": shard}
                 yield record
         tally.save(self.tallies / f"collect-{rank:05d}.json")
 
@@ -87,6 +90,15 @@ class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
             raise ValueError(f"{record.where}: {record.why}: fix it, or give --on-bad skip")
         tally.add(source.name, record.kind)
         tally.example(record.kind, record.where, record.why)
+
+
+def _of_task(
+    shards: np.ndarray, files: list[tuple[int, Path]], rank: int, world_size: int
+) -> Iterator[tuple[int, tuple[int, Path]]]:
+    """Yield (shard, file) of the files of a task. ``shards``: shard of each file, [files]."""
+    tasks = shards * world_size // (shards[-1] + 1)
+    for place in np.flatnonzero(tasks == rank).tolist():
+        yield int(shards[place]), files[place]
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -114,6 +126,7 @@ def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
         "values": _json_lines,
         "parquet": _parquet_rows,
         "warc": _archived_pages,
+        "repositories": _repository,
     }
     kind: str = source.format
     if kind == "auto":
@@ -141,6 +154,24 @@ def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
         yield BadRecord("broken", str(path), f"cannot be read ({error})")
         return
     yield BadRecord("broken", str(path), _TOO_LONG) if is_long else _document(raw, str(path), _name(path, source))
+
+
+def _repository(path: Path, source: Source, _: str) -> Iterator[Read]:
+    """Yield a document of all files of a repository, and the files that are not text."""
+    texts = {}
+    for file in repository_files(path):
+        try:
+            found = _document(file.read_bytes(), str(file), file.name)
+        except OSError as error:
+            found = BadRecord("broken", str(file), f"cannot be read ({error.strerror})")
+        if isinstance(found, Document):
+            texts[file.relative_to(path).as_posix()] = found.text
+        elif found.kind != "empty":
+            yield found
+    if texts:
+        yield Document(joined_files(texts), _name(path, source))
+    else:
+        yield BadRecord("empty", str(path), "no code")
 
 
 def _document(raw: bytes, where: str, name: str) -> Read:

@@ -12,14 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc")
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.data.clean.repositories import repositories_in, repository_files
+
+FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc", "repositories")
 STEPS: Final = ("filters", "pii", "exact", "near", "sentences")
 FILTERS: Final = ("gopher-quality", "gopher-repetition", "c4", "fineweb")
 POLICIES: Final = ("drop", "weight")
+CLASSIFIER: Final = "classifier"
+"""Own step that needs no code (``classifiers.Classifier``)."""
 ON_BAD: Final = ("skip", "fail")
-_GLOBS: Final = {"auto": "*", "text": "*", "jsonl": "*.jsonl*", "parquet": "*.parquet", "warc": "*.w*.gz"}
+_GLOBS: Final = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "warc": "*.w*.gz"}
 _SUFFIXES: Final = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".warc": "warc", ".wet": "warc"}
 _DEFAULT_TASKS: Final = 32
+_LEAST_SHARDS: Final = 32
+_SHARD_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,8 @@ class OwnStep:
     """A step of one's own.
 
     Attributes:
-        use: ``package.module:name`` or ``path/to/file.py:name`` of a function or of a step of datatrove.
+        use: ``package.module:name`` or ``path/to/file.py:name`` of a function, of a class of functions or of a step of
+            datatrove; or ``CLASSIFIER``.
         options: further arguments, by name.
     """
 
@@ -77,7 +87,7 @@ class Source:
 
     Attributes:
         name: name in the report and the output.
-        path: file, or folder of files.
+        path: file, or folder of files, or of repositories.
         format: one of ``FORMATS``.
         glob: pattern of the files in a folder.
         filters: some of ``FILTERS``; a document that a filter rejects is dropped.
@@ -102,7 +112,7 @@ class Recipe:
         policy: ``drop`` keeps one document of each cluster of duplicates; ``weight`` also gives it a larger weight.
         on_bad: ``skip`` or ``fail``, for unreadable lines and files and for repeated ids.
         text_key: key or column of the text.
-        tasks: number of tasks among which files are divided, for parallel work.
+        tasks: number of tasks among which shards are divided. It does not change the cleaned documents.
         ngram: number of words of a shingle.
         buckets: number of MinHash buckets.
         hashes: number of MinHash hashes per bucket.
@@ -111,6 +121,7 @@ class Recipe:
         sentences: number of consecutive sentences that are removed if they are repeated elsewhere.
         min_words: smallest number of words of these sentences together.
         own: own steps, which run after the filters.
+        weight_key: key of a number that multiplies the weight of a document, such as the score of a classifier.
     """
 
     sources: tuple[Source, ...]
@@ -127,11 +138,16 @@ class Recipe:
     sentences: int = 3
     min_words: int = 12
     own: tuple[OwnStep, ...] = ()
+    weight_key: str = ""
 
     def fingerprint(self) -> str:
-        """Return a hash of the recipe and of the names, sizes and modification times of its files."""
-        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for _, path in files_of(self.sources)]
-        return hashlib.sha256(json.dumps([dataclasses.asdict(self), files]).encode()).hexdigest()
+        """Return a hash of the recipe without tasks, and of the names, sizes and modification times of its files."""
+        files = [(str(path), *size_of(path)) for _, path in files_of(self.sources)]
+        return hashlib.sha256(json.dumps([self.settings(), files]).encode()).hexdigest()
+
+    def settings(self) -> dict[str, object]:
+        """Return the fields that determine the cleaned documents: all except ``tasks``."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "tasks"}
 
 
 def read_recipe(path: Path | None, inputs: Sequence[str], overrides: Mapping[str, object]) -> Recipe:
@@ -170,7 +186,7 @@ def read_recipe(path: Path | None, inputs: Sequence[str], overrides: Mapping[str
 
 
 def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
-    """Return (number of the source, file) of all files, in the order of the recipe.
+    """Return (number of the source, file or repository) of all files, in the order of the recipe.
 
     Raises:
         ValueError: a source does not exist or has no files.
@@ -178,6 +194,9 @@ def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
     numbered: list[tuple[int, Path]] = []
     for number, source in enumerate(sources):
         path = Path(source.path)
+        if source.format == "repositories" and path.is_dir():
+            numbered += [(number, repository) for repository in repositories_in(path)]
+            continue
         matches = [] if path.exists() else sorted(map(Path, glob.glob(source.path, recursive=True)))
         numbered += [(number, match) for match in matches if match.is_file()]
         if matches:
@@ -189,6 +208,27 @@ def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
             raise ValueError(f"source {source.name}: no file below {path} matches {source.glob!r}: change its glob")
         numbered += [(number, file) for file in files]
     return numbered
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Return the bytes of a file, or of the code of a repository, and its last modification in nanoseconds."""
+    stats = [file.stat() for file in (repository_files(path) if path.is_dir() else [path])]
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
+
+
+def shards_of(sizes: Sequence[int]) -> np.ndarray:
+    """Return the shard of each file: int64 [files]. Shards are numbered from 0 in the order of the files.
+
+    A shard has consecutive files of about 1/32 of all bytes, or of about 256 MiB if that is less.
+
+    Args:
+        sizes: bytes of each file, [files].
+    """
+    ends = np.cumsum(sizes, dtype=np.int64) + np.arange(1, len(sizes) + 1)  # empty files count one byte
+    shards = max(_LEAST_SHARDS, -(-int(ends[-1]) // _SHARD_BYTES))
+    middle = (ends + np.append(0, ends[:-1])) / 2
+    found: npt.NDArray[np.int64] = np.unique((middle * shards / ends[-1]).astype(np.int64), return_inverse=True)[1]
+    return found
 
 
 def _in_folder(root: Path, pattern: str) -> list[Path]:
@@ -226,7 +266,7 @@ def _source(table: object, filters: object) -> Source:
         raise ValueError(f"source {name}: no format {kind} (there are {', '.join(FORMATS)})")
     names = _strings(f"source {name}: filters", table.get("filters", filters), FILTERS)
     keep = _conditions(name, table.get("keep", {}))
-    return Source(name, path, kind, str(table.get("glob", _GLOBS[kind])), tuple(names), keep)
+    return Source(name, path, kind, str(table.get("glob", _GLOBS.get(kind, "*"))), tuple(names), keep)
 
 
 def _conditions(source: str, table: object) -> tuple[Condition, ...]:
@@ -250,10 +290,11 @@ def _conditions(source: str, table: object) -> tuple[Condition, ...]:
 
 def _own(table: object) -> OwnStep:
     """Return an own step. Raises ValueError for a table without ``use``."""
-    if not isinstance(table, dict) or not isinstance(table.get("use"), str) or ":" not in table["use"]:
-        raise ValueError('[[step]]: give use = "package.module:name" or use = "path/to/file.py:name"')
+    use = table.get("use") if isinstance(table, dict) else None
+    if not isinstance(table, dict) or not isinstance(use, str) or (":" not in use and use != CLASSIFIER):
+        raise ValueError('[[step]]: give use = "classifier", "package.module:name" or "path/to/file.py:name"')
     options = {key: value for key, value in table.items() if key != "use"}
-    return OwnStep(table["use"], tuple(options.items()))
+    return OwnStep(use, tuple(options.items()))
 
 
 def _strings(setting: str, values: object, known: Sequence[str]) -> list[str]:
@@ -279,6 +320,8 @@ def _check(recipe: Recipe) -> None:
         value = getattr(recipe, name)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} {value}: give a whole number of 1 or more")
+    if not isinstance(recipe.weight_key, str):
+        raise ValueError(f"weight_key {recipe.weight_key}: give the name of a key")
     for name, least, most in (("jaccard", 0.0, 1.0), ("max_weight", 1.0, 100.0)):
         value = getattr(recipe, name)
         if not isinstance(value, (int, float)) or not least <= value <= most:

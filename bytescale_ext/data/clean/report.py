@@ -69,7 +69,7 @@ class Report:
 
     Attributes:
         fingerprint: hash of the recipe and its files.
-        recipe: fields of the recipe.
+        recipe: fields of the recipe that determine the documents.
         sources: counts of each source.
         data_sets: name, source, weight and shards of each data set, and the prefix of its ``.bin`` or None.
         examples: examples of each outcome.
@@ -114,7 +114,7 @@ def make_report(recipe: Recipe, work: Path, data_sets: Sequence[DataSet], prefix
         }
         for data_set in data_sets
     ]
-    return Report(recipe.fingerprint(), dataclasses.asdict(recipe), sources, sets, tally.examples)
+    return Report(recipe.fingerprint(), recipe.settings(), sources, sets, tally.examples)
 
 
 def save_report(path: Path, report: Report) -> None:

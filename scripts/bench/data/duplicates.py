@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 
 from bytescale_ext.data.clean.output import gather
 from bytescale_ext.data.clean.recipe import Recipe, Source
-from bytescale_ext.data.clean.stages import ExecutorSettings, run_stages, stages_of
+from bytescale_ext.data.clean.stages import stages_of
 from bytescale_ext.data.clean.words import jaccard, shingles
+from bytescale_ext.data.tasks.stages import ExecutorSettings, run_stages
 from scripts.bench.progress import progress
 
 PACKAGES = ("linux-doc-6.1", "linux-doc-6.12", "gimp-help-en", "gimp-help-en-gb")
@@ -136,7 +137,8 @@ def write_sources(texts: Sequence[Sequence[str]], folder: Path) -> list[Source]:
 
 def dropped_pairs(folder: Path, texts: dict[str, str]) -> set[tuple[str, str]]:
     """Return the pairs of a dropped text and the text kept for it, from ``duplicates.jsonl``."""
-    rows = [json.loads(line) for line in (folder / "work" / "duplicates.jsonl").read_text().splitlines()]
+    paths = sorted((folder / "work" / "duplicates").glob("*.jsonl"))
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     return {(texts[row["dropped"]], texts[row["kept"]]) for row in rows}
 
 

@@ -7,80 +7,71 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from bytescale_ext.data.clean.duplicates import (
-    candidate_pairs,
-    choose_kept,
-)
-from bytescale_ext.data.clean.shelf import ROW
+from bytescale_ext.data.clean.duplicates import candidate_pairs, dropping_pairs
+from bytescale_ext.data.clean.equal import equal_texts
+from bytescale_ext.data.clean.shelf import BY_TEXT
 
-
-def rows_of(texts: list[str], names: list[int] | None = None) -> np.ndarray:
-    rows = np.zeros(len(texts), ROW)
-    for number, text in enumerate(texts):
-        rows[number] = (
-            sum(map(ord, text)) * 7919 % 97,
-            len(text) * 31,
-            len(text),
-            0,
-            number if names is None else names[number],
-        )
-    return rows
+COUNT = 40
 
 
 def test_in_a_large_bucket_the_first_are_compared_with_all() -> None:
-    count = 100
-    first, places = np.arange(count), np.arange(count)[::-1].copy()
-    pairs = {tuple(pair) for pair in candidate_pairs([np.arange(count)], first, places).tolist()}
-    ahead = set(range(count - 64, count))
-    assert pairs == {pair for pair in combinations(range(count), 2) if ahead & set(pair)}
+    members = np.arange(100)[::-1].copy()
+    pairs = {tuple(pair) for pair in candidate_pairs(members).tolist()}
+    ahead = set(range(100 - 64, 100))
+    assert pairs == {pair for pair in combinations(range(100), 2) if ahead & set(pair)}
 
 
-def case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return groups of equal texts, the order and verified pairs of 40 documents."""
+def case(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rank of each document and random pairs of documents."""
     random = np.random.RandomState(seed)
-    first = np.arange(40)
-    for number in random.choice(40, 10, replace=False):
-        other = random.randint(40)
-        if first[other] == other and not (first == number)[np.arange(40) != number].any():
-            first[number] = other
-    first = first[first]
-    own = np.unique(first)
-    pairs = {tuple(sorted(random.choice(own, 2, replace=False).tolist())) for _ in range(random.randint(1, 60))}
-    return first, random.permutation(40), np.array(sorted(pairs), np.int64)
+    count = random.randint(1, 60)
+    pairs = {tuple(sorted(random.choice(COUNT, 2, replace=False).tolist())) for _ in range(count)}
+    return random.permutation(COUNT), np.array(sorted(pairs), np.int64)
+
+
+def kept_by(rank_of: np.ndarray, pairs: np.ndarray, blocks: int = 1) -> np.ndarray:
+    """Return the document that stays for each document; ``blocks``: calls among which the documents are divided."""
+    by_rank = np.take_along_axis(pairs, np.argsort(rank_of[pairs], axis=1), axis=1)  # better, worse
+    by_rank = by_rank[np.lexsort((rank_of[by_rank[:, 0]], rank_of[by_rank[:, 1]]))]
+    kept, is_dropped = np.arange(COUNT), np.zeros(COUNT, bool)
+    for ranks in np.array_split(np.arange(COUNT), blocks):
+        better, worse = by_rank[np.isin(rank_of[by_rank[:, 1]], ranks)].T
+        chosen = dropping_pairs(worse, better, is_dropped[better])
+        is_dropped[worse[chosen]] = True
+        kept[worse[chosen]] = better[chosen]
+    return kept
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_stays_has_no_duplicates_and_stands_for_all(seed: int) -> None:
-    first, places, pairs = case(seed)
-    kept = choose_kept(first, places, pairs)
-    stays = {number for number in range(40) if kept.kept_by[number] == number}
+    rank_of, pairs = case(seed)
+    kept = kept_by(rank_of, pairs)
+    stays = {number for number in range(COUNT) if kept[number] == number}
     linked = {frozenset(pair) for pair in pairs.tolist()}
     assert not any({one, other} in linked for one, other in combinations(sorted(stays), 2))
-    for number in range(40):
-        by = int(kept.kept_by[number])
-        own = int(first[number])
-        assert by in stays
-        if own in stays:
-            assert by == own
-        else:
-            assert frozenset((by, own)) in linked
-            assert places[by] < places[own]
-    assert kept.copies.sum() == 40
-    assert (kept.copies > 0).tolist() == [number in stays for number in range(40)]
+    for number in set(range(COUNT)) - stays:
+        assert kept[number] in stays
+        assert frozenset((int(kept[number]), number)) in linked
+        assert rank_of[kept[number]] < rank_of[number]
+    assert kept_by(rank_of, pairs, blocks=5).tolist() == kept.tolist()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_documents_changes_nothing(seed: int) -> None:
-    first, places, pairs = case(seed)
-    kept = choose_kept(first, places, pairs).kept_by
-    moved = np.random.RandomState(seed).permutation(40)  # document i now has the number moved[i]
-    back = np.argsort(moved)
-    again = choose_kept(moved[first[back]], places[back], np.sort(moved[pairs], axis=1))
-    assert again.kept_by[moved].tolist() == moved[kept].tolist()
+    rank_of, pairs = case(seed)
+    moved = np.random.RandomState(seed).permutation(COUNT)  # document i now has the number moved[i]
+    again = kept_by(rank_of[np.argsort(moved)], np.sort(moved[pairs], axis=1))
+    assert again[moved].tolist() == moved[kept_by(rank_of, pairs)].tolist()
 
 
 def test_a_chain_of_duplicates_does_not_drop_what_resembles_nothing_kept() -> None:
     # 0 resembles 1 and 1 resembles 2, but 0 does not resemble 2: 1 goes, 2 stays.
-    kept = choose_kept(np.arange(3), np.arange(3), np.array([[0, 1], [1, 2]]))
-    assert kept.kept_by.tolist() == [0, 0, 2]
-    assert kept.copies.tolist() == [2, 0, 1]
+    assert kept_by(np.arange(COUNT), np.array([[0, 1], [1, 2]]))[:3].tolist() == [0, 0, 2]
+
+
+def test_of_equal_texts_the_smallest_name_stays() -> None:
+    rows = np.array([(5, 1, 9, 0), (5, 1, 3, 1), (5, 2, 1, 2), (4, 1, 7, 3), (5, 1, 8, 4)], BY_TEXT)
+    dropped, copies = equal_texts(rows)
+    assert dropped.tolist() == [(0, 1), (4, 1)]
+    assert copies.tolist() == [(1, 3)]
+    assert [len(found) for found in equal_texts(rows[:0])] == [0, 0]

@@ -12,7 +12,7 @@ from bytescale_ext.data.clean.near import Signatures
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.shelf import decisions_path, shelved
 from bytescale_ext.data.clean.words import jaccard, shingles
-from tests.data.cleaning import folder_of, run_recipe, text, told, words
+from tests.data.cleaning import duplicates, folder_of, run_recipe, text, told, words
 
 STEPS = ("exact", "near")
 
@@ -62,7 +62,7 @@ def test_one_of_each_cluster_stays_over_all_sources(tmp_path: Path) -> None:
     counts = told(tmp_path / "work").counts
     assert sum(one.get("exact", 0) for one in counts.values()) == 1
     assert sum(one.get("near", 0) for one in counts.values()) == 2
-    lines = [json.loads(line) for line in (tmp_path / "work" / "duplicates.jsonl").read_text().splitlines()]
+    lines = duplicates(tmp_path / "work")
     assert {line["dropped"] for line in lines} >= {"docs/z.txt"}
     assert sorted(line["jaccard"] for line in lines)[-1] == 1
     assert all(0.8 <= line["jaccard"] <= 1 for line in lines)
@@ -130,7 +130,7 @@ def test_what_stays_equals_a_search_over_all_pairs(seed: int, tmp_path: Path) ->
     assert all(similarity(one, other) < 0.8 for i, one in enumerate(kept) for other in kept[:i])
     for body in set(bodies.values()) - found:
         assert max(similarity(body, one) for one in found if len(one) >= len(body)) >= 0.8
-    lines = [json.loads(line) for line in (tmp_path / "work" / "duplicates.jsonl").read_text().splitlines()]
+    lines = duplicates(tmp_path / "work")
     for line in lines:
         pair = (bodies[line[side].removeprefix("docs/")] for side in ("dropped", "kept"))
         assert line["jaccard"] == pytest.approx(similarity(*pair), abs=1e-3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from datatrove.data import Document
 
 from bytescale_ext.data.clean.output import Write, gather
 from bytescale_ext.data.clean.recipe import Recipe, Source
@@ -18,7 +20,12 @@ MADE = [document("one", "a", copies=1), document("two", "b", copies=2), document
 
 
 def write(recipe: Recipe, work: Path, tasks: int = 1) -> None:
-    run_steps([lambda _, rank, world: iter(MADE[rank::world]), Write(recipe, work)], tasks)
+    def documents(_: object, rank: int, world: int) -> Iterator[Document]:
+        for made in MADE[rank::world]:
+            made.metadata["shard"] = rank
+            yield made
+
+    run_steps([documents, Write(recipe, work)], tasks)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +45,18 @@ def test_documents_lie_by_source_and_weight(policy: str, names: list[str], tmp_p
     if policy == "weight":
         assert told(tmp_path / "work").counts["code"]["weight 3.00"] == 1
         assert [one.weight for one in sets] == [1.0, 1.75, 3.0]
+
+
+def test_a_score_becomes_a_weight(tmp_path: Path) -> None:
+    recipe = Recipe(SOURCES, policy="weight", weight_key="score")
+    made = [document(f"{score}", copies=2, keys={"score": score}) for score in (0.0, 0.3, 1.0, 9.0)]
+    run_steps([lambda *_: iter(made), Write(recipe, tmp_path / "work")])
+    sets = gather(recipe, tmp_path / "work", tmp_path / "out")
+    assert [(one.name, one.weight) for one in sets] == [
+        ("docs-x0.25", 0.25), ("docs-x0.50", 0.5), ("docs-x1.75", 1.75), ("docs-x3.00", 3.0),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="weight_key score: a document has None, not a number"):
+        run_steps([lambda *_: iter(MADE), Write(recipe, tmp_path / "other")])
 
 
 def test_a_task_that_runs_again_writes_its_parts_anew(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 
 from bytescale_ext.data.clean.output import gather
 from bytescale_ext.data.clean.recipe import STEPS, Recipe
-from bytescale_ext.data.clean.stages import ExecutorSettings, Stage, run_stages, stages_of
-from tests.data.cleaning import HEADER, folder_of, text
+from bytescale_ext.data.clean.stages import stages_of
+from bytescale_ext.data.tasks.stages import ExecutorSettings, Stage, run_stages
+from tests.data.cleaning import HEADER, duplicates, folder_of, run_steps, text, told
 
 pytestmark = pytest.mark.ranks
 
@@ -46,6 +48,27 @@ def run(root: Path, out: str, where: ExecutorSettings, steps: tuple[str, ...] = 
 
 def texts_in(folder: Path) -> set[str]:
     return {json.loads(line)["text"] for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("policy", ["drop", "weight"])
+def test_the_number_of_tasks_changes_no_byte(policy: str, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(recipe_of(tmp_path), policy=policy)
+    (tmp_path / "docs" / "a.txt").write_text(text(1))
+    (tmp_path / "docs" / "b.txt").write_text(text(2, changed=3) + "\n" + HEADER)
+    found = []
+    for tasks in (1, 2, 4):
+        work = tmp_path / f"work{tasks}"
+        stages = stages_of(dataclasses.replace(recipe, tasks=tasks), work, print)[:-1]
+        for stage in stages:
+            run_steps(stage.steps, stage.tasks)
+        gather(recipe, work, tmp_path / f"out{tasks}")
+        found.append((files_in(tmp_path / f"out{tasks}"), duplicates(work), told(work)))
+    assert len(found[0][1]) == 4
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.fixture
@@ -89,8 +112,8 @@ def test_slurm(tmp_path: Path, expected: set[str], monkeypatch: pytest.MonkeyPat
     calls = (tmp_path / "calls").read_text()
     order = [line.partition("=")[2] for line in calls.splitlines() if "--job-name" in line]
     assert order[::2] == order[1::2]  # each stage has a further job that sums its counts
-    names = [one.removeprefix("clean-") for one in order[::2]]
-    assert names == ["collect", "match", "decide", "sentences", "repeated", "write", "finish"]
+    names = [one.removeprefix("data-") for one in order[::2]]
+    assert names == [stage.name for stage in stages_of(recipe_of(tmp_path), tmp_path, print)]
     submitted = [line for line in calls.splitlines() if line.startswith("--export=ALL")]
     assert ["--dependency=afterok:" in line for line in submitted] == [False] + [True] * (len(names) - 1)
     assert "#SBATCH --account=us" in calls
@@ -126,7 +149,30 @@ class Once:
         return data
 
 
-@pytest.mark.parametrize("broken", range(5))
+class Killed:
+    """Step whose process is killed in its first run, as by an operating system without memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, data: object, rank: int, world_size: int) -> object:
+        if rank == 1 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data
+
+
+def test_a_killed_process_ends_the_run_and_the_next_run_resumes(tmp_path: Path) -> None:
+    recipe, work = dataclasses.replace(recipe_of(tmp_path), steps=("exact",)), tmp_path / "work"
+    first, *others = stages_of(recipe, work, finish(recipe, work, tmp_path / "out"))
+    stages = [dataclasses.replace(first, steps=[*first.steps, Killed(tmp_path / "killed")]), *others]
+    with pytest.raises(ValueError, match="stage collect: a process of a task was killed"):
+        run_stages(stages, work, ExecutorSettings(workers=2))
+    run_stages(stages, work, ExecutorSettings(workers=2))
+    assert texts_in(tmp_path / "out") == run(tmp_path, "expected", ExecutorSettings(), ("exact",))
+
+
+@pytest.mark.parametrize("broken", range(9))
 def test_a_killed_run_loses_nothing_and_repeats_nothing(broken: int, tmp_path: Path, expected: set[str]) -> None:
     recipe, work = recipe_of(tmp_path), tmp_path / "work"
     stages = stages_of(recipe, work, finish(recipe, work, tmp_path / "out"))

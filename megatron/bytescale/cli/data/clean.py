@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.data.clean.recipe import FILTERS, ON_BAD, POLICIES, STEPS, Recipe, read_recipe
 from bytescale_ext.data.samples.sources import file_entries
+from bytescale_ext.new_file import new_file
+from megatron.bytescale.cli.data.executors import add_executor, executor_settings
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
 
 if TYPE_CHECKING:
     from bytescale_ext.data.clean.report import Report
-    from bytescale_ext.data.clean.stages import ExecutorSettings
 
 NAME = "clean"
 HELP = "filter, mask and deduplicate the sources of a corpus, with a report; a killed run resumes"
 EXAMPLE = "bytescale data clean --input docs=texts --steps pii exact near --tokenize --output data/cleaned"
 
-_EXECUTORS: Final = ("local", "ray", "slurm")
 _WORK: Final = ".work"
 
 
@@ -49,15 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--on-bad", choices=ON_BAD, help="broken lines, binary files and equal ids: count them (skip) or fail"
     )
     parser.add_argument("--text-key", metavar="KEY", help="key or column of the text (text)")
-    parser.add_argument("--tasks", type=int, metavar="N", help="parts of the files (one for each file, up to 32)")
-    parser.add_argument(
-        "--concurrent-tasks", type=int, metavar="N", help="tasks that run at a time (default: the number of processors)"
-    )
-    parser.add_argument("--executor", choices=_EXECUTORS, default=_EXECUTORS[0], help="runner of tasks (%(default)s)")
-    parser.add_argument("--ray-address", metavar="HOST:PORT", help="cluster of Ray (default: start one here)")
-    parser.add_argument(
-        "--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="partition=P, memory_gb=N and options of sbatch"
-    )
+    add_executor(parser, "tasks of the work; they do not change the result (one for each file, up to 32)")
     parser.add_argument("--tokenize", action="store_true", help="also write NAME.bin and NAME.idx")
     add_json(parser)
     add_tokenizer_arguments(parser)
@@ -75,18 +66,19 @@ def run(args: argparse.Namespace) -> int:
     fields = ("steps", "filters", "jaccard", "policy", "on_bad", "text_key", "tasks")
     recipe = read_recipe(args.recipe, args.input, {name: getattr(args, name) for name in fields})
     finish = Finish(recipe, args.output, tokenizer_settings(args), args.tokenize)
-    where = _where(args)
+    where = executor_settings(args)
     if finish.settings and not args.tokenize:
         raise ValueError("--tokenizer-type needs --tokenize")
     done = begin(finish)
     if not done:
         from bytescale_ext.data.clean.own import check_own_steps
         from bytescale_ext.data.clean.readers import check_packages
-        from bytescale_ext.data.clean.stages import run_stages, stages_of
+        from bytescale_ext.data.clean.stages import stages_of
+        from bytescale_ext.data.tasks.stages import run_stages
 
         check_packages(recipe)
         check_own_steps(recipe)
-        run_stages(stages_of(recipe, finish.work, finish), finish.work, where)
+        run_stages(stages_of(recipe, finish.work, finish, args.memory_gb), finish.work, where)
         if args.executor == "slurm" and not (args.output / "report.json").exists():
             print(f"submitted; the last job writes {args.output / 'report.json'}")
             return 0
@@ -105,18 +97,21 @@ def begin(finish: Finish) -> bool:
     from bytescale_ext.data.clean.tally import write_whole
 
     own, noted = finish.key(), finish.work / "recipe"
-    other = "another recipe, or of files that have changed: give another --output or remove the folder"
+    own_work = f"{own} {finish.recipe.tasks} tasks"
+    other, advice = "another recipe, or of files that have changed", "give another --output or remove the folder"
     if (finish.output / REPORT).exists():
         if load_report(finish.output / REPORT).fingerprint != own:
-            raise ValueError(f"--output {finish.output}: it holds the output of {other}")
+            raise ValueError(f"--output {finish.output}: it holds the output of {other}: {advice}")
         return True
     if noted.exists():
-        if noted.read_text() != own:
-            raise ValueError(f"--output {finish.output}: it holds unfinished work of {other}")
+        if noted.read_text() != own_work:
+            raise ValueError(
+                f"--output {finish.output}: it holds unfinished work of {other}, or with other --tasks: {advice}"
+            )
         return False
     if finish.output.exists() and any(finish.output.iterdir()):
         raise ValueError(f"--output {finish.output}: this folder has other files: give another folder")
-    write_whole(noted, own)
+    write_whole(noted, own_work)
     return False
 
 
@@ -149,6 +144,7 @@ class Finish:
         """Write the missing files."""
         from bytescale_ext.data.clean.output import gather
         from bytescale_ext.data.clean.report import REPORT, make_report, save_report
+        from bytescale_ext.data.clean.settle import duplicates_path
 
         sets = gather(self.recipe, self.work, self.output)
         prefixes = (
@@ -156,9 +152,10 @@ class Finish:
             if self.tokenize
             else {}
         )
-        duplicates = self.work / "duplicates.jsonl"
-        if duplicates.exists():
-            os.replace(duplicates, self.output / duplicates.name)
+        with new_file(self.output / "duplicates.jsonl") as stream:
+            for task in range(self.recipe.tasks):
+                with duplicates_path(self.work, task).open(encoding="utf-8") as lines:
+                    stream.writelines(lines)
         report = make_report(self.recipe, self.work, sets, prefixes)
         save_report(self.output / REPORT, dataclasses.replace(report, fingerprint=self.key()))
 
@@ -171,22 +168,6 @@ class Finish:
         prefix = str(self.output / name)
         corpus.write_corpus(prefix, entries, tokenizer=tokenizer)
         return prefix
-
-
-def _where(args: argparse.Namespace) -> ExecutorSettings:
-    from bytescale_ext.data.clean.stages import ExecutorSettings
-
-    concurrent_tasks = os.cpu_count() or 1 if args.concurrent_tasks is None else args.concurrent_tasks
-    if concurrent_tasks < 1:
-        raise ValueError(f"--concurrent-tasks {concurrent_tasks}: give 1 or more")
-    options = tuple((key, value) for key, _, value in (option.partition("=") for option in args.slurm))
-    if args.executor == "slurm" and "partition" not in dict(options):
-        raise ValueError("--executor slurm needs a partition: give --slurm partition=P")
-    if args.executor == "ray" and importlib.util.find_spec("ray") is None:
-        raise ValueError("--executor ray: Ray is not installed: pip install ray")
-    if (args.slurm and args.executor != "slurm") or (args.ray_address and args.executor != "ray"):
-        raise ValueError("--slurm and --ray-address need the --executor of the same name")
-    return ExecutorSettings(args.executor, concurrent_tasks, args.ray_address, options)
 
 
 def show(output: Path, as_json: bool) -> None:

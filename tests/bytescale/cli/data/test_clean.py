@@ -35,7 +35,8 @@ def test_the_report_and_the_files(docs: Path, tmp_path: Path, capsys: pytest.Cap
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == [
         "docs", "docs.bin", "docs.idx", "duplicates.jsonl", "report.json",
     ]  # fmt: skip
-    lines = [json.loads(line) for line in (tmp_path / "out" / "docs" / "00000.jsonl").read_text().splitlines()]
+    shards = sorted((tmp_path / "out" / "docs").iterdir())
+    lines = [json.loads(line) for shard in shards for line in shard.read_text().splitlines()]
     corpus = open_tokens(report["data_sets"][0]["prefix"])
     assert corpus.lengths.tolist() == [len(line["text"]) + 1 for line in lines]
     assert all("corp" not in line["text"] for line in lines)
