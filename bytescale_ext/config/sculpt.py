@@ -32,6 +32,10 @@ class SculptConfig:
         """Return a memory map of the table of windows, [rows], of each data set."""
         return {prefix: load_windows(path)[0] for prefix, path in self.files.items()}
 
+    def shuffled(self) -> frozenset[str]:
+        """Return the data sets whose windows have a new order of documents in each epoch."""
+        return frozenset(prefix for prefix, path in self.files.items() if load_windows(path)[1].order == "shuffled")
+
     def drawn(self, number: int, seed: int) -> list[int]:
         """Return the lengths of the sequences that a plan places for random windows from all data sets.
 

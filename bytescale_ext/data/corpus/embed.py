@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.data.corpus.tokens import CorpusTokens
+from bytescale_ext.data.corpus.tokens import CorpusTokens, text_of
 from bytescale_ext.data.samples.lengths import SampleTable
+from bytescale_ext.new_file import new_file
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -25,7 +27,7 @@ MODEL: Final = "hf:"
 _FEATURES: Final = 1 << 18
 _WORD: Final = re.compile(r"\b\w\w+\b")
 _DIMENSIONS: Final = 128
-_FITTED: Final = 20_000  # pieces that the SVD is fitted to, at most
+FITTED: Final = 20_000  # pieces that the SVD is fitted to, at most
 
 
 def check_embedder(embedder: str | None) -> None:
@@ -43,6 +45,32 @@ def check_embedder(embedder: str | None) -> None:
         raise ValueError(f"--embedder {embedder}: sentence-transformers is not installed")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class WordSpace:
+    """Weights and directions that turn counts of hashed words into vectors.
+
+    Attributes:
+        features: features that several documents have, int64 [m].
+        rarity: weight of each of them, float32 [m].
+        components: main directions, float32 [d, m]; without any, all vectors are equal.
+    """
+
+    features: np.ndarray
+    rarity: np.ndarray
+    components: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Write the space to a file."""
+        with new_file(path, is_binary=True) as stream:
+            np.savez(stream, features=self.features, rarity=self.rarity, components=self.components)
+
+
+def load_space(path: Path) -> WordSpace:
+    """Read a space that was saved."""
+    with np.load(path, allow_pickle=False) as values:
+        return WordSpace(**{name: values[name] for name in values.files})
+
+
 def embed(corpus: CorpusTokens, table: SampleTable, embedder: str | None, seed: int) -> np.ndarray:
     """Return a unit vector of each piece, float32 [pieces, d]; zeros for a piece without words.
 
@@ -57,11 +85,25 @@ def embed(corpus: CorpusTokens, table: SampleTable, embedder: str | None, seed: 
     """
     is_bytes = corpus.is_bytes
     if embedder is None:
-        counts = word_counts(corpus.texts(table)) if is_bytes else token_counts(corpus.pieces(table))
-        return reduced(counts, seed)
-    if not is_bytes:
-        raise ValueError(f"--embedder {embedder} needs text, and the tokens of {corpus.prefix} are not bytes")
+        return reduced(counts_of(corpus.pieces(table), is_bytes), seed)
+    check_text(embedder, corpus.prefix, is_bytes)
     return by_model(embedder.removeprefix(MODEL), corpus.texts(table))
+
+
+def check_text(embedder: str | None, prefix: str, is_bytes: bool) -> None:
+    """Raise ValueError if the embedder needs text, but the tokens of a data set are not bytes."""
+    if embedder is not None and not is_bytes:
+        raise ValueError(f"--embedder {embedder} needs text, and the tokens of {prefix} are not bytes")
+
+
+def counts_of(pieces: Iterable[np.ndarray], is_bytes: bool) -> csr_matrix:
+    """Return the count of each hashed word in each piece: float32 [pieces, features].
+
+    Args:
+        pieces: token ids of each piece, [length].
+        is_bytes: whether tokens are bytes; if not, each token id is a word.
+    """
+    return word_counts(map(text_of, pieces)) if is_bytes else token_counts(pieces)
 
 
 def word_counts(texts: Iterable[str]) -> csr_matrix:
@@ -102,7 +144,12 @@ def token_counts(pieces: Iterable[np.ndarray]) -> csr_matrix:
 
 
 def reduced(counts: csr_matrix, seed: int) -> np.ndarray:
-    """Return unit vectors, float32 [n, d], of rows of counts [n, features].
+    """Return unit vectors, float32 [n, d], of rows of counts [n, features]."""
+    return vectors_of(counts, fit_space(counts, seed))
+
+
+def fit_space(counts: csr_matrix, seed: int) -> WordSpace:
+    """Fit a space to rows of counts [n, features].
 
     Features that occur in a single row tell nothing about similarity and are dropped.
     """
@@ -112,12 +159,24 @@ def reduced(counts: csr_matrix, seed: int) -> np.ndarray:
     shared = np.flatnonzero(np.bincount(counts.indices, minlength=_FEATURES) >= 2)
     num_rows = counts.shape[0]
     if len(shared) < 2 or num_rows < 3:
-        return np.ones((num_rows, 1), dtype=np.float32)
-    weights = TfidfTransformer(sublinear_tf=True).fit_transform(counts[:, shared])
-    fitted = np.sort(np.random.RandomState(seed % 2**32).permutation(num_rows)[:_FITTED])
+        return WordSpace(shared, np.ones(len(shared), np.float32), np.empty((0, len(shared)), np.float32))
+    tfidf = TfidfTransformer(sublinear_tf=True)
+    weights = tfidf.fit_transform(counts[:, shared])
+    fitted = np.sort(np.random.RandomState(seed % 2**32).permutation(num_rows)[:FITTED])
     dimensions = min(_DIMENSIONS, len(fitted) - 1, len(shared) - 1)
     svd = TruncatedSVD(dimensions, n_iter=3, random_state=seed % 2**32).fit(weights[fitted])
-    return unit(svd.transform(weights))
+    return WordSpace(shared, tfidf.idf_, svd.components_)
+
+
+def vectors_of(counts: csr_matrix, space: WordSpace) -> np.ndarray:
+    """Return unit vectors, float32 [n, d], of rows of counts [n, features]; zeros for a row without known words."""
+    from sklearn.feature_extraction.text import TfidfTransformer
+
+    if not len(space.components):
+        return np.ones((counts.shape[0], 1), dtype=np.float32)
+    tfidf = TfidfTransformer(sublinear_tf=True)
+    tfidf.idf_ = space.rarity
+    return unit(tfidf.transform(counts[:, space.features]) @ space.components.T)
 
 
 def by_model(path: str, texts: Iterable[str]) -> np.ndarray:

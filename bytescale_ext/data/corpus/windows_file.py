@@ -24,6 +24,9 @@ from bytescale_ext.new_file import new_file, private_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import ROW
 
 SUFFIX: Final = ".windows.npy"
+ORDERS: Final = ("corpus", "related", "shuffled")
+"""Orders of the documents in a window: of the data set; each next to similar documents; anew in each epoch."""
+
 _VERSION: Final = 1
 _AGAIN: Final = "make the windows again with bytescale data sculpt"
 
@@ -39,6 +42,7 @@ class WindowsHeader:
         idx_sha256: hash of the ``.idx`` file of the documents.
         table_sha256: hash of the ``.npy`` file.
         version: version of the format.
+        order: order of the documents in a window, one of ``ORDERS``.
     """
 
     context: int
@@ -47,6 +51,7 @@ class WindowsHeader:
     idx_sha256: str
     table_sha256: str = ""
     version: int = _VERSION
+    order: str = ORDERS[0]
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:

@@ -85,7 +85,7 @@ def find_clusters(
         far = vectors[similarity < low]
         grown = np.concatenate([centres, far[leaders(far, low)]])
         label, _ = nearest(grown, vectors)
-        means = _means(vectors, label, len(grown))
+        means = mean_directions(vectors, label, len(grown))
         moved = 1.0 - float(np.mean(np.sum(means[: len(centres)] * centres, axis=1)))
         large = np.bincount(label, weights=tokens, minlength=len(grown)) >= context
         centres = means[large] if large.any() else means[:1]
@@ -111,7 +111,7 @@ def leaders(vectors: Vectors, threshold: float) -> Ints:
     return np.array(chosen, dtype=np.int64)
 
 
-def _means(vectors: Vectors, label: Ints, num_clusters: int) -> Vectors:
+def mean_directions(vectors: Vectors, label: Ints, num_clusters: int) -> Vectors:
     """Return the mean direction of each cluster, [c, d]; zeros for an empty cluster."""
     order = np.argsort(label, kind="stable")
     present, first = np.unique(label[order], return_index=True)

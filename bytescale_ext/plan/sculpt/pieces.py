@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,7 @@ end, and "split" puts its end in another window."""
 
 ROW: Final = np.dtype([("window", "<i8"), ("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
 """Row of a table of windows: tokens [start, start + length) of a document. Rows are sorted by window, document and
-start. Windows are numbered from 0."""
+start, unless another order of documents was asked for. Windows are numbered from 0."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,3 +71,26 @@ def window_bounds(table: Table) -> Ints:
     if not len(table):
         return np.zeros(1, dtype=np.int64)
     return np.append(np.flatnonzero(np.diff(table["window"], prepend=-1)), len(table))
+
+
+def related_order(table: Table, vectors: Vectors) -> Ints:
+    """Return an order of the rows that puts similar documents of each window next to each other: [rows].
+
+    A window begins with its longest row. Each row follows the row to which it is most similar among the rows that are
+    left.
+
+    Args:
+        table: rows of windows, sorted by window, [rows].
+        vectors: unit vector of each row, [rows, d].
+    """
+    order = []
+    bounds = window_bounds(table)
+    for first, end in pairwise(bounds.tolist()):
+        products = vectors[first:end] @ vectors[first:end].T
+        current = int(table["length"][first:end].argmax())
+        left = np.ones(end - first, bool)
+        for _ in range(end - first):
+            order.append(first + current)
+            left[current] = False
+            current = int(np.where(left, products[current], -np.inf).argmax())
+    return np.array(order, np.int64)

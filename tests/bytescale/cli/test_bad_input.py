@@ -159,7 +159,7 @@ CASES: list[tuple[list[str], str]] = [
     (["corpus", "--output", "{in}/lines.jsonl/out", "--from", "{in}/lines.jsonl"], "cannot write to"),
     # data sculpt
     (["data"], "required: COMMAND"),
-    (["data", "sculpt"], "required: --input, --seq-length, --output"),
+    (["data", "sculpt"], "required: --seq-length, --output"),
     ([*SCULPT, "--input", "{in}/none"], "none.idx: no such file"),
     ([*SCULPT, "--input", "{in}/short"], "short.idx"),
     ([*SCULPT, "--input", "{in}/broken.jsonl"], "broken.jsonl:1: not JSON"),

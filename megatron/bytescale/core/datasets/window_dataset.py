@@ -35,10 +35,14 @@ from megatron.bytescale.core.datasets.document_dataset import (
 
 @dataclass
 class WindowConfig(DocumentConfig):
-    """Megatron's configuration, plus the attention and the window table of each data set, keyed by path."""
+    """Megatron's configuration, plus the attention and the window table of each data set, keyed by path.
+
+    ``shuffled``: data sets whose windows have a new order of documents in each epoch.
+    """
 
     tables: dict[str, np.ndarray] = field(default_factory=dict)
     attention: str = "window"
+    shuffled: frozenset[str] = frozenset()
 
     def num_windows(self, prefix: str) -> int:
         """Return the number of windows of a data set."""
@@ -83,7 +87,11 @@ class WindowDataset(DocumentDataset):
         """Return the rows [n] of the window of sample ``i``."""
         window = self.sample(i).document
         first, end = self.dataset.document_indices[window : window + 2]
-        return self.dataset.table[first:end]
+        rows = self.dataset.table[first:end]
+        if str(self.dataset_path) not in self.config.shuffled:
+            return rows
+        key = [self.config.random_seed % 2**32, i // len(self.table), window % 2**32]
+        return rows[np.random.RandomState(key).permutation(len(rows))]
 
     def read_row(self, row: np.void, start: int, stop: int) -> np.ndarray:
         """Return tokens ``start`` to ``stop`` of a row, int64 [stop - start].
@@ -211,7 +219,7 @@ def window_lengths(bounds: np.ndarray, row_lengths: np.ndarray) -> np.ndarray:
 
 def window_config(config: SculptConfig, settings: dict[str, Any]) -> WindowConfig:
     """Return the configuration of window data sets. ``settings``: fields of Megatron's own configuration."""
-    return WindowConfig(**settings, tables=config.tables(), attention=config.attention)
+    return WindowConfig(**settings, tables=config.tables(), attention=config.attention, shuffled=config.shuffled())
 
 
 def build_windows(config: WindowConfig, sizes: Sequence[int | None]) -> tuple[SampleSource | None, ...]:

@@ -96,3 +96,24 @@ def test_a_text_is_no_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "in.txt").write_text("one text")
     assert sculpt(tmp_path / "in.txt", tmp_path / "a") == 2
     assert "in.txt: neither a data set nor a file of JSON or Parquet with documents" in capsys.readouterr().err
+
+
+def test_several_data_sets_and_an_interrupted_run(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_texts(tmp_path / "more", texts(60, seed=3)[0])
+    (tmp_path / "mixture").write_text(f"0.5 {prefix}\n0.5 {tmp_path / 'more'}\n")
+    options = ["--mixture", tmp_path / "mixture", "--seq-length", CONTEXT, "--output", tmp_path / "both"]
+    (tmp_path / "both.windows.work").mkdir()
+    (tmp_path / "both.windows.work" / "settings").write_text("of other windows")
+    call = [command.NAME, command.sculpt.NAME, *map(str, options), "--concurrent-tasks", "1", "--tasks", "2", "--json"]
+    assert cli.main(call) == 2
+    assert "both.windows.work: unfinished work with other options" in capsys.readouterr().err
+    (tmp_path / "both.windows.work" / "settings").unlink()
+    assert cli.main(call) == 0
+    report = json.loads(capsys.readouterr().out)
+    corpus = open_tokens(str(tmp_path / "both"))
+    total = sum(int(open_tokens(str(one)).lengths.sum()) for one in (prefix, tmp_path / "more"))
+    assert report["tokens"] == corpus.lengths.sum() == pytest.approx(total, rel=0.2)
+    check_windows(load_windows(tmp_path / "both.windows.npy")[0], corpus.lengths, CONTEXT, "none")
+    assert not (tmp_path / "both.windows.work").exists()

@@ -68,6 +68,22 @@ def test_a_sample_is_a_window(prefix: str) -> None:
     assert found == {f"{prefix}: window {number}": tokens for number, tokens in enumerate(WINDOWS)}
 
 
+def test_documents_of_a_window_are_shuffled_anew_in_each_epoch(prefix: str) -> None:
+    table = np.array([(0, 0, place, 1) for place in range(4)] + [(1, 1, place, 1) for place in range(7)], dtype=ROW)
+    config = config_of({prefix: table}, shuffled=frozenset([prefix]))
+    source, _, _ = build_windows(config, [10, 0, 0])
+    assert source is not None
+    by_window: dict[int, list[list[int]]] = {0: [], 1: []}
+    for i in range(10):
+        by_window[source.sample(i).document].append(source.read(i, 0, source.length(i)).tolist())
+    for window, tokens in ((0, [10, 11, 12, 13]), (1, [20, 21, 22, 23, 24, 25, 26])):
+        assert [sorted(one) for one in by_window[window]] == [tokens] * 5
+        assert len({tuple(one) for one in by_window[window]}) > 1
+    again, _, _ = build_windows(config, [10, 0, 0])
+    assert again is not None
+    assert [again.read(i, 0, 9).tolist() for i in range(10)] == [source.read(i, 0, 9).tolist() for i in range(10)]
+
+
 def test_parts_of_windows(prefix: str) -> None:
     source = source_of(prefix, "window")
     for i in range(4):
