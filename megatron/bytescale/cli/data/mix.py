@@ -22,6 +22,7 @@ from bytescale_ext.data.mix.weights import (
     weigh,
 )
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
+from megatron.bytescale.cli.data.executors import add_executor, executor_settings
 from megatron.bytescale.cli.shared.inputs import count, size
 from megatron.bytescale.cli.shared.options import add_json, add_option
 from megatron.bytescale.cli.shared.tables import aligned
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--proxy-steps", type=count, metavar="N", help="train a small model for N steps on each source")
     parser.add_argument("--proxy-seeds", type=count, default=3, metavar="K", help="small runs of each source (3)")
+    add_executor(parser, "tasks of the small runs; they do not change the weights (one for each run)")
     add_json(parser)
 
 
@@ -73,15 +75,21 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an option, the report or a data set is bad, or a small run has failed.
     """
     factors = _factors(args)
+    settings = executor_settings(args) if args.proxy_steps is not None else None
     parts, known = _parts(args)
     if args.output.is_dir():
         raise ValueError(f"--output {args.output} is a folder: give a file name")
     weighed = weigh(parts, known, factors)
     proposals: dict[str, Proposal] = {}
     if args.proxy_steps is not None:
-        from megatron.bytescale.cli.data.proxy import proposals_of
+        from megatron.bytescale.cli.data import proxy
 
-        proposals = proposals_of(parts, args.proxy_steps, args.proxy_seeds, Path(f"{args.output}.proxy"))
+        runs = proxy.ProxyRuns(tuple(parts), args.proxy_steps, args.proxy_seeds, Path(f"{args.output}.proxy"))
+        found = proxy.proposals_of(runs, settings, args.tasks)
+        if found is None:
+            print(f"submitted; give the same command again after these jobs, and it writes {args.output}")
+            return 0
+        proposals = found
         weighed = reweigh(weighed, {name: proposal.factor for name, proposal in proposals.items() if proposal.is_clear})
     blended = blend(parts, weighed)
     write_whole(args.output, "".join(f"{weight:.6g} {prefix}\n" for weight, prefix in blended))

@@ -7,11 +7,13 @@ on one process. Finished runs are not repeated.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from bytescale_ext.data.mix.curves import LEAST_STEPS, Proposal, propose
 from bytescale_ext.data.mix.weights import MixturePart
 from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import new_log
+
+if TYPE_CHECKING:
+    from bytescale_ext.data.tasks.stages import ExecutorSettings
 
 STEP_TOKENS: Final = 4096
 _SECONDS_OF_A_STEP: Final = 60
@@ -35,33 +40,88 @@ _MODEL: Final = (
 _LEAST_VOCABULARY: Final = 257  # bytes and the end of a document
 
 
-def proposals_of(parts: Sequence[MixturePart], steps: int, seeds: int, folder: Path) -> dict[str, Proposal]:
-    """Train ``seeds`` runs of ``steps`` steps on each source and return a proposal for each source.
+@dataclass(frozen=True)
+class ProxyRuns:
+    """Small runs of all sources, and the step that trains the runs of a task.
 
-    Args:
+    Attributes:
         parts: data sets.
         steps: steps of a run, of up to ``STEP_TOKENS`` tokens each.
         seeds: runs of each source.
-        folder: folder of the runs, whose finished runs are read.
+        folder: folder of the runs.
+    """
+
+    parts: tuple[MixturePart, ...]
+    steps: int
+    seeds: int
+    folder: Path
+
+    @property
+    def sources(self) -> dict[str, list[MixturePart]]:
+        """The data sets of each source."""
+        names = dict.fromkeys(part.source for part in self.parts)
+        return {name: [part for part in self.parts if part.source == name] for name in names}
+
+    def check(self) -> None:
+        """Raise ValueError unless there are several sources with tokens for all steps."""
+        if self.steps < LEAST_STEPS:
+            raise ValueError(f"--proxy-steps {self.steps}: give {LEAST_STEPS} or more")
+        if len(self.sources) < 2:
+            raise ValueError("--proxy-steps compares sources: give two or more")
+        for name, own in self.sources.items():
+            most = sum(part.tokens for part in own) // STEP_TOKENS
+            if most < self.steps:
+                raise ValueError(
+                    f"source {name} has tokens for {most} steps without repetition: give fewer --proxy-steps"
+                )
+
+    def curves(self) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+        """Return (tokens [steps], losses [steps]) of the finished runs of each source."""
+        found = {
+            name: [read_curve(self._folder(name, seed), self.steps) for seed in range(self.seeds)]
+            for name in self.sources
+        }
+        return {name: [curve for curve in curves if curve is not None] for name, curves in found.items()}
+
+    def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        """Train runs ``rank``, ``rank + world_size`` and so on, except finished runs.
+
+        Raises:
+            ValueError: a run has failed; the message names its log.
+        """
+        vocabulary = max(_LEAST_VOCABULARY, 1 + max(_largest_id(part.prefix) for part in self.parts))
+        runs = [(name, seed) for name in self.sources for seed in range(self.seeds)]
+        for name, seed in runs[rank::world_size]:
+            _run(self.sources[name], self.steps, seed, self._folder(name, seed), vocabulary)
+
+    def _folder(self, name: str, seed: int) -> Path:
+        return self.folder / f"{name}-{self.steps}-{seed}"
+
+
+def proposals_of(
+    runs: ProxyRuns, settings: ExecutorSettings | None = None, tasks: int | None = None
+) -> dict[str, Proposal] | None:
+    """Train the unfinished runs and return a proposal for each source; None if the runs are jobs of Slurm now.
+
+    Args:
+        runs: the runs.
+        settings: executor of the runs; None: one run at a time in this process.
+        tasks: number of tasks; None: one for each run.
 
     Raises:
         ValueError: a source has fewer tokens than a run, or a run has failed; the message names its log.
     """
-    if steps < LEAST_STEPS:
-        raise ValueError(f"--proxy-steps {steps}: give {LEAST_STEPS} or more")
-    sources = {name: [part for part in parts if part.source == name] for name in dict.fromkeys(p.source for p in parts)}
-    if len(sources) < 2:
-        raise ValueError("--proxy-steps compares sources: give two or more")
-    for name, own in sources.items():
-        tokens = sum(part.tokens for part in own)
-        if tokens < steps * STEP_TOKENS:
-            most = tokens // STEP_TOKENS
-            raise ValueError(f"source {name} has tokens for {most} steps without repetition: give fewer --proxy-steps")
-    vocabulary = max(_LEAST_VOCABULARY, 1 + max(_largest_id(part.prefix) for part in parts))
-    runs = {}
-    for name, own in sources.items():
-        runs[name] = [_run(own, steps, seed, folder / f"{name}-{steps}-{seed}", vocabulary) for seed in range(seeds)]
-    return propose(runs)
+    from bytescale_ext.data.tasks.stages import ExecutorSettings, Stage, run_stages
+
+    runs.check()
+    if sum(map(len, runs.curves().values())) < runs.seeds * len(runs.sources):
+        work = runs.folder / "tasks"
+        shutil.rmtree(work, ignore_errors=True)  # finished runs are known by their losses
+        stage = Stage("proxy", tasks or runs.seeds * len(runs.sources), [runs])
+        run_stages([stage], work, settings or ExecutorSettings())
+        if settings is not None and settings.executor == "slurm":
+            return None
+    return propose(runs.curves())
 
 
 def command_of(parts: Sequence[MixturePart], steps: int, seed: int, folder: Path, vocabulary: int) -> list[str]:
@@ -86,10 +146,8 @@ def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None
     return (tokens, losses) if len(losses) == steps else None
 
 
-def _run(
-    parts: Sequence[MixturePart], steps: int, seed: int, folder: Path, vocabulary: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the trained tokens and the losses of a run, float64 [steps] each; train it if it is not finished."""
+def _run(parts: Sequence[MixturePart], steps: int, seed: int, folder: Path, vocabulary: int) -> None:
+    """Train a run, unless it is finished."""
     curve = read_curve(folder, steps)
     if curve is None:
         print(f"small run {folder.name}", file=sys.stderr)
@@ -99,7 +157,6 @@ def _run(
         curve = read_curve(folder, steps)
     if curve is None or not np.all(np.isfinite(curve[1])):
         raise ValueError(f"a small run has failed: see {folder / 'train.log'}")
-    return curve
 
 
 def _train(command: Sequence[str], log: Path, steps: int) -> None:

@@ -36,16 +36,17 @@ def test_a_real_run_and_what_it_says(parts: list[MixturePart], tmp_path: Path, m
     """Only one source is trained. For the other, random bytes, the loss of a finished run exists."""
     runs = tmp_path / "runs"
     write_losses(runs / f"random-{STEPS}-0", [5.6] * STEPS)
-    found = proxy.proposals_of(parts, STEPS, 1, runs)
+    found = proxy.proposals_of(proxy.ProxyRuns(tuple(parts), STEPS, 1, runs))
     curve = proxy.read_curve(runs / f"again-{STEPS}-0", STEPS)
     assert curve is not None
     tokens, losses = curve
     assert losses[-1] < losses[0] - 0.1
     assert proxy.STEP_TOKENS / 2 * STEPS < tokens[-1] <= proxy.STEP_TOKENS * STEPS
+    assert found is not None
     assert found["again"].gain > found["random"].gain == 0
     # Losses of finished runs are read again, without training.
     monkeypatch.setattr(proxy, "_train", None)
-    assert proxy.proposals_of(parts, STEPS, 1, runs) == found
+    assert proxy.proposals_of(proxy.ProxyRuns(tuple(parts), STEPS, 1, runs)) == found
 
 
 @pytest.mark.ranks
@@ -84,7 +85,28 @@ def test_a_run_that_fails_names_its_log(
 ) -> None:
     monkeypatch.setattr(proxy, "_train", lambda _, log, steps: write_losses(log.parent, bad))
     with pytest.raises(ValueError, match=r"a small run has failed: see .*again-8-0/train\.log"):
-        proxy.proposals_of(parts, STEPS, 1, tmp_path / "runs")
+        proxy.proposals_of(proxy.ProxyRuns(tuple(parts), STEPS, 1, tmp_path / "runs"))
+
+
+def test_the_number_of_tasks_and_a_failed_task_change_nothing(
+    parts: list[MixturePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def train(command: list[str], log: Path, steps: int) -> None:
+        calls.append(log.parent.name)
+        if len(calls) == 3:
+            raise ValueError("killed")
+        seed = int(command[command.index("--seed") + 1])
+        write_losses(log.parent, [5 - ("again" in log.parent.name) * step**0.5 + seed / 10 for step in range(STEPS)])
+
+    monkeypatch.setattr(proxy, "_train", train)
+    runs = [proxy.ProxyRuns(tuple(parts), STEPS, 2, tmp_path / f"runs{tasks}") for tasks in (1, 2, 4)]
+    with pytest.raises(ValueError, match="killed"):
+        proxy.proposals_of(runs[0], tasks=1)
+    found = [proxy.proposals_of(one, tasks=tasks) for one, tasks in zip(runs, (1, 2, 4), strict=True)]
+    assert calls[:5] == ["again-8-0", "again-8-1", "random-8-0", "random-8-0", "random-8-1"]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.ranks
