@@ -131,7 +131,13 @@ class RowTable:
         return Answer(asked, self.values[answered], self.squares[answered], self.versions[answered])
 
     def lacking(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> int:
-        """Return the number of updates that a worker's copies lack and keep lacking. Arguments as in ``answer``."""
+        """Return the number of updates that a worker's copies lack and keep lacking.
+
+        Args:
+            rows: numbers of the rows, int64 [n].
+            versions: versions of the copies, -1 without a copy, int64 [n].
+            read_bound: largest number of updates that a copy may lack.
+        """
         lags = self.versions[rows] - versions
         return int(lags[(versions >= 0) & (lags <= read_bound)].sum())
 
