@@ -263,6 +263,8 @@ def load_of_tokens(
         settings.operators,
         any(moment.bytes for moment in settings.slices),
     )
+    is_split = cost.shape.gated and settings.operators.split_activation
+    split_experts = max(1, cost.shape.num_experts // settings.expert_ranks) if is_split else 0
     of_later = sum(tensor.bytes_per_token for tensor in tensors) + LATER_STATES * tensors[0].bytes_per_token
     return LayerLoad(
         tensors=tensors,
@@ -277,9 +279,9 @@ def load_of_tokens(
         head_bytes=float(LOGIT_BYTES * logits * cost.shape.vocab / ranks),
         seconds_per_received_byte=cost.collective,
         slices=settings.slices,
-        expert_bytes=expert_bytes(cost.shape, settings.element_bytes, ranks, settings.expert_load),
+        expert_bytes=expert_bytes(cost.shape, settings.element_bytes, ranks, settings.expert_load, settings.operators),
         expert_working_bytes=expert_working_bytes(
-            cost.shape, settings.element_bytes, settings.expert_ranks > 1, settings.expert_load
+            cost.shape, settings.element_bytes, settings.expert_ranks > 1, settings.expert_load, split_experts
         ),
         later_layers=later,
         later_bytes=later * of_later,

@@ -22,6 +22,10 @@ EXPERT_LOAD: Final = 1.5
 A router that spreads tokens less evenly exceeds the budget.
 """
 
+SPLIT_GRADIENTS: Final = 6
+"""Gradients of the inner width that exist together in the backward pass of a split, gated activation function: of its
+two factors, and of both padded to the width of the first product."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
@@ -191,13 +195,20 @@ def split_tensors(
     return tuple(LayerTensor(name, "cheap", size, 0.0, 2 * size) for name, size in each.items() if size)
 
 
-def expert_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, load: float = 1.0) -> float:
+def expert_bytes(
+    shape: ModelShape,
+    element_bytes: int = 2,
+    tensor_parallel: int = 1,
+    load: float = 1.0,
+    operators: LayerOperators = FUSED,
+) -> float:
     """Return the bytes that the experts of a layer save for the backward pass, for each token before the router.
 
     It is 0 without experts. If only some layers have experts, the MLP of the others counts if it saves more.
 
     A token is copied to each of its experts. They save the tensors of an MLP: the input, the first product and the
-    output of the activation function, here as fused kernels. The router saves scores of 4 bytes, and 48 bytes of
+    output of the activation function; if its operators are split, also the activation and its product with the gate,
+    before the probability. The router saves scores of 4 bytes, and 48 bytes of
     places and probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of
     Megatron 0.19.2).
 
@@ -206,17 +217,19 @@ def expert_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int
         element_bytes: bytes of one element.
         tensor_parallel: ranks that share each layer.
         load: tokens at the experts of this rank, over their number in an even spread.
+        operators: fused and unfused operators of a layer.
     """
     if not shape.num_expert_layers:
         return 0.0
-    inner = (3 if shape.gated else 2) * element_bytes / tensor_parallel
+    gated = 5 if operators.split_activation else 3
+    inner = (gated if shape.gated else 2) * element_bytes / tensor_parallel
     in_experts = shape.experts_per_token * shape.hidden * element_bytes + inner * shape.expert_ffn_hidden
     in_mlp = inner * shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0.0
     return max(load * in_experts + 48.0 * shape.experts_per_token + 4.0 * shape.num_experts, in_mlp)
 
 
 def expert_working_bytes(
-    shape: ModelShape, element_bytes: int = 2, exchanged: bool = False, load: float = 1.0
+    shape: ModelShape, element_bytes: int = 2, exchanged: bool = False, load: float = 1.0, split_experts: int = 0
 ) -> float:
     """Return the bytes of gradients that exist together in the backward pass of experts, for each token; else 0.
 
@@ -228,6 +241,10 @@ def expert_working_bytes(
         element_bytes: bytes of one element.
         exchanged: ranks share the experts.
         load: see ``expert_bytes``.
+        split_experts: experts of a rank if their activation functions are split, which run one after the other; 0 if
+            they are fused.
     """
+    in_expert = SPLIT_GRADIENTS * load * shape.expert_ffn_hidden * element_bytes / split_experts if split_experts else 0
     copies = 3 * load if exchanged else 1.0
-    return (2 + copies * shape.experts_per_token) * shape.hidden * element_bytes if shape.num_expert_layers else 0.0
+    of_tokens = (2 + copies * shape.experts_per_token) * shape.hidden * element_bytes
+    return of_tokens + in_expert if shape.num_expert_layers else 0.0

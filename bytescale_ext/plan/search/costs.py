@@ -30,7 +30,8 @@ def _sizes(
 ) -> tuple[float, float, float, float]:
     """Return a layer's linear FLOPs, attention, keys and activation bytes of a token on one tensor-parallel rank."""
     layers = layer_tensors(shape, element_bytes, num_ranks, num_ranks > 1, operators)
-    activations = sum(tensor.bytes_per_token for tensor in layers) + expert_bytes(shape, element_bytes, num_ranks)
+    experts = expert_bytes(shape, element_bytes, num_ranks, operators=operators)
+    activations = sum(tensor.bytes_per_token for tensor in layers) + experts
     attention = shape.num_heads * (shape.head_dim + shape.value_dim) / num_ranks
     return layer_flops_per_token(shape) / num_ranks, attention, key_value_numbers(shape, num_ranks), activations
 
@@ -112,7 +113,8 @@ def strategy_cost(
     cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel, operators)
     if strategy.expert_parallel > 1:
         seconds, element = exchange_seconds(cost, strategy.expert_parallel, cluster), cost.element_bytes
-        loads = [expert_bytes(cost.shape, element, cost.tensor_parallel, load) for load in (EXPERT_LOAD, 1.0)]
+        ranks = cost.tensor_parallel
+        loads = [expert_bytes(cost.shape, element, ranks, load, operators) for load in (EXPERT_LOAD, 1.0)]
         forward, backward = (replace(one_way, b=one_way.b + seconds) for one_way in (cost.forward, cost.backward))
         cost = replace(cost, forward=forward, backward=backward, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
     if strategy.activations == FULL:

@@ -129,7 +129,8 @@ def stage_memory(setup: Setup) -> StageMemory:
     numerics, cost, mesh = setup.numerics, setup.cost, setup.mesh
     tensors = _tensor_bytes(setup)
     if not setup.measured:
-        experts = expert_bytes(setup.shape, numerics.element_bytes, cost.tensor_parallel, expert_load(setup))
+        sizes = setup.shape, numerics.element_bytes, cost.tensor_parallel
+        experts = expert_bytes(*sizes, expert_load(setup), numerics.operators)
         cost = replace(cost, layer_bytes=sum(tensors) + experts)
     settings = stage_settings(setup, mesh.last_stage, ONE_SLICE)
     memory = StageMemory.of(cost, mesh.stage_layers, setup.cluster, settings)

@@ -14,11 +14,13 @@ import torch
 from bytescale_ext.activation.trace import AllocationTrace
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.placement import liveness_bound
 from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
 from tests.harness import run_ranks
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -29,6 +31,12 @@ PLANS = {
     "none": ActivationPlan("none"),
     "swap": ActivationPlan("shares", 1.0, 0.0, 1.0),
     "priced": ActivationPlan("priced", 0.3, 0.3, 1.0, True, 2),
+}
+
+
+OPERATORS = {
+    "fused": FUSED,
+    "split": LayerOperators(split_norms=True, split_activation=True, angles=SHAPE.head_dim, split_angles=True),
 }
 
 
@@ -51,18 +59,25 @@ def with_experts() -> None:
     gpt_layer_specs.get_gpt_layer_local_spec = functools.partial(spec, num_experts=EXPERTS, moe_grouped_gemm=False)
 
 
-def measure(rank: int, world: int) -> dict[str, tuple[list[int], int]]:
+def measure(rank: int, world: int, operators: str) -> dict[str, tuple[list[int], int]]:
     """Return (tokens at the experts of each layer, peak live bytes) of a step, by plan."""
     from megatron.core import parallel_state
+
+    from megatron.bytescale.training import one_device
 
     torch.set_num_threads(1)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
     with_experts()
-    built = build_fused(SHAPE)
+    built: Any
+    if operators == "fused":
+        built = build_fused(SHAPE)
+    else:
+        built = one_device.build_model(SHAPE, torch.float32, 1 << 28, LOSS_TOKENS, on_cpu=True)
     parameters = list(built.model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    existing = [*parameters, *[parameter.grad for parameter in parameters], built.store.link.arena.memory]
+    gradients = [parameter.grad for parameter in parameters]
+    existing = [*parameters, *gradients, *built.weights, built.store.link.arena.memory]
     loads: list[int] = []
     for layer in built.model.decoder.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda module, inputs: loads.append(len(inputs[0])))
@@ -78,23 +93,25 @@ def measure(rank: int, world: int) -> dict[str, tuple[list[int], int]]:
     return found
 
 
-def predicted(plan: ActivationPlan, load: float) -> float:
+def predicted(plan: ActivationPlan, load: float, operators: LayerOperators) -> float:
     """Return the forecast, plus the two hidden states that the final norm and the loss keep."""
     settings = LayerSettings(
         element_bytes=FLOAT_BYTES, resident_layers=plan.resident_layers, loss_tokens=LOSS_TOKENS,
-        expert_load=load, expert_ranks=2,
+        expert_load=load, expert_ranks=2, operators=operators,
     )  # fmt: skip
     of_step = layer_load(cost_of_rates(SHAPE, 1e12, 1e12, 1e12), LENGTH, settings)
     ends = 2.0 * LENGTH * SHAPE.hidden * FLOAT_BYTES
     return forecast(plan, of_step, Machine(1e12, 1e12)).device_bytes + ends
 
 
-def test_live_bytes_with_experts_are_within_five_percent_of_the_prediction() -> None:
-    ranks = run_ranks(measure, 2)
+@pytest.mark.parametrize("operators", sampled(OPERATORS, ["fused"]))
+def test_live_bytes_with_experts_are_within_five_percent_of_the_prediction(operators: str) -> None:
+    ranks = run_ranks(measure, 2, operators)
     for name, plan in PLANS.items():
         for found in ranks:
             loads, live = found[name]
             assert len(loads) == SHAPE.num_layers
             load = sum(loads) / len(loads) / (CHOSEN * LENGTH)
-            assert predicted(plan, load) == pytest.approx(live, rel=0.05), (name, load, predicted(plan, load) / live)
+            expected = predicted(plan, load, OPERATORS[operators])
+            assert expected == pytest.approx(live, rel=0.05), (name, load, expected / live)
     assert sum(sum(found["none"][0]) for found in ranks) == 2 * SHAPE.num_layers * CHOSEN * LENGTH
