@@ -10,8 +10,9 @@ from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.hdp.table import auto_balance, planner_names, planner_row
 from bytescale_ext.plan.step.sizes import Cluster
 
-NORMALIZATIONS: Final = ("tokens", "documents")
-"""What the loss of a step is a mean over: labels with a weight, or documents of the mean over their labels."""
+NORMALIZATIONS: Final = ("tokens", "documents", "groups")
+"""What the loss of a step is a mean over: labels with a weight, or documents, or groups of documents, of the mean over
+their labels."""
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def print_step(runtime: Any, model: torch.nn.Module) -> None:
 
 
 def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> list[list[str]]:
-    """Return the documents of each step in the order of its samples, assembled from the parts of all ranks."""
+    """Return the documents of each step in the order of its sequences, assembled from the parts of all ranks."""
     steps = []
     for of_ranks in zip(*(outcome.records(training) for outcome in outcomes), strict=True):
         assert len({tuple(record["sample_ids"]) for record in of_ranks}) == 1, of_ranks
@@ -238,7 +238,7 @@ def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> li
         for record in of_ranks:
             assert all(merged.get(seq, name) == name for seq, name in record["documents"].items()), of_ranks
             merged.update(record["documents"])
-        steps.append([merged[str(seq)] for seq in range(len(of_ranks[0]["sample_ids"]))])
+        steps.append([merged[str(seq)] for seq in range(len(of_ranks[0]["lengths"]))])
     return steps
 
 

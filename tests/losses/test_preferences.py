@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bytescale_ext.losses.preferences import LOSSES, SIMPO_MARGIN, Answers, LossRow, loss_row, weigh
-from megatron.bytescale.features.preferences import NAMES
+from megatron.bytescale.features.preferences import PAIR_NAMES
 
 
 def sigmoid(value: float) -> float:
@@ -65,7 +65,7 @@ def test_two_passes_have_the_gradient_of_one_process(row: LossRow) -> None:
 
 
 def test_the_flag_names_each_loss() -> None:
-    assert tuple(row.name for row in LOSSES) == NAMES
+    assert tuple(row.name for row in LOSSES) == PAIR_NAMES
 
 
 def test_an_unknown_loss_names_the_known() -> None:

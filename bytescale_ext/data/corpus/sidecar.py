@@ -1,9 +1,10 @@
-"""Sidecars of a data set: one number for each token, in ``PATH.bin``, and a header in ``PATH.json``.
+"""Sidecars of a data set: one number for each token or document, in ``PATH.bin``, and a header in ``PATH.json``.
 
 A sidecar has the order of the tokens in the data set's ``.bin`` file. Its header contains a hash of its numbers and an
 identity of the data set, so that a sidecar of other data or of another tokenizer is refused before it is used.
 
-Weights of the loss are the sidecar ``PREFIX.weights``. A loss mask has the weights 0 and 1, in one byte each.
+Weights of the loss are the sidecar ``PREFIX.weights``. A loss mask has the weights 0 and 1, in one byte each. The
+sidecar ``PREFIX.groups`` has the number of each document's group, from 0; the documents of a group follow one another.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from bytescale_ext.new_file import write_text
 
 VALUES: Final = ".bin"
 HEADER: Final = ".json"
-DTYPES: Final = ("uint8", "float32")
-_VERSION: Final = 2
+DTYPES: Final = ("uint8", "int32", "float32")
+_VERSION: Final = 3
 _ENDS: Final = 1 << 20  # bytes at both ends of the data that belong to its identity
 _CHUNK: Final = 1 << 22  # numbers that are checked at a time
 
@@ -39,16 +40,26 @@ class Kind:
         name: name in headers.
         content: the numbers in messages.
         again: advice to write the numbers again.
+        of_documents: whether each document has a number, instead of each token.
     """
 
     name: str
     content: str
     again: str
+    of_documents: bool = False
 
 
 WEIGHTS: Final = Kind("weights", "weights", "write the data set again with bytescale corpus --sft or --weights")
 
 LOGPROBS: Final = Kind("logprobs", "log-probabilities", "write them again with bytescale logprobs")
+
+ADVANTAGES: Final = Kind(
+    "advantages", "advantages", "write the data set again with bytescale corpus --rewards or --advantages"
+)
+
+GROUPS: Final = Kind(
+    "groups", "groups", "write the data set again with bytescale corpus --pairs or --groups", of_documents=True
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +69,45 @@ class SidecarHeader:
     Attributes:
         kind: name of the ``Kind``.
         dtype: type of the numbers, one of ``DTYPES``.
-        num_tokens: number of tokens of the data set.
-        num_nonzero: number of tokens whose number is not 0.
+        num_values: number of numbers: tokens or documents of the data set.
+        num_nonzero: number of numbers other than 0.
         data_sha256: identity of the data set (``identity_of``).
         values_sha256: hash of the numbers.
-        group_size: documents of a group, which follow one another: 2 for pairs of answers.
         version: version of the format.
     """
 
     kind: str
     dtype: str
-    num_tokens: int
+    num_values: int
     num_nonzero: int
     data_sha256: str
     values_sha256: str
-    group_size: int = 1
     version: int = _VERSION
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the numbers."""
-        return self.num_tokens * np.dtype(self.dtype).itemsize
+        return self.num_values * np.dtype(self.dtype).itemsize
 
 
 def weights_of(prefix: str) -> str:
     """Return the path of a data set's weights, without suffix."""
     return prefix + ".weights"
+
+
+def groups_of(prefix: str) -> str:
+    """Return the path of a data set's groups, without suffix."""
+    return prefix + ".groups"
+
+
+def advantages_of(prefix: str) -> str:
+    """Return the path of a data set's advantages, without suffix."""
+    return prefix + ".advantages"
+
+
+def old_logprobs_of(prefix: str) -> str:
+    """Return the path of log-probabilities under the policy that wrote a data set, without suffix."""
+    return prefix + ".old"
 
 
 def identity_of(prefix: str) -> str:
@@ -98,7 +122,7 @@ def identity_of(prefix: str) -> str:
     return digest.hexdigest()
 
 
-def write_header(path: str, prefix: str, kind: Kind, dtype: str, group_size: int = 1) -> SidecarHeader:
+def write_header(path: str, prefix: str, kind: Kind, dtype: str) -> SidecarHeader:
     """Write the header of the complete numbers ``path``.bin of a data set, and return it.
 
     Raises:
@@ -108,11 +132,10 @@ def write_header(path: str, prefix: str, kind: Kind, dtype: str, group_size: int
     header = SidecarHeader(
         kind=kind.name,
         dtype=dtype,
-        num_tokens=len(values),
+        num_values=len(values),
         num_nonzero=int(np.count_nonzero(values)),
         data_sha256=identity_of(prefix),
         values_sha256=sha256_of(path + VALUES),
-        group_size=group_size,
     )
     _check_finite(path, values, kind)
     write_text(path + HEADER, json.dumps(dataclasses.asdict(header), indent=2) + "\n")
@@ -128,7 +151,8 @@ def check_sidecar(path: str, prefix: str, kind: Kind, whole: bool = True) -> Sid
         ValueError: a file is missing or damaged, the sidecar is of another kind or of another data set, or a number is
             infinite or not a number.
     """
-    num_tokens = check_indexed_dataset(prefix).num_tokens
+    info = check_indexed_dataset(prefix)
+    num_values = info.num_documents if kind.of_documents else info.num_tokens
     header_file, values_file = path + HEADER, path + VALUES
     try:
         header = SidecarHeader(**json_settings(Path(header_file).read_text(encoding="utf-8")))
@@ -141,7 +165,7 @@ def check_sidecar(path: str, prefix: str, kind: Kind, whole: bool = True) -> Sid
         raise ValueError(f"{header_file}: version {header.version}, only version {_VERSION} is supported: {kind.again}")
     if header.kind != kind.name or header.dtype not in DTYPES:
         raise ValueError(f"{header_file}: the numbers are {header.kind!r}, not {kind.content}: {kind.again}")
-    if header.num_tokens != num_tokens or header.data_sha256 != identity_of(prefix):
+    if header.num_values != num_values or header.data_sha256 != identity_of(prefix):
         raise ValueError(
             f"{values_file}: the {kind.content} belong to another data set than {prefix}.idx, or to another tokenizer: "
             f"{kind.again}"
@@ -161,15 +185,36 @@ def check_weights(prefix: str, whole: bool = True) -> SidecarHeader:
     return header
 
 
+def group_bounds(prefix: str, whole: bool = True) -> np.ndarray:
+    """Return the first document of each group of a data set, and the number of documents: int64 [groups + 1].
+
+    Raises:
+        ValueError: the groups are damaged (``check_sidecar``), or a group has no documents.
+    """
+    path = groups_of(prefix)
+    check_sidecar(path, prefix, GROUPS, whole)
+    groups = open_sidecar(path).astype(np.int64)
+    steps = np.diff(groups, prepend=-1)
+    bad = (steps < 0) | (steps > 1)
+    if len(groups) == 0 or steps[0] != 1 or bad.any():
+        document = int(bad.argmax())
+        before = f"group {groups[document - 1]}" if document else "no other"
+        raise ValueError(
+            f"{path + VALUES}: document {document} is of group {groups[document]}, after {before}, so a group has no "
+            f"documents or is divided: {GROUPS.again}"
+        )
+    return np.append(np.flatnonzero(steps), len(groups))
+
+
 def open_sidecar(path: str) -> np.ndarray:
-    """Return a memory map of the numbers of a checked sidecar: uint8 or float32 [num_tokens]."""
+    """Return a memory map of the numbers of a checked sidecar: [num_values], of the header's type."""
     header = SidecarHeader(**json_settings(Path(path + HEADER).read_text(encoding="utf-8")))
     return np.asarray(np.memmap(path + VALUES, dtype=header.dtype, mode="r"))
 
 
 def _check_finite(path: str, values: np.ndarray, kind: Kind) -> None:
-    """Raise ValueError for the first number that is infinite or not a number; ``values``: [num_tokens]."""
-    if values.dtype == np.uint8:
+    """Raise ValueError for the first number that is infinite or not a number; ``values``: [num_values]."""
+    if values.dtype != np.float32:
         return
     for start in range(0, len(values), _CHUNK):
         finite = np.isfinite(values[start : start + _CHUNK])

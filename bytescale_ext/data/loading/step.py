@@ -10,7 +10,14 @@ import numpy as np
 
 from bytescale_ext.config.hdp import NORMALIZATIONS
 from bytescale_ext.data.loading.planning import without_tables
-from bytescale_ext.data.samples.answers import WeightSource, with_document_means, with_weights
+from bytescale_ext.data.samples.answers import (
+    GroupSource,
+    RolloutSource,
+    WeightSource,
+    with_means,
+    with_rollouts,
+    with_weights,
+)
 from bytescale_ext.data.samples.future import future_tokens, future_weights
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, lengths_of, with_gram_rows
@@ -112,8 +119,13 @@ class LoaderSettings:
         batches = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
         if isinstance(source, WeightSource):
             batches = [with_weights(packed, source, sample_ids) for packed in batches]
-        if self.normalization != NORMALIZATIONS[0]:
-            batches = [with_document_means(packed, source, sample_ids, lengths) for packed in batches]
+        if isinstance(source, RolloutSource):
+            batches = [with_rollouts(packed, source, sample_ids) for packed in batches]
+        if self.normalization == "documents":
+            batches = with_means(batches, source, sample_ids, lengths, lambda sample_id: (sample_id,))
+        elif self.normalization == "groups":
+            assert isinstance(source, GroupSource), f"{source=}"
+            batches = with_means(batches, source, sample_ids, lengths, source.members)
         if self.future_tokens:
             batches = [self._with_future(packed, source, sample_ids, lengths) for packed in batches]
         if self.grams is not None:
@@ -136,7 +148,8 @@ def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) 
     """
     remaining, first, size = num_tokens, consumed_samples, 1024
     while first < len(source):
-        lengths = lengths_of(source, range(first, min(first + size, len(source))))
+        samples = range(first, min(first + size, len(source)))
+        lengths = source.sample_lengths(samples) if isinstance(source, GroupSource) else lengths_of(source, samples)
         ends = np.cumsum(lengths)
         num_fitting = int(np.searchsorted(ends, remaining, side="right"))
         if num_fitting < len(ends):

@@ -1,13 +1,14 @@
 """Weights of the losses of tokens: a mask of answers (supervised fine-tuning), or real numbers such as advantages.
 
 A row of a micro-batch has the weight of its *label*, even if the label token is on another rank. Normalizations divide
-the loss of a step by its tokens or by its documents.
+the loss of a step by its tokens, its documents, or its groups of documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -29,11 +30,36 @@ class WeightSource(Protocol):
 
 
 @runtime_checkable
+class GroupSource(Protocol):
+    """A ``TokenSource`` whose samples are groups of documents, which it numbers and reads one by one."""
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """Return the documents of the group of a document."""
+        ...
+
+    def sample_lengths(self, samples: Sequence[int]) -> np.ndarray:
+        """Return the numbers of tokens of groups: [samples]."""
+        ...
+
+
+@runtime_checkable
 class PairSource(Protocol):
     """A ``TokenSource`` of pairs of answers."""
 
     def reference_sums(self, numbers: Sequence[int]) -> np.ndarray:
         """Return the weighted log-probability of sequences under the reference model, 0 without one: [sequences]."""
+        ...
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """A ``TokenSource`` of recorded rollouts."""
+
+    def rollout_numbers(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Return old log-probability, advantage and reference log-probability of tokens, float32 [stop - start, 3].
+
+        Positions past the end of the sequence have 0.
+        """
         ...
 
 
@@ -55,30 +81,84 @@ def with_weights(packed: PackedMicroBatch, source: WeightSource, sample_ids: Seq
     return replace(packed, loss_mask=torch.from_numpy(mask))
 
 
-def with_document_means(
-    packed: PackedMicroBatch, source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
-) -> PackedMicroBatch:
-    """Return a micro-batch or slice whose loss is a mean over documents of the mean over their labels.
+def with_rollouts(packed: PackedMicroBatch, source: RolloutSource, sample_ids: Sequence[int]) -> PackedMicroBatch:
+    """Return a micro-batch or slice whose rows have the numbers of their labels; see ``with_weights``."""
+    numbers = np.zeros((packed.num_rows, 3), dtype=np.float32)
+    row = 0
+    for shard in packed.micro_batch.shards:
+        for start, stop in shard.ranges:
+            numbers[row : row + stop - start] = source.rollout_numbers(sample_ids[shard.seq], start + 1, stop + 1)
+            row += stop - start
+    return replace(packed, rollouts=torch.from_numpy(numbers))
 
-    A label of a document with n labels of a weight other than 0 has 1 / n of its weight. The first of these labels
-    counts the document, wherever its row is; so each document counts once in a step.
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Labels of one sequence with a weight other than 0.
+
+    Attributes:
+        count: number of these labels.
+        first: row of the first, counted from the beginning of the sequence; 0 without labels.
+    """
+
+    count: int
+    first: int
+
+    @classmethod
+    def of(cls, source: TokenSource, sample_id: int, length: int) -> Labels:
+        """Return the labels of a sample of ``length`` tokens."""
+        has_loss = label_weights(source, sample_id, length) != 0
+        return cls(int(np.count_nonzero(has_loss)), int(has_loss.argmax()))
+
+
+def with_means(
+    batches: Sequence[PackedMicroBatch],
+    source: TokenSource,
+    sample_ids: Sequence[int],
+    lengths: Sequence[int],
+    members: Callable[[int], tuple[int, ...]],
+) -> list[PackedMicroBatch]:
+    """Return micro-batches or slices whose loss is a mean over documents, or groups, of the mean over their labels.
+
+    A label of a group with n labels of a weight other than 0 has 1 / n of its weight. The first of these labels counts
+    the group, wherever its row is; so each group counts once in a step. A document alone is a group of one.
 
     Args:
-        packed: micro-batch or slice with weights.
+        batches: micro-batches or slices with weights.
         source: samples.
         sample_ids: sample of each sequence of the plan.
         lengths: tokens of each sequence of the plan.
+        members: function from a sample to the samples of its group, in order.
     """
+    length_of = dict(zip(sample_ids, lengths, strict=True))
+    labels = cache(lambda sample_id: Labels.of(source, sample_id, length_of[sample_id]))
+
+    def count_of(group: tuple[int, ...]) -> tuple[int, int | None]:
+        """Return the number of labels of a group, and the sample that has the first."""
+        counts = [labels(sample_id).count for sample_id in group]
+        return sum(counts), next((one for one, count in zip(group, counts, strict=True) if count), None)
+
+    return [_with_means(packed, sample_ids, labels, lambda one: count_of(members(one))) for packed in batches]
+
+
+def _with_means(
+    packed: PackedMicroBatch,
+    sample_ids: Sequence[int],
+    labels: Callable[[int], Labels],
+    count_of: Callable[[int], tuple[int, int | None]],
+) -> PackedMicroBatch:
+    """Return one micro-batch or slice of ``with_means``."""
     mask = packed.loss_mask.numpy().copy()
     counts = np.zeros_like(mask)
     row = 0
     for shard in packed.micro_batch.shards:
-        has_loss = label_weights(source, sample_ids[shard.seq], lengths[shard.seq]) != 0
-        first, num_labels = int(has_loss.argmax()), int(np.count_nonzero(has_loss))
+        sample_id = sample_ids[shard.seq]
+        num_labels, counted = count_of(sample_id)
+        first = labels(sample_id).first if counted == sample_id else -1
         for start, stop in shard.ranges:
             rows = slice(row, row + stop - start)
             mask[rows] /= max(1, num_labels)
-            if num_labels and start <= first < stop:
+            if start <= first < stop:
                 counts[row + first - start] = 1.0
             row = rows.stop
     return replace(packed, loss_mask=torch.from_numpy(mask), label_counts=torch.from_numpy(counts))

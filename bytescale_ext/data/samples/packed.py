@@ -88,6 +88,7 @@ class PackedMicroBatch:
         future_weights: weights of their losses in multi-token prediction, float32 [num_rows, count]; else None.
         gram_rows: rows of an n-gram memory, int64 [num_rows, columns]; None in models without one.
         label_counts: share of each row in the divisor of the loss, float32 [num_rows]; None: 1 if its weight is not 0.
+        rollouts: numbers of the label of each row (``RolloutSource``), float32 [num_rows, 3]; None without rollouts.
     """
 
     tokens: torch.Tensor
@@ -103,6 +104,7 @@ class PackedMicroBatch:
     future_weights: torch.Tensor | None = None
     gram_rows: torch.Tensor | None = None
     label_counts: torch.Tensor | None = None
+    rollouts: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -142,6 +144,7 @@ class PackedMicroBatch:
             future_weights=None if self.future_weights is None else change(self.future_weights),
             gram_rows=None if self.gram_rows is None else change(self.gram_rows),
             label_counts=None if self.label_counts is None else change(self.label_counts),
+            rollouts=None if self.rollouts is None else change(self.rollouts),
         )
 
 

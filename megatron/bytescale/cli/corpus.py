@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bytescale_ext.data.samples.records import MOST_BYTES
+from bytescale_ext.data.samples.rollouts import RolloutKeys
 from bytescale_ext.data.samples.sources import (
     Entry,
     check_first_lines,
@@ -65,6 +66,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lines hold two chats, 'chosen' and 'rejected', with one prompt; train with --sft --loss dpo",
     )
     group.add_argument(
+        "--groups",
+        metavar="KEY",
+        help="neighbouring lines with one value under KEY are a group, such as the answers to one prompt, and share "
+        "each step; train with --sft --loss grpo, or with --sft --loss-normalization groups",
+    )
+    group.add_argument(
+        "--rewards",
+        metavar="KEY",
+        help="also write advantages: the number under KEY less the mean of its group, divided by the group's standard "
+        "deviation",
+    )
+    group.add_argument(
+        "--advantages",
+        metavar="KEY",
+        help="also write advantages: a number under KEY, or a list with a number for each token of the answer",
+    )
+    group.add_argument(
+        "--logprobs",
+        metavar="KEY",
+        help="also write the log-probabilities of the policy that gave the answer: a list under KEY, with a number for "
+        "each token of the answer",
+    )
+    group.add_argument(
         "--on-bad", choices=("stop", "skip"), help="end at a bad line (default), or leave bad lines out and count them"
     )
     group.add_argument(
@@ -81,10 +105,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a source, a line or a setting is bad.
     """
-    if not args.sft and (args.on_bad or args.pairs or args.sft_tokenizer_prompt_format):
-        raise ValueError("--on-bad, --pairs and --sft-tokenizer-prompt-format need --sft")
-    if args.pairs and args.weights:
-        raise ValueError("--pairs with --weights: the loss of pairs weighs their tokens")
+    check_conversation_options(args)
     settings = tokenizer_settings(args)
     entries = read_sources(args)
     checked_prefix(args.output)
@@ -114,6 +135,26 @@ def run(args: argparse.Namespace) -> int:
         print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
     print(f"train with {' '.join(flags)}")
     return 0
+
+
+def check_conversation_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options of conversations that lack another, or do not go together."""
+    of_rollouts = {"--rewards": args.rewards, "--advantages": args.advantages, "--logprobs": args.logprobs}
+    if not args.sft and (args.on_bad or args.pairs or args.groups or args.sft_tokenizer_prompt_format):
+        raise ValueError("--on-bad, --pairs, --groups and --sft-tokenizer-prompt-format need --sft")
+    if args.pairs and args.weights:
+        raise ValueError("--pairs with --weights: the loss of pairs weighs their tokens")
+    if not args.groups:
+        for option, key in of_rollouts.items():
+            if key:
+                raise ValueError(f"{option} needs --groups KEY, the name of each line's group")
+        return
+    refused = {"--pairs": args.pairs, "--tokens": args.tokens, "--on-bad skip": args.on_bad == "skip"}
+    for option, is_given in refused.items():
+        if is_given:
+            raise ValueError(f"--groups with {option}: groups are written whole, in the order of their lines")
+    if args.rewards and args.advantages:
+        raise ValueError("--rewards with --advantages: advantages are given, or made of rewards; remove one of them")
 
 
 def read_sources(args: argparse.Namespace) -> list[Entry]:
@@ -147,14 +188,15 @@ def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[s
     from megatron.bytescale.core.datasets import conversations
 
     tokenizer = conversations.chat_tokenizer(settings)
+    rollouts = RolloutKeys(args.groups, args.rewards, args.advantages, args.logprobs) if args.groups else None
     options = {"num_tokens": args.tokens, "seed": args.seed,
-               "fields": conversations.Fields(args.weights, args.pairs, args.on_bad == "skip")}  # fmt: skip
+               "fields": conversations.Fields(args.weights, args.pairs, args.on_bad == "skip", rollouts)}  # fmt: skip
     summary = conversations.write_conversations(args.output, entries, tokenizer, **options)
     flags = ["--sft", "--data-path", args.output, *training_flags(settings)]
     if args.json:
         return print_json(summary, flags)
-    print(f"{summary.prefix}.bin, .idx ({summary.dtype}), .weights.bin, .weights.json")
-    print(f"chats      {summary.num_documents:,}")
+    print(f"{summary.prefix}.bin, .idx ({summary.dtype}), {', '.join(summary.sidecars)}")
+    print(f"chats      {summary.num_documents:,}{f' in {summary.num_groups:,} groups' if summary.num_groups else ''}")
     print_sizes(args, summary)
     print(f"answers    {summary.num_answer_tokens:,} tokens ({summary.num_answer_tokens / summary.num_tokens:.1%})")
     without = f"{summary.num_without_answer:,} without an answer"

@@ -103,10 +103,10 @@ def _summary(args: argparse.Namespace) -> str:
     """Return the figures of a complete sidecar."""
     header = check_sidecar(args.output, args.data, LOGPROBS)
     mean = float(open_sidecar(args.output).sum(dtype="float64")) / max(1, header.num_nonzero)
-    figures = {"num_tokens": header.num_tokens, "num_predicted": header.num_nonzero, "mean_logprob": mean}
+    figures = {"num_tokens": header.num_values, "num_predicted": header.num_nonzero, "mean_logprob": mean}
     if args.json:
         return json.dumps({"output": args.output, **figures}, indent=2)
     return (
         f"{args.output}.bin, {Path(args.output + HEADER).name}\n"
-        f"tokens     {header.num_tokens:,}, {header.num_nonzero:,} of them predicted\nmean       {mean:.4f} per token"
+        f"tokens     {header.num_values:,}, {header.num_nonzero:,} of them predicted\nmean       {mean:.4f} per token"
     )

@@ -6,8 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from bytescale_ext.config.answers import AnswerLossConfig
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.preferences import PreferenceConfig
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.data.corpus.sidecar import check_weights
+from bytescale_ext.data.corpus.sidecar import check_weights, group_bounds
 from megatron.bytescale.arguments.conditions import equals, given
 from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import Overrides
@@ -35,14 +37,20 @@ def resolve(paths: DataPaths, run: RunConfig) -> AnswerLossConfig:
         raise ValueError("no data: give the --data-path written by `bytescale corpus --sft`")
     for prefix in prefixes:
         check_weights(prefix, whole=run.process.rank == 0)
+        if run.get(HdpConfig).loss_normalization == "groups":
+            group_bounds(prefix, whole=run.process.rank == 0)
     return AnswerLossConfig(tuple(prefixes))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Load conversations instead of documents."""
+    """Load conversations instead of documents, or groups of them. Losses of groups have their own samples."""
     from megatron.bytescale.features.hdp import build as hdp
+    from megatron.bytescale.features.hdp import groups
 
-    return hdp.train_on_answers(training, runtime)
+    if runtime.run.find(PreferenceConfig) is not None:
+        return training
+    in_groups = runtime.hdp.loss_normalization == "groups"
+    return (groups.train_on_groups if in_groups else hdp.train_on_answers)(training, runtime)
 
 
 REFUSALS = (

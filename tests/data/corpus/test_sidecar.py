@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from bytescale_ext.data.corpus.sidecar import (
+    GROUPS,
     WEIGHTS,
     Kind,
     check_sidecar,
     check_weights,
+    group_bounds,
+    groups_of,
     open_sidecar,
     weights_of,
     write_header,
@@ -36,7 +39,7 @@ def masked(prefix: Path, marks: list[int] = MARKS) -> str:
 def test_a_mask_is_a_byte_for_each_token(tmp_path: Path) -> None:
     prefix = masked(tmp_path / "a")
     header = check_weights(prefix)
-    assert (header.num_tokens, header.num_nonzero) == (5, 3)
+    assert (header.num_values, header.num_nonzero) == (5, 3)
     assert check_weights(prefix, whole=False) == header
     assert open_sidecar(weights_of(prefix)).tolist() == MARKS
     assert open_sidecar(weights_of(prefix)).dtype == np.uint8
@@ -82,7 +85,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "header of words": (lambda f: (f / f"a{HEADER}").write_text("words"), "not the header of a sidecar"),
     "header of a list": (lambda f: (f / f"a{HEADER}").write_text("[1]"), "not the header of a sidecar"),
     "unknown entry": (lambda f: edit(f / f"a{HEADER}", more=1), "not the header of a sidecar .*more"),
-    "version": (lambda f: edit(f / f"a{HEADER}", version=9), "version 9, only version 2 is supported"),
+    "version": (lambda f: edit(f / f"a{HEADER}", version=9), "version 9, only version 3 is supported"),
     "cut short": (
         lambda f: (f / f"a{MASK}").write_bytes(bytes(4)),
         "a.weights.bin does not match its header a.weights.json",
@@ -121,3 +124,32 @@ def test_other_bytes_are_found_by_the_rank_that_reads_them(tmp_path: Path) -> No
     check_weights(prefix, whole=False)
     with pytest.raises(ValueError, match="does not match its header a"):
         check_weights(prefix)
+
+
+def grouped(prefix: Path, groups: list[int]) -> str:
+    """Write five documents and their groups."""
+    write_data_set(prefix, [[[1, 2]], [[3]], [[4, 5]], [[6]], [[7]]])
+    np.array(groups, dtype=np.int32).tofile(f"{prefix}.groups.bin")
+    write_header(groups_of(str(prefix)), str(prefix), GROUPS, "int32")
+    return str(prefix)
+
+
+def test_groups_are_neighbouring_documents(tmp_path: Path) -> None:
+    assert group_bounds(grouped(tmp_path / "a", [0, 0, 1, 2, 2])).tolist() == [0, 2, 3, 5]
+    assert group_bounds(grouped(tmp_path / "a", [0] * 5)).tolist() == [0, 5]
+
+
+BAD_GROUPS = {
+    "a group without its members": ([0, 0, 2, 2, 2], "document 2 is of group 2, after group 0, so a group has no doc"),
+    "no first group": ([1, 1, 1, 1, 1], "document 0 is of group 1, after no other"),
+    "a divided group": ([0, 0, 1, 1, 0], "document 4 is of group 0, after group 1, so a group has no documents or is"),
+    "of fewer documents": ([0, 0, 1, 1], "the groups belong to another data set"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GROUPS)
+def test_bad_groups_are_refused(name: str, tmp_path: Path) -> None:
+    groups, message = BAD_GROUPS[name]
+    with pytest.raises(ValueError, match=message) as error:
+        group_bounds(grouped(tmp_path / "a", groups))
+    assert "\n" not in str(error.value)

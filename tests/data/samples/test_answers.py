@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.data.loading.step import LoaderSettings
-from bytescale_ext.data.samples.answers import WeightSource, with_document_means, with_weights
+from bytescale_ext.data.samples.answers import WeightSource, with_means, with_weights
 from bytescale_ext.data.samples.packed import pack_micro_batch
 from bytescale_ext.data.samples.units import units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
@@ -87,7 +87,7 @@ def test_a_mean_over_documents_in_rings_packs_and_slices(num_slices: int) -> Non
 
 def test_documents_without_weights_count_all_labels() -> None:
     packed = pack_micro_batch(MicroBatch(SHARDS["pack"]), MemorySource(LENGTHS), [0, 1, 2], 4, LENGTHS)
-    found = with_document_means(packed, MemorySource(LENGTHS), [0, 1, 2], LENGTHS)
+    (found,) = with_means([packed], MemorySource(LENGTHS), [0, 1, 2], LENGTHS, lambda one: (one,))
     assert found.loss_mask[:20].tolist() == pytest.approx([1 / 15] * 15 + [0] + [1 / 2] * 2 + [0] * 2)
     assert float(found.num_labels) == 2
     assert int(packed.num_labels) == 17

@@ -62,6 +62,13 @@ def write_pairs(rank: int, world: int, folder: Path) -> None:
         assert cli.main(["corpus", "--sft", *where, *words, *more]) == 0
     where = ["--from", str(folder / "single.jsonl"), "--output", str(folder / "single")]
     assert cli.main(["corpus", "--sft", "--pairs", *where, *words]) == 2
+    answers = [chat for pair in zip(*sides, strict=True) for chat in pair]
+    rollouts = [{"messages": one, "prompt": number // 4, "reward": number % 3} for number, one in enumerate(answers)]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rollouts))
+    (folder / "divided.jsonl").write_text("".join(json.dumps(rollouts[number]) + "\n" for number in (0, 1, 4, 5, 2)))
+    for name, code in (("rollouts", 0), ("divided", 2)):
+        where = ["--from", str(folder / f"{name}.jsonl"), "--output", str(folder / name)]
+        assert cli.main(["corpus", "--sft", *where, *words, "--groups", "prompt", "--rewards", "reward"]) == code
     num_tokens = (folder / "pairs.bin").stat().st_size // 2
     numbers = -np.random.default_rng(4).random(num_tokens, dtype=np.float32) * 6
     numbers.tofile(folder / "reference.bin")
@@ -95,7 +102,7 @@ def test_loss_and_gradients_equal_one_process(loss: str, name: str, data: Path) 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "no pairs": (
         ["simpo", "--data-path", "{in}/plain"],
-        "plain has no pairs of answers: write it with",
+        "plain has no pairs of answers (|plain.groups.json: no such file|): write it with bytescale corpus --sft",
     ),
     "no reference": (["dpo"], "--loss dpo needs a path for each data set of --reference-logprobs, and 0 are given"),
     "a reference too many": (["simpo", "--reference-logprobs", "{in}/reference"], "--loss simpo needs no path of"),
@@ -103,6 +110,16 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["dpo", "--data-path", "{in}/pairs", "--reference-logprobs", "{in}/pairs.weights"],
         "the numbers are 'weights', not log-probabilities",
     ),
+    "no rollouts": (
+        ["grpo:0"],
+        "pairs.advantages.json: no such file, so the advantages are unknown: write the data set",
+    ),
+    "no policy": (
+        ["grpo:0", "--data-path", "{in}/rollouts"],
+        "rollouts.old.json: no such file|or of bytescale logprobs --output",
+    ),
+    "experts": (["simpo", "--num-experts", "4"], "--loss does not work with --num-experts with a loss of pairs"),
+    "a mean over groups": (["simpo", "--loss-normalization", "groups"], "--loss-normalization with a loss of pairs"),
     "unknown": (["kto"], "--loss kto: loss 'kto' is unknown; choose one of dpo, ipo, simpo, orpo"),
     "beta": (["dpo:-1"], "--loss dpo:-1: the coefficient must be a positive number"),
 }

@@ -42,6 +42,12 @@ class AnswerConfig(DocumentConfig):
         has_answer = self.have_answers(prefix, first_tokens, kept)
         return sample_table(np.where(has_answer, kept, 0), self.sequence_length)
 
+    def split_table(self, prefix: str, share: tuple[float, float]) -> SampleTable:
+        """Return the samples of a share of a data set."""
+        lengths = read_idx_lengths(prefix)
+        part = slice(*document_bounds(share, len(lengths)))
+        return self.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
+
     def have_answers(self, prefix: str, first_tokens: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """Return whether documents have an answer in their first ``kept`` tokens, bool [n]; arrays: [n]."""
         weights = self.weights[prefix]

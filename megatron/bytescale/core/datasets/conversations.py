@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from bytescale_ext.data.corpus.sidecar import VALUES, WEIGHTS, weights_of, write_header
+from bytescale_ext.data.corpus.sidecar import (
+    ADVANTAGES,
+    GROUPS,
+    HEADER,
+    LOGPROBS,
+    VALUES,
+    WEIGHTS,
+    Kind,
+    advantages_of,
+    groups_of,
+    old_logprobs_of,
+    weights_of,
+    write_header,
+)
 from bytescale_ext.data.samples.chat_templates import TemplateEncoder
 from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
+from bytescale_ext.data.samples.rollouts import ChatDocument, RolloutKeys, in_groups, with_fields
 from bytescale_ext.data.samples.sources import Entry, raw_contents
 from bytescale_ext.data.samples.texts import Tokenizer, check_ids, json_weights
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 from bytescale_ext.new_file import new_file
 from megatron.bytescale.core.datasets.corpus import (
-    WEIGHT_FILES,
     CorpusSummary,
     DocumentTally,
     build_megatron_tokenizer,
@@ -42,11 +57,42 @@ class Fields:
         weights: key of the weight of a line's answers; None: 1.
         are_pairs: whether lines hold pairs of answers, which become two documents.
         skip_bad: whether bad lines are skipped and counted instead of failing.
+        rollouts: keys of recorded rollouts, whose lines are in groups; None: lines are no rollouts.
     """
 
     weights: str | None = None
     are_pairs: bool = False
     skip_bad: bool = False
+    rollouts: RolloutKeys | None = None
+
+    def columns(self) -> list[Column]:
+        """Return the sidecars to write."""
+        dtype = "uint8" if self.weights is None else "float32"
+        found = [Column(WEIGHTS, weights_of, dtype, lambda document, _: document.weights)]
+        if self.are_pairs or self.rollouts is not None:
+            found.append(Column(GROUPS, groups_of, "int32", lambda _, group: np.array([group])))
+        if self.rollouts is not None and (self.rollouts.rewards or self.rollouts.advantages):
+            found.append(Column(ADVANTAGES, advantages_of, "float32", lambda document, _: document.advantages))
+        if self.rollouts is not None and self.rollouts.logprobs:
+            found.append(Column(LOGPROBS, old_logprobs_of, "float32", lambda document, _: document.logprobs))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A sidecar that is written with a data set.
+
+    Attributes:
+        kind: its kind.
+        path_of: function from a prefix to its path, without suffix.
+        dtype: type of its numbers.
+        numbers: function from a document and the number of its group to the document's numbers: [n].
+    """
+
+    kind: Kind
+    path_of: Callable[[str], str]
+    dtype: str
+    numbers: Callable[[ChatDocument, int], np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +101,8 @@ class ConversationSummary(CorpusSummary):
 
     Attributes:
         notes: lines about the methods that found the answers, and about what chat templates left out.
+        sidecars: suffixes of the sidecars' files.
+        num_groups: number of groups; 0 without groups.
     """
 
     num_answer_tokens: int
@@ -62,6 +110,8 @@ class ConversationSummary(CorpusSummary):
     num_bad: int
     first_bad: str
     notes: list[str]
+    sidecars: list[str]
+    num_groups: int
 
 
 @dataclass
@@ -70,6 +120,7 @@ class _Left:
 
     answer_tokens: int = 0
     without_answer: int = 0
+    groups: int = 0
     bad: int = 0
     first_bad: str = ""
 
@@ -108,9 +159,10 @@ def write_conversations(
     seed: int = 1234,
     fields: Fields = Fields(),
 ) -> ConversationSummary:
-    """Write each conversation as a document to ``prefix``.bin and .idx, and weights of its tokens next to them.
+    """Write each conversation as a document to ``prefix``.bin and .idx, and sidecars next to them.
 
-    The weights are a mask of the answers, or the number of a field for each token of an answer.
+    The weights are a mask of the answers, or the number of a field for each token of an answer. Pairs and rollouts have
+    groups too, and rollouts the advantages and log-probabilities that their lines have.
 
     The files get their final names only when all are complete. Conversations without an answer are skipped and counted.
 
@@ -127,16 +179,25 @@ def write_conversations(
         entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
     vocabulary, encode = tokenizer
     dtype = DType.optimal_dtype(int(vocabulary.vocab_size))
-    tally, left = DocumentTally(entries), _Left()
-    kind = np.uint8 if fields.weights is None else np.float32
-    with whole_files(prefix, WEIGHT_FILES) as partial:
+    tally, left, columns = DocumentTally(entries), _Left(), fields.columns()
+    if fields.rollouts is not None and tally.num_too_long:
+        raise ValueError(f"{tally.num_too_long} records are too long, and their groups would lack them: shorten them")
+    suffixes = [column.path_of("") + end for column in columns for end in (VALUES, HEADER)]
+    with whole_files(prefix, suffixes) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
-            with new_file(weights_of(partial) + VALUES, is_binary=True) as file:
-                for tokens, weights in _encoded(entries, _Reading(encode, fields), tally, left):
-                    check_ids(tokens, dtype, prefix)
-                    builder.add_document(tokens, [len(tokens)])
-                    file.write(weights.astype(kind).tobytes())
+            with contextlib.ExitStack() as stack:
+                paths = [column.path_of(partial) + VALUES for column in columns]
+                files = [stack.enter_context(new_file(path, is_binary=True)) for path in paths]
+                for group in _groups(entries, _Reading(encode, fields), tally, left):
+                    for document in group:
+                        tally.lengths.append(len(document.tokens))
+                        check_ids(document.tokens, dtype, prefix)
+                        builder.add_document(document.tokens, [len(document.tokens)])
+                        for column, file in zip(columns, files, strict=True):
+                            numbers = column.numbers(document, left.groups)
+                            file.write(np.asarray(numbers, dtype=column.dtype).tobytes())
+                    left.groups += 1
                     if num_tokens is not None and sum(tally.lengths) >= num_tokens:
                         break
         finally:
@@ -145,8 +206,8 @@ def write_conversations(
             reason = f" (the first bad line: {left.first_bad})" if left.bad else ""
             raise ValueError(f"{len(entries)} lines, and no conversation with an answer: nothing to write{reason}")
         builder.finalize(partial + ".idx")
-        header = write_header(weights_of(partial), partial, WEIGHTS, np.dtype(kind).name, 1 + fields.are_pairs)
-        left.answer_tokens = header.num_nonzero
+        headers = [write_header(column.path_of(partial), partial, column.kind, column.dtype) for column in columns]
+        left.answer_tokens = headers[0].num_nonzero
     summary = tally.summary(prefix, np.dtype(dtype).name, int(vocabulary.vocab_size), int(vocabulary.eod))
     return ConversationSummary(
         **dataclasses.asdict(summary),
@@ -155,6 +216,8 @@ def write_conversations(
         num_bad=left.bad,
         first_bad=left.first_bad,
         notes=encode.notes(),
+        sidecars=suffixes,
+        num_groups=left.groups if GROUPS in [column.kind for column in columns] else 0,
     )
 
 
@@ -165,18 +228,22 @@ class _Reading:
     encode: ChatEncoder
     fields: Fields
 
-    def documents(self, raw: bytes, where: str) -> tuple[int, list[Encoded]]:
-        """Return the number of conversations of a line, and their (token ids [n], weights [n])."""
+    def documents(self, raw: bytes, where: str) -> tuple[int, list[ChatDocument]]:
+        """Return the number of conversations of a line, and their documents. Raises ValueError for a bad line."""
         if self.fields.are_pairs:
             return self._pair(raw, where)
         chats = conversations(raw, where)
         encoded = [document for chat in chats for document in encode_at(where, self.encode, chat)]
-        if self.fields.weights is None or not chats:
-            return len(chats), encoded
-        (weight,) = json_weights(raw, self.fields.weights, where, 1)
-        return len(chats), [(tokens, answers.astype(np.float32) * weight) for tokens, answers in encoded]
+        if self.fields.weights is not None and chats:
+            (weight,) = json_weights(raw, self.fields.weights, where, 1)
+            encoded = [(tokens, answers.astype(np.float32) * weight) for tokens, answers in encoded]
+        documents = [ChatDocument(where, tokens, weights) for tokens, weights in encoded]
+        if self.fields.rollouts is not None and chats:
+            _check_single(documents, where, "a line of a group")
+            documents = [with_fields(documents[0], json_value(raw, is_strict=True), self.fields.rollouts)]
+        return len(chats), documents
 
-    def _pair(self, raw: bytes, where: str) -> tuple[int, list[Encoded]]:
+    def _pair(self, raw: bytes, where: str) -> tuple[int, list[ChatDocument]]:
         """Return the documents of the preferred and of the other answer of a line. Raises ValueError for a bad pair."""
         if not raw.strip():
             return 0, []
@@ -188,16 +255,33 @@ class _Reading:
             line = json.dumps({**record, "messages": record[key]}).encode()
             chats = conversations(line, where)
             encoded = [document for chat in chats for document in encode_at(where, self.encode, chat)]
-            if len(encoded) != 1 or not encoded[0][1][1:].any():
-                raise ValueError(f"{where}: {len(encoded)} documents with answers under {key!r}: a pair needs one")
-            found += encoded
+            documents = [ChatDocument(where, tokens, weights) for tokens, weights in encoded]
+            _check_single(documents, where, "a pair", f" under {key!r}")
+            found += documents
         return 1, found
 
 
-def _encoded(
+def _check_single(documents: Sequence[ChatDocument], where: str, user: str, place: str = "") -> None:
+    """Raise ValueError unless there is one document, with an answer after its first token."""
+    num_answered = sum(bool(document.weights[1:].any()) for document in documents)
+    if not len(documents) == num_answered == 1:
+        raise ValueError(
+            f"{where}: {len(documents)} documents{place}, {num_answered} of them with an answer: {user} needs one"
+        )
+
+
+def _groups(
     entries: Sequence[Entry], reading: _Reading, tally: DocumentTally, left: _Left
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (token ids [n], weights [n]) of each conversation with an answer. Raises ValueError for a bad line."""
+) -> Iterator[list[ChatDocument]]:
+    """Yield the documents of each group; without groups, of each line. Raises ValueError for a bad line or group."""
+    lines = _lines(entries, reading, tally, left)
+    return lines if reading.fields.rollouts is None else in_groups(itertools.chain.from_iterable(lines))
+
+
+def _lines(
+    entries: Sequence[Entry], reading: _Reading, tally: DocumentTally, left: _Left
+) -> Iterator[list[ChatDocument]]:
+    """Yield the documents with an answer of each line. Raises ValueError for a bad line."""
     for entry, raw in raw_contents(entries):
         tally.files.add(entry.path)
         where = f"{entry.path}:{entry.line}"
@@ -210,12 +294,10 @@ def _encoded(
             left.first_bad = left.first_bad or str(error)
             continue
         tally.num_skipped_empty += not num_chats
-        for tokens, weights in documents:
-            if not weights[1:].any():  # the first token is never a label
-                left.without_answer += 1
-                continue
-            tally.lengths.append(len(tokens))
-            yield tokens, weights
+        answered = [document for document in documents if document.weights[1:].any()]  # the first is never a label
+        left.without_answer += len(documents) - len(answered)
+        if answered:
+            yield answered
 
 
 def encode_at(where: str, encode: ChatEncoder, chat: Conversation) -> list[Encoded]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.samples.document_samples import DocumentSamples, open_samples
-from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths
+from bytescale_ext.data.samples.lengths import SampleTable
 from megatron.bytescale.core.datasets.answer_dataset import AnswerConfig
 from megatron.bytescale.core.datasets.document_dataset import cache_folder, document_bounds, wanted_parts
 
@@ -25,9 +24,7 @@ def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> 
     for prefix in prefixes:
         samples: SampleTable | DocumentSamples
         if isinstance(config, AnswerConfig):
-            lengths = read_idx_lengths(prefix)
-            part = slice(*document_bounds(share, len(lengths)))
-            samples = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
+            samples = config.split_table(prefix, share)
         else:
             whole = open_samples(prefix, config.sequence_length, cache_folder(config))
             samples = whole.part(*document_bounds(share, whole.index.num_documents))

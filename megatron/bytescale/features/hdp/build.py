@@ -22,6 +22,7 @@ from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.config.memory.tables import TablesConfig
 from bytescale_ext.config.multi_token import MultiTokenConfig
+from bytescale_ext.config.preferences import PreferenceConfig
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
@@ -51,6 +52,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
     check_labels,
     check_splits,
 )
+from megatron.bytescale.core.datasets.group_dataset import group_config
 from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
 from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
 from megatron.bytescale.core.datasets.window_dataset import build_windows, window_config
@@ -239,7 +241,8 @@ def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Seque
         settings = current(DataArguments).settings()
         config = DocumentConfig(**settings)
         if answers is not None:
-            config = answer_config(answers.prefixes, settings)
+            in_groups = runtime.run.find(PreferenceConfig) is not None or hdp.loss_normalization == "groups"
+            config = (group_config if in_groups else answer_config)(answers.prefixes, settings)
         left = hdp.global_tokens * (batches.train_iters - batches.iteration)
         train = batches.consumed_train_samples + samples_that_hold(left, config)
     if train and hdp.schedule:

@@ -102,8 +102,8 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--loss-normalization",
         choices=NORMALIZATIONS,
-        help="What the loss of a step is a mean over: tokens (default), or documents, so that each document counts as "
-        "much as any other.",
+        help="What the loss of a step is a mean over: tokens (default), documents, or groups of documents, so that "
+        "each document or group counts as much as any other.",
     )
     group.add_argument(
         "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from bytescale_ext.data.corpus.sidecar import check_weights, open_sidecar, weights_of
+from bytescale_ext.data.corpus.sidecar import (
+    ADVANTAGES,
+    LOGPROBS,
+    advantages_of,
+    check_sidecar,
+    check_weights,
+    group_bounds,
+    old_logprobs_of,
+    open_sidecar,
+    weights_of,
+)
 from bytescale_ext.data.samples.sources import file_entries
 from megatron.bytescale.cli import corpus as cli
 from megatron.bytescale.core.datasets import conversations
@@ -171,3 +181,58 @@ def test_the_report_and_the_flags_of_training(folder: Path, tmp_path: Path, caps
     }.items():
         with pytest.raises(ValueError, match=told):
             run(tmp_path / "out", *line.split())
+
+
+def test_lines_of_rollouts_are_groups_with_sidecars(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sft", "--from", tmp_path / "r.jsonl", "--groups", "prompt", "--tokenizer-type", "SFTTokenizer"]
+    words += ["--tokenizer-model", folder / "tokenizer", "--sft-tokenizer-prompt-format", "nemotron-nano-v2"]
+    lines: list[dict[str, Any]] = [
+        {"messages": one, "prompt": name, "r": reward}
+        for one, name, reward in zip(CHATS[:5], "aaabb", (1, 0, 0, 2, 1), strict=True)
+    ]
+    write_records(tmp_path / "r.jsonl", lines)
+    assert run(tmp_path / "out", *words, "--rewards", "r") == 0
+    assert "chats      5 in 2 groups" in capsys.readouterr().out.splitlines()
+    prefix = str(tmp_path / "out")
+    assert group_bounds(prefix).tolist() == [0, 3, 5]
+    check_sidecar(advantages_of(prefix), prefix, ADVANTAGES)
+    masks = [np.array(mask) for _, mask in documents(tmp_path / "out")]
+    values = [*((np.array([1, 0, 0]) - 1 / 3) * 3**0.5).tolist(), 0.5**0.5, -(0.5**0.5)]
+    wanted = np.concatenate([mask * value for mask, value in zip(masks, values, strict=True)])
+    assert open_sidecar(advantages_of(prefix)) == pytest.approx(wanted, rel=1e-5)
+    for line, mask in zip(lines, masks, strict=True):
+        line |= {"old": (-np.arange(mask.sum()) / 8).tolist(), "a": np.arange(mask.sum()).tolist()}
+    write_records(tmp_path / "r.jsonl", lines)
+    assert run(tmp_path / "out", *words, "--logprobs", "old", "--advantages", "a") == 0
+    check_sidecar(old_logprobs_of(prefix), prefix, LOGPROBS)
+    numbers = np.concatenate([mask * (np.cumsum(mask) - 1) for mask in masks])
+    assert open_sidecar(old_logprobs_of(prefix)).tolist() == (-numbers / 8).tolist()
+    assert open_sidecar(advantages_of(prefix)).tolist() == numbers.tolist()
+    write_records(tmp_path / "r.jsonl", [{**lines[0], "messages": CHATS[5]}])
+    with pytest.raises(
+        ValueError, match=r"r\.jsonl:1: 1 documents, 0 of them with an answer: a line of a group needs one"
+    ):
+        run(tmp_path / "out", *words)
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+TOGETHER = {
+    "--groups g": "--pairs, --groups and --sft-tokenizer-prompt-format need --sft",
+    "--sft --rewards r": "--rewards needs --groups KEY",
+    "--sft --logprobs r": "--logprobs needs --groups KEY",
+    "--sft --groups g --pairs": "--groups with --pairs: groups are written whole",
+    "--sft --groups g --tokens 9": "--groups with --tokens",
+    "--sft --groups g --on-bad skip": "--groups with --on-bad skip",
+    "--sft --groups g --rewards r --advantages a": "--rewards with --advantages",
+}
+
+
+@pytest.mark.parametrize("words", TOGETHER)
+def test_options_that_do_not_go_together_are_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=TOGETHER[words]):
+        run(tmp_path / "out", *words.split())
