@@ -238,7 +238,7 @@ def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> li
         for record in of_ranks:
             assert all(merged.get(seq, name) == name for seq, name in record["documents"].items()), of_ranks
             merged.update(record["documents"])
-        steps.append([merged[str(seq)] for seq in range(len(of_ranks[0]["lengths"]))])
+        steps.append([merged[str(seq)] for seq in range(len(merged))])
     return steps
 
 

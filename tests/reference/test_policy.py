@@ -5,6 +5,7 @@ The old log-probabilities are near those of the first weights, so that some rati
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.ranks
 
 LENGTHS = (250, 190, 30, 12, 70, 70, 5, 130, 64, 65, 9, 40, 33, 200, 3, 90, 18, 100, 50, 8, 21)
 GROUPS = (3, 2, 1, 2, 1, 3, 2, 1, 2, 1, 2, 1)
+PROMPTS = (20, 5, 40, 2, 30, 6, 1, 1, 12, 20, 5, 9)
 BATCH = 4
 BETA, LOW, HIGH = 0.3, 0.2, 0.4
 SETTINGS = replace(KINDS["plain"], length=192)
@@ -44,9 +46,16 @@ LAYOUTS = {
     "slices, pipeline, tensor parallelism": Layout(
         4,
         "--hdp-tokens-per-rank 256 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --seq1f1b-slices 2 "
-        "--chunked-cross-entropy 24",
+        "--chunked-cross-entropy 24 --make-vocab-size-divisible-by 64",
         Sizes(tensor=2, stages=2),
         "documents",
+    ),
+    "prompts computed once": Layout(
+        4,
+        "--hdp-tokens-per-rank 640 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+        "--make-vocab-size-divisible-by 64",
+        Sizes(tensor=2, stages=2),
+        "tokens",
     ),
 }
 
@@ -87,11 +96,17 @@ def write(folder: Path) -> tuple[Path, list[Rollout]]:
     from bytescale_ext.data.corpus import sidecar
 
     prefix = write_documents(folder / "docs", LENGTHS, seed=3, copies=1)
-    tokens = torch.from_numpy(np.fromfile(f"{prefix}.bin", dtype=np.uint16).astype(np.int64)).split(list(LENGTHS))
+    whole = torch.from_numpy(np.fromfile(f"{prefix}.bin", dtype=np.uint16).astype(np.int64))
+    tokens = whole.split(list(LENGTHS))
     random, model, rollouts = np.random.default_rng(5), PolicyModel(SETTINGS, SCALE), []
     groups = np.repeat(np.arange(len(GROUPS)), GROUPS)
+    for group in range(len(GROUPS)):
+        members = [tokens[number] for number in np.flatnonzero(groups == group)]
+        for ids in members:
+            ids[: PROMPTS[group]] = members[0][: PROMPTS[group]]
+    whole.numpy().astype(np.uint16).tofile(f"{prefix}.bin")
     for ids, group in zip(tokens, groups.tolist(), strict=True):
-        is_answer = torch.from_numpy(np.arange(len(ids)) >= max(1, len(ids) // 4))
+        is_answer = torch.from_numpy(np.arange(len(ids)) >= PROMPTS[group])
         now = np.zeros(len(ids))
         with torch.no_grad():
             model.document((ids, ids[1:], torch.ones(len(ids) - 1, dtype=torch.bool)))
@@ -135,7 +150,7 @@ def train_plainly(
             has_loss = one.is_answer[1:kept]
             model.numbers = one.numbers[1:kept][has_loss]
             document: Document = one.tokens[:kept], one.tokens[1:kept], has_loss
-            unit = one.group if normalization == "groups" else number
+            unit = {"tokens": 0, "documents": number, "groups": one.group}[normalization]
             sums[unit] = sums.get(unit, torch.zeros(())) + model.document(document)[0]
             counts[unit] = counts.get(unit, 0) + int(has_loss.sum())
         mean = torch.stack([sums[unit] / counts[unit] for unit in sums]).mean()
@@ -162,6 +177,12 @@ def test_three_steps_of_a_policy_are_those_of_the_reference(name: str, tmp_path:
         assert len(step) == sum(GROUPS[group] for group in groups), "a group is divided"
     wanted, gradients = train_plainly(rollouts, steps, layout.normalization)
     assert len(losses) == STEPS
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    shared = sum((size - 1) * (prompt - 1) for size, prompt in zip(GROUPS, PROMPTS, strict=True))
+    if "once" in name:
+        assert last["tokens_so_far"] == sum(KEPT) - shared
+    elif "slices" in name:
+        assert last["tokens_so_far"] == sum(KEPT)
     assert losses == pytest.approx(wanted, rel=2e-5, abs=2e-6)
     errors = gradient_errors(tmp_path, layout.sizes, SETTINGS, gradients)
     assert errors.keys() == gradients.keys()

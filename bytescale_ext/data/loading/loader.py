@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 
 from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.planning import PlanMaker
+from bytescale_ext.data.loading.prompts import PlannedSequence, PromptSource, unit_of_documents
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
 from bytescale_ext.data.samples.answers import PairSource
 from bytescale_ext.data.samples.packed import TokenSource, lengths_of
 from bytescale_ext.plan.cost.learned import LearnedCosts
+from bytescale_ext.plan.step.plan import StepPlan
 
 _JOIN_SECONDS = 10.0
 
@@ -192,8 +194,14 @@ class _LocalSteps:
         sequences = self.sequences(sample_ids)
         lengths = tuple(lengths_of(self.source, sequences).tolist())
         plan, fell_back = plans.simple(lengths) if is_simple else plans(lengths)
+        groups = None
+        if self.settings.prompts is not None and not fell_back:
+            plan, fell_back, groups = self._with_prompts(plan, sequences, plans)
         planned = time.perf_counter()
-        micro_batches = self.settings.read(self.settings.units(plan), self.source, sequences, lengths)
+        units = self.settings.units(plan)
+        if groups is not None:
+            units = tuple(unit_of_documents(unit, groups, self.settings.rank) for unit in units)
+        micro_batches = self.settings.read(units, self.source, sequences, lengths)
         return StepBatch(
             step_index=step_index,
             sample_ids=sample_ids,
@@ -205,6 +213,25 @@ class _LocalSteps:
             references=self.source.reference_sums(sequences) if isinstance(self.source, PairSource) else None,
             predicted=plans.predicted(plan),
         )
+
+    def _with_prompts(
+        self, copies: StepPlan, documents: tuple[int, ...], plans: PlanMaker
+    ) -> tuple[StepPlan, bool, tuple[PlannedSequence, ...] | None]:
+        """Return the plan of a step, whether it is the simple plan, and its sequences if prompts are computed once.
+
+        ``copies``: plan of all ``documents`` of the step. If time runs out, the plan is the simple plan of all
+        documents, as on ranks whose time ran out before.
+        """
+        prompts = self.settings.prompts
+        assert prompts is not None, f"{self.settings=}"
+        assert isinstance(self.source, PromptSource), f"{self.source=}"
+        groups = prompts.sequences(self.source, documents, copies.lengths)
+        if len(groups) == len(documents):
+            return copies, False, None
+        plan, fell_back = plans(tuple(group.num_tokens for group in groups))
+        if fell_back:
+            return (*plans.simple(copies.lengths), None)
+        return (plan, False, groups) if prompts.pays(plan, groups, copies) else (copies, False, None)
 
 
 def _make_steps(maker: StepMaker, shared: _Shared, consumed_samples: int, step_index: int) -> None:

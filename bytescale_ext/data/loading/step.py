@@ -10,6 +10,7 @@ import numpy as np
 
 from bytescale_ext.config.hdp import NORMALIZATIONS
 from bytescale_ext.data.loading.planning import without_tables
+from bytescale_ext.data.loading.prompts import SharedPrompts
 from bytescale_ext.data.samples.answers import (
     GroupSource,
     RolloutSource,
@@ -50,6 +51,8 @@ class LoaderSettings:
         weighs_future: whether to read the weights of their losses too (multi-token prediction).
         grams: rule of the model's n-gram memory; None without one.
         normalization: divisor of the loss of a step, one of ``NORMALIZATIONS``.
+        prompts: rule for groups whose prompt is computed once; None computes it with each answer. It needs whole
+            micro-batches without windows and n-grams, and a ``PromptSource``.
 
     Raises:
         ValueError: a number is out of range.
@@ -72,6 +75,7 @@ class LoaderSettings:
     weighs_future: bool = False
     grams: GramRule | None = None
     normalization: str = NORMALIZATIONS[0]
+    prompts: SharedPrompts | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -150,6 +150,6 @@ def _numbers(fields: dict[str, object], key: str, wanted: str, where: str) -> np
     is_wanted = wanted == EITHER or (wanted == LIST) == isinstance(value, list)
     if not is_wanted or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
         raise ValueError(f"{where}: no {wanted} under the key {key!r}: change the key or the line")
-    if not all(abs(one) <= LARGEST_WEIGHT for one in values):
+    if not all(abs(one) <= LARGEST_WEIGHT for one in cast(list[float], values)):
         raise ValueError(f"{where}: a number under the key {key!r} is above {LARGEST_WEIGHT:g} or not finite")
     return np.array(values, dtype=np.float64)

@@ -142,6 +142,24 @@ class Groups(SampleSource):
         """Return the documents of the group of document ``i``."""
         return tuple(self._members(i // self._stride))
 
+    def shared_tokens(self, i: int) -> int:
+        """Return how many first tokens the documents of a group share, without tokens that predict a label with loss.
+
+        ``i``: a document of the group.
+        """
+        first, *others = self.members(i)
+        shared = min(self._tokens_before_loss(number) for number in (first, *others))
+        tokens = self.read(first, 0, shared)
+        for number in others:
+            differs = self.read(number, 0, len(tokens)) != tokens
+            tokens = tokens[: int(differs.argmax())] if differs.any() else tokens
+        return len(tokens)
+
+    def _tokens_before_loss(self, i: int) -> int:
+        """Return the tokens of a document before the first that predicts a label with a loss, but not the last."""
+        has_loss = self.weights(i, 1, self.length(i)) != 0
+        return int(has_loss.argmax()) if has_loss.any() else max(0, self.length(i) - 1)
+
     def sample_lengths(self, samples: Sequence[int]) -> np.ndarray:
         """Return the numbers of tokens of groups: [samples]."""
         return super().lengths(np.asarray(samples))

@@ -20,6 +20,7 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.memory.tables import TablesConfig
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.preferences import PreferenceConfig
@@ -29,6 +30,7 @@ from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
 from bytescale_ext.data.loading.planning import PlanMaker, Planner, PlannerInProcess
+from bytescale_ext.data.loading.prompts import PromptSource, SharedPrompts
 from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
@@ -85,7 +87,8 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
         check_labels(check_splits(DocumentConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:
         print_units(data, has_lengths=run.find(RemoteConfig) is None)
-    learns = runtime.hdp.learns_costs and run.find(RemoteConfig) is None  # Ray's actors plan with the first costs
+    # Ray's actors plan with the first costs, and plans do not say how much a group with one prompt attends.
+    learns = runtime.hdp.learns_costs and run.find(RemoteConfig) is None and not computes_prompts_once(runtime)
     if learns:
         runtime.add_parts(learner=learner_of(runtime))
     more = f"; learning from step {FIRST_STEP}" if learns else ""
@@ -275,11 +278,27 @@ def step_loader(
         process = runtime.run.process.rank
         plans = replace(plan_maker(runtime, planner), predict=predict)
         return RemoteStepLoader(source, plans, process, settings, reads_tokens=is_end)
+    if computes_prompts_once(runtime) and isinstance(source, PromptSource):
+        rule = SharedPrompts(runtime.hdp.cluster.tokens_per_rank, runtime.hdp.cost.both)
+        settings = replace(settings, prompts=rule)
     loads = None if settings.cyclic else runtime.parts.load_history
     learner = None if settings.cyclic else runtime.parts.learner
     costs = None if learner is None else learner.at
     plans = replace(plan_maker(runtime, PlannerInProcess(planner)), predict=predict)
     return StepLoader(source, plans, settings, source.sequences, loads, costs)
+
+
+def computes_prompts_once(runtime: Runtime) -> bool:
+    """Return whether a run of GRPO may compute the prompt of a group once for all answers.
+
+    Each rank of a pipeline then runs whole micro-batches. Experts would see fewer tokens than with copies; windows,
+    n-grams, latents and activation policies of such groups are not tested.
+    """
+    run, preferences = runtime.run, runtime.run.find(PreferenceConfig)
+    others = (DocumentSliceConfig, TablesConfig, ActivationConfig)
+    is_plain = not run.shape.num_experts and run.shape.window is None and run.shape.latent is None
+    is_policy = preferences is not None and preferences.loss == "grpo"
+    return is_policy and is_plain and all(run.find(kind) is None for kind in others)
 
 
 def forward_step(runtime: Runtime) -> ForwardStep:
