@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "--seed", note="for the random order")
     add_json(parser)
-    group = parser.add_argument_group("conversations")
+    add_conversation_arguments(parser.add_argument_group("conversations"))
+    add_tokenizer_arguments(parser)
+
+
+def add_conversation_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options of conversations."""
     group.add_argument(
         "--sft",
         action="store_true",
@@ -96,7 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"),
         help="format of an SFTTokenizer, as in training (nemotron-h-aligned)",
     )
-    add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -124,6 +124,19 @@ class _Left:
     bad: int = 0
     first_bad: str = ""
 
+    def summary(self, documents: CorpusSummary, notes: list[str], sidecars: list[str]) -> ConversationSummary:
+        """Return all counts; ``notes``, ``sidecars``: see ``ConversationSummary``."""
+        return ConversationSummary(
+            **dataclasses.asdict(documents),
+            num_answer_tokens=self.answer_tokens,
+            num_without_answer=self.without_answer,
+            num_bad=self.bad,
+            first_bad=self.first_bad,
+            notes=notes,
+            sidecars=sidecars,
+            num_groups=self.groups if groups_of("") + VALUES in sidecars else 0,
+        )
+
 
 def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, ChatEncoder]:
     """Return a tokenizer built by Megatron, and the function that encodes conversations with it.
@@ -180,8 +193,7 @@ def write_conversations(
     vocabulary, encode = tokenizer
     dtype = DType.optimal_dtype(int(vocabulary.vocab_size))
     tally, left, columns = DocumentTally(entries), _Left(), fields.columns()
-    if fields.rollouts is not None and tally.num_too_long:
-        raise ValueError(f"{tally.num_too_long} records are too long, and their groups would lack them: shorten them")
+    _check_lengths(fields, tally)
     suffixes = [column.path_of("") + end for column in columns for end in (VALUES, HEADER)]
     with whole_files(prefix, suffixes) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
@@ -191,12 +203,10 @@ def write_conversations(
                 files = [stack.enter_context(new_file(path, is_binary=True)) for path in paths]
                 for group in _groups(entries, _Reading(encode, fields), tally, left):
                     for document in group:
-                        tally.lengths.append(len(document.tokens))
                         check_ids(document.tokens, dtype, prefix)
                         builder.add_document(document.tokens, [len(document.tokens)])
-                        for column, file in zip(columns, files, strict=True):
-                            numbers = column.numbers(document, left.groups)
-                            file.write(np.asarray(numbers, dtype=column.dtype).tobytes())
+                        _write_numbers(document, left.groups, columns, files)
+                    tally.lengths += [len(document.tokens) for document in group]
                     left.groups += 1
                     if num_tokens is not None and sum(tally.lengths) >= num_tokens:
                         break
@@ -209,16 +219,19 @@ def write_conversations(
         headers = [write_header(column.path_of(partial), partial, column.kind, column.dtype) for column in columns]
         left.answer_tokens = headers[0].num_nonzero
     summary = tally.summary(prefix, np.dtype(dtype).name, int(vocabulary.vocab_size), int(vocabulary.eod))
-    return ConversationSummary(
-        **dataclasses.asdict(summary),
-        num_answer_tokens=left.answer_tokens,
-        num_without_answer=left.without_answer,
-        num_bad=left.bad,
-        first_bad=left.first_bad,
-        notes=encode.notes(),
-        sidecars=suffixes,
-        num_groups=left.groups if GROUPS in [column.kind for column in columns] else 0,
-    )
+    return left.summary(summary, encode.notes(), suffixes)
+
+
+def _write_numbers(document: ChatDocument, group: int, columns: Sequence[Column], files: Sequence[IO[bytes]]) -> None:
+    """Write the numbers of a document of a group to the file of each sidecar."""
+    for column, file in zip(columns, files, strict=True):
+        file.write(np.asarray(column.numbers(document, group), dtype=column.dtype).tobytes())
+
+
+def _check_lengths(fields: Fields, tally: DocumentTally) -> None:
+    """Raise ValueError if records of groups are left out because they are too long."""
+    if fields.rollouts is not None and tally.num_too_long:
+        raise ValueError(f"{tally.num_too_long} records are too long, and their groups would lack them: shorten them")
 
 
 @dataclass(frozen=True, slots=True)
