@@ -39,18 +39,17 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
     sys.excepthook = explain_in_one_line
     with one_line_errors(PROGRAM):
         check_megatron_version()
-        on_cpu = cpu.install_if_wanted(sys.argv) is not None  # before Megatron is imported
-
         with without_import_warnings():
+            on_cpu = cpu.install_if_wanted(sys.argv) is not None  # before Megatron is imported
             from megatron.core.enums import ModelType
             from megatron.training import pretrain
 
-        from megatron.bytescale.arguments.parse import command_line, parse, print_arguments, without_fractions
-        from megatron.bytescale.arguments.resolve import resolve
-        from megatron.bytescale.build import build
-        from megatron.bytescale.runtime import Runtime
-        from megatron.bytescale.training.initialize import stand_alone
-        from megatron.bytescale.training.pretrain_arguments import pretrain_config
+            from megatron.bytescale.arguments.parse import command_line, parse, print_arguments, without_fractions
+            from megatron.bytescale.arguments.resolve import resolve
+            from megatron.bytescale.build import build
+            from megatron.bytescale.runtime import Runtime
+            from megatron.bytescale.training.initialize import stand_alone
+            from megatron.bytescale.training.pretrain_arguments import pretrain_config
 
         if not on_cpu:
             check_watchdog()

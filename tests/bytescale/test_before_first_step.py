@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bytescale_ext.parallel.faults import PeerLost
 from megatron.bytescale.arguments.bad_input import Reasons, Refused, one_line_errors
@@ -139,7 +139,8 @@ def test_all_reasons_are_named_and_torchrun_gets_them(
         reasons.refuse()
     assert end.value.code == 2
     assert capsys.readouterr().err == "program: error: --a: one\nprogram: error: --b: two\n"
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "--a: one; --b: two"
+    failure = ProcessFailure(0, 9, 2, str(tmp_path / "error.json"))
+    assert "traceback : --a: one; --b: two\n" in str(ChildFailedError("program", {0: failure}))
 
 
 def test_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,11 +102,14 @@ def without_import_warnings() -> Iterator[None]:
 
 
 def write_error_file(message: str) -> None:
-    """Write the reason of a failure for torchrun, if torchrun has started this process."""
+    """Write the reason of a failure for torchrun, if torchrun has started this process.
+
+    torchrun prints ``py_callstack`` if there is one, even an empty one, and ``message`` otherwise.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    content = {"message": {"message": message, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
+    content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
     with contextlib.suppress(OSError):
         write_text(path, json.dumps(content))
 
