@@ -42,7 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         feature.add_arguments(parser)
     accept_fractions(parser)
     escape_percent_signs(parser)
+    _print_ours_first(parser)
     return parser
+
+
+def _print_ours_first(parser: argparse.ArgumentParser) -> None:
+    """Let ``--help`` print the groups of this package before Megatron's, which fill 3,000 lines."""
+    parser.description = "The flags of this package, then Megatron's."
+    parser._action_groups.sort(key=lambda group: not (group.title or "").startswith("bytescale: "))
 
 
 FRACTIONS = ("rotary_base", "rotary_seq_len_interpolation_factor")

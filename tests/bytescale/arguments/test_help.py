@@ -32,6 +32,11 @@ def test_help_has_every_flag() -> None:
     ((code, text),) = run_ranks(print_help, 1, init_group=False)
     assert code == 0
     assert "--num-layers" in text
+    titles = [line for line in text.splitlines() if line and line[0] != " " and line.endswith(":")]
+    ours_first = [title.startswith("bytescale: ") for title in titles]
+    assert ours_first == sorted(ours_first, reverse=True)
+    assert 5 < sum(ours_first) < len(titles)
+    assert text.splitlines()[0] == "usage: pretrain_gpt_hdp.py FLAGS (--help lists them)"
     words = text.split()
     ours = add_arguments(argparse.ArgumentParser(add_help=False))
     assert [flag for action in ours._actions for flag in action.option_strings if flag not in words] == []
