@@ -41,6 +41,7 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(UV); \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.txt; \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@mkdir -p runs # the commands of the docs write there
 	@touch $@
 
 demo: $(STAMP)

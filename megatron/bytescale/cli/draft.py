@@ -14,7 +14,7 @@ from megatron.bytescale.inference.new_folder import check_new
 
 NAME = "draft"
 HELP = "export the draft heads of a checkpoint to a separate folder (bytescale draft export)"
-EXAMPLE = "bytescale draft export --load runs/heads --to safetensors --output clover"
+EXAMPLE = "bytescale draft export --load runs/heads --to safetensors --output runs/clover"
 EXPORT_HELP = "write the draft heads of a checkpoint as safetensors with a configuration file"
 
 

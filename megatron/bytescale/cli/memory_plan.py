@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NAME = "memory-plan"
 HELP = "record the allocations of one training step and plan their addresses"
-EXAMPLE = "bytescale memory-plan --seq-length 2048 --output plan.json"
+EXAMPLE = "bytescale memory-plan --seq-length 2048 --output runs/plan.json"
 
 DEFAULT_FLAGS = (
     "--num-layers 3 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 704 --swiglu --vocab-size 1024 "

@@ -18,7 +18,9 @@ from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "ngram"
 HELP = "count the rows of an n-gram memory that a data set touches, and the traffic that a cache saves"
-EXAMPLE = "bytescale ngram --data data/python --tokens-per-rank 2K --cache-rows 0.1 0.2 --staleness 10 --plot hits.png"
+EXAMPLE = (
+    "bytescale ngram --data data/python --tokens-per-rank 2K --cache-rows 0.1 0.2 --staleness 10 --plot runs/hits.png"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

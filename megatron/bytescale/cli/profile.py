@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 NAME = "profile"
 HELP = "measure the layers of a model on this GPU or CPU and write a cost file"
 EXAMPLE = (
-    "bytescale profile --output cost.json -- $TRAINING_FLAGS; with N ranks, to measure rings too: "
-    "torchrun --nproc-per-node N --no-python bytescale profile --output cost.json -- $TRAINING_FLAGS"
+    "bytescale profile --output runs/cost.json -- $TRAINING_FLAGS; with N ranks, to measure rings too: "
+    "torchrun --nproc-per-node N --no-python bytescale profile --output runs/cost.json -- $TRAINING_FLAGS"
 )
 
 

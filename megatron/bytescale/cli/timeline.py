@@ -20,7 +20,7 @@ from megatron.bytescale.cli.shared.options import add_json
 
 NAME = "timeline"
 HELP = "draw the timeline of a step, measured or planned, and write a Perfetto trace"
-EXAMPLE = "bytescale timeline --from run/timeline --step 12 --output step12"
+EXAMPLE = "bytescale timeline --from run/timeline --step 12 --output runs/step12"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -108,6 +109,20 @@ def test_reasons_are_needed_and_tests_exist() -> None:
     for start, reason in ELSEWHERE.items():
         assert any(line.startswith(start) for line in lines), f"no page has {start}"
         assert not reason.startswith("tests/") or (ROOT / reason).is_file()
+
+
+WRITTEN = ("--output", "--plot", "--save", "--hdp-log-dir", "--record-memory-plan", "--moe-placement-trace", ">")
+IGNORED = ("runs/", "data/", "checkpoints/", "/")
+"""Folders that git ignores, and other places."""
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_write_nothing_beside_the_sources(page: str) -> None:
+    for line in COMMANDS[page]:
+        words = shlex.split(line, comments=True)
+        for word, value in itertools.pairwise(words):
+            assert word not in WRITTEN or value.startswith(IGNORED), line
+    assert set(IGNORED[:-1]) <= {f"{name[1:]}" for name in (ROOT / ".gitignore").read_text().split()}
 
 
 def write_inputs(folder: Path) -> None:

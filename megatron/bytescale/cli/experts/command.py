@@ -20,7 +20,7 @@ from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "experts"
 HELP = "replay recorded expert loads with each placement of replicas"
-EXAMPLE = 'bytescale experts --trace loads.jsonl --model-flags "$MODEL_FLAGS" --slots 12 --plot loads.png'
+EXAMPLE = 'bytescale experts --trace runs/loads.jsonl --model-flags "$MODEL_FLAGS" --slots 12 --plot runs/loads.png'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,7 @@ NAME = "search"
 HELP = "find the fastest launch line for a model, a cluster and document lengths, and write it"
 EXAMPLE = (
     'bytescale search --model-flags "$MODEL_FLAGS" --sampler byted --seq-length 256K --ranks 64 --device h100 '
-    "--device-memory-gb 80 --output launch.sh --global-batch-size 512"
+    "--device-memory-gb 80 --output runs/launch.sh --global-batch-size 512"
 )
 
 

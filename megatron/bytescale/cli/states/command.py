@@ -30,7 +30,9 @@ NAME = "states"
 HELP = "predict memory, traffic and time of Adam's states in pages of host memory and NVMe"
 STAGES = {1: "Adam's states", 2: "Adam's states, gradients", 3: "Adam's states, gradients, parameters of layers"}
 TIERS = {"": Tier.HOST, " with NVMe": Tier.DISK}
-EXAMPLE = 'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 --host-memory-gb 200 --plot moves.png'
+EXAMPLE = (
+    'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 --host-memory-gb 200 --plot runs/moves.png'
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
