@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bytescale_ext.draw.charts import Series, draw_loss
 from bytescale_ext.draw.timeline import draw_timeline
 from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_phases, write_perfetto
+from bytescale_ext.new_file import new_log, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,7 +147,7 @@ def train(demo: Demo, console: Console) -> None:
     words = "static context parallelism" if demo.is_static else "training"
     columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total}", TimeRemainingColumn(),
                TextColumn("{task.fields[figures]}"))  # fmt: skip
-    with log.open("w") as output, Progress(*columns, console=console) as progress:
+    with new_log(log) as output, Progress(*columns, console=console) as progress:
         task = progress.add_task("starting Megatron", total=demo.num_steps, figures="")
         process = subprocess.Popen(demo.command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         try:
@@ -272,7 +273,7 @@ def main() -> int:
                 runs.append(read_metrics(run.run_folder / "metrics.jsonl"))
             draw(demo, *runs)
             summary = summarize(demo, *runs)
-            summary_path.write_text(json.dumps(summary, indent=2) + "\n")
+            write_text(summary_path, json.dumps(summary, indent=2) + "\n")
     except RuntimeError as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1

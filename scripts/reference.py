@@ -17,6 +17,7 @@ from typing import Any
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep
 from bytescale_ext.measure.progress import Progress
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.hdp import table as planners
 from megatron.bytescale import cli
 from megatron.bytescale.arguments.parse import add_arguments
@@ -36,7 +37,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = [name for name, text in pages().items() if not is_current(name, text)]
     for name in stale if not check else ():
-        (FOLDER / name).write_text(pages()[name], encoding="utf-8")
+        write_text(FOLDER / name, pages()[name])
     if stale and check:
         print(f"error: not up to date: {', '.join(stale)}; run python -m scripts.reference", file=sys.stderr)
     return int(bool(stale) and check)

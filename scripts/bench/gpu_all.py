@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it also runs as a file
 
+from bytescale_ext.new_file import new_log, write_text
 from scripts.bench.progress import progress
 from scripts.bench.report import ROOT
 
@@ -111,7 +112,7 @@ def run_one(command: Command, minutes: float, output: Path) -> Result:
     words = command.words_for(output)
     begun = time.monotonic()
     log = output / f"{command.name}.log"
-    with log.open("w") as printed:
+    with new_log(log) as printed:
         process = subprocess.Popen(words, stdout=printed, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
         try:
             code = process.wait(minutes * 60)
@@ -129,7 +130,8 @@ def run_one(command: Command, minutes: float, output: Path) -> Result:
     else:
         status = DONE
     result = Result(command.name, status, spent, figures if status == DONE else None)
-    (output / f"{command.name}.json").write_text(json.dumps({"words": list(command.words), **asdict(result)}, indent=1))
+    text = json.dumps({"words": list(command.words), **asdict(result)}, indent=1)
+    write_text(output / f"{command.name}.json", text)
     return result
 
 
@@ -155,8 +157,8 @@ def json_of(lines: Sequence[str]) -> dict[str, Any] | None:
 def write_summary(commands: Sequence[Command], results: Sequence[Result], output: Path) -> None:
     """Write ``summary.json`` and ``table.txt``."""
     rows = [row_text(command, result) for command, result in zip(commands, results, strict=False)]
-    (output / "summary.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    (output / "table.txt").write_text("\n".join(rows) + "\n")
+    write_text(output / "summary.json", json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    write_text(output / "table.txt", "\n".join(rows) + "\n")
 
 
 def row_text(command: Command, result: Result) -> str:

@@ -28,6 +28,8 @@ BY_PROMPTS: Final = "rendering with and without each answer"
 AS_INFERENCE: Final = "rendering each answer as inference does"
 _MARK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPENING: Final = re.compile(r"\s*<(\w+)>(\s*)")
+_REASONS: Final = re.compile("think|thought|reason", re.IGNORECASE)
+_TAG: Final = re.compile(r"<[^<>\s]+>")
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 _Told = tuple[Counter[str], Counter[str], int, int]
 _ANY_ANSWER: Final = "\N{BLACK SQUARE}"
@@ -130,9 +132,7 @@ class TemplateEncoder:
         text = render(messages)
         for key in _unwritten_keys(messages, settings, text, render):
             self._unwritten[key] += 1
-        if "tools" in settings and text == self._tokenizer.apply_chat_template(
-            list(messages), **{**settings, "tools": None, "tokenize": False, "add_generation_prompt": False}
-        ):
+        if "tools" in settings and self._is_without_tools(messages, settings, text):
             self._unwritten["tools"] += 1
         marked = self._by_marks(messages, settings)
         if marked is not None:
@@ -142,6 +142,14 @@ class TemplateEncoder:
         is_plain = len(documents) == 1 and documents[0][2]
         self._methods[BY_PROMPTS if is_plain else AS_INFERENCE] += 1
         return [(tokens, answers) for tokens, answers, _ in documents]
+
+    def _is_without_tools(self, messages: list[Message], settings: dict[str, object], text: str) -> bool:
+        """Return whether a template writes the same text without the tools."""
+        given = {**settings, "tools": None, "tokenize": False, "add_generation_prompt": False}
+        try:
+            return text == self._tokenizer.apply_chat_template(list(messages), **given)
+        except Exception:  # the template needs tools
+            return False
 
     def notes(self) -> list[str]:
         """Return lines about the methods, and about keys, reasoning and ends of turns that are missing."""
@@ -206,7 +214,7 @@ class TemplateEncoder:
             common = tag
         opened, rest = prompt[common:], text[common:]
         opening = _OPENING.fullmatch(opened)
-        if opened.isspace():
+        if opened.isspace() or _is_complete(opened, rest, text_of(messages[turn].get("content"))):
             return _Answer(prompt, prompt + rest, len(prompt) + len(rest))
         if opening is None:
             raise ValueError(
@@ -292,6 +300,21 @@ class TemplateEncoder:
             else:
                 self._without_end += 1
         return np.array(tokens, dtype=np.int64), answers
+
+
+def _is_complete(opened: str, rest: str, content: str) -> bool:
+    """Return whether an answer as it is written can follow a prompt that the template ends with further text.
+
+    The further text is a begun and ended reasoning, or no reasoning at all, such as a mark of the role after a tool.
+
+    Args:
+        opened: further text at the end of the prompt.
+        rest: text that the template writes for the message.
+        content: content of the message.
+    """
+    if _REASONS.search(opened):
+        return len(_TAG.findall(opened)) == 2 and not _TAG.sub("", opened).strip().replace("thought", "")
+    return bool(content.strip()) and rest.lstrip().startswith(content.strip())
 
 
 def _common(a: str, b: str) -> int:

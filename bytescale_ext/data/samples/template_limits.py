@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import threading
@@ -26,14 +25,28 @@ SECONDS: Final = 20.0
 BYTES: Final = 1 << 30
 """Memory that the renderings of one conversation may add."""
 _GRACE: Final = 5.0  # seconds after the limit, in which an interrupted operation may end
-_POWER: Final = re.compile(r"\{[{%](?:(?!\}\}|%\}).)*\*\*", re.DOTALL)
 
 
 def check_template(template: str | Mapping[str, str] | None) -> None:
     """Raise ValueError for a template with powers: one operation of numbers could run for days."""
     texts = template.values() if isinstance(template, Mapping) else [template or ""]
-    if any(isinstance(text, str) and _POWER.search(text) for text in texts):
+    if any(isinstance(text, str) and _has_power(text) for text in texts):
         raise ValueError("the chat template has a power (**), which could run without end: remove it")
+
+
+def _has_power(template: str) -> bool:
+    """Return whether a template has the operator ``**`` between two values, not in a text or before arguments."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    before = ""
+    try:
+        for _, kind, value in Environment().lex(template):
+            if kind == "operator" and value == "**" and before not in ("(", ","):
+                return True
+            before = before if kind == "whitespace" else value
+    except TemplateSyntaxError:
+        return False  # it cannot be rendered either
+    return False
 
 
 class TemplateError(Exception):

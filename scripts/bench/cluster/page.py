@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also 
 
 from bytescale_ext.draw.figure import ARMS as ARM_STYLES
 from bytescale_ext.draw.figure import INK, TIMES, draw_line, new_figure, save, set_grid, set_legend, set_title
+from bytescale_ext.new_file import write_text
 from scripts.bench.cluster.cases import (
     ARMS,
     CONTEXT,
@@ -313,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = Results.read(args.results)
         if not results.cases() or results.cost is None:
             raise ValueError(f"{args.results} holds no runs yet")
-        args.output.write_text(page(results), encoding="utf-8")
+        write_text(args.output, page(results))
         pictures = args.output.with_suffix("")
         pictures.mkdir(exist_ok=True)
     except (ValueError, OSError) as error:

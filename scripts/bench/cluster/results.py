@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.model_cost import ModelCost
 
 
@@ -93,9 +94,7 @@ class Results:
                             for arm, rows in arms.items()} for case, arms in self.runs.items()},
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(value, indent=1) + "\n")
-        new.replace(self.path)
+        write_text(self.path, json.dumps(value, indent=1) + "\n")
 
     def of(self, case: str, arm: str) -> list[Run]:
         """Return the runs of an arm so far."""

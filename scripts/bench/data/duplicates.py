@@ -36,6 +36,7 @@ from bytescale_ext.data.clean.recipe import Recipe, Source
 from bytescale_ext.data.clean.stages import stages_of
 from bytescale_ext.data.clean.words import jaccard, shingles
 from bytescale_ext.data.tasks.stages import ExecutorSettings, run_stages
+from bytescale_ext.new_file import write_text
 from scripts.bench.progress import progress
 
 PACKAGES = ("linux-doc-6.1", "linux-doc-6.12", "gimp-help-en", "gimp-help-en-gb")
@@ -130,7 +131,7 @@ def write_sources(texts: Sequence[Sequence[str]], folder: Path) -> list[Source]:
     for number, documents in enumerate(texts):
         path = folder / f"{number}.jsonl"
         lines = (json.dumps({"text": text, "id": f"{number}/{place}"}) + "\n" for place, text in enumerate(documents))
-        path.write_text("".join(lines))
+        write_text(path, "".join(lines))
         sources.append(Source(f"source{number}", str(path), "jsonl", "*", ()))
     return sources
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compare_schedules
 from bytescale_ext.plan.step.sizes import Slicing
 from scripts.bench.report import ROOT
@@ -106,7 +107,7 @@ def main() -> int:
     new = with_tables(old)
     if args.check:
         return int(new != old)
-    DOCUMENT.write_text(new, encoding="utf-8")
+    write_text(DOCUMENT, new)
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.new_file import appended
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
@@ -145,7 +146,7 @@ def _run_missing(results: Path, rows: list[Chosen], steps: Iterable[tuple[Case, 
     missing = [step for step in steps if (step[0].name, *step[1:]) not in done]
     for step in progress(missing, lambda step: f"{step[0].name} x {step[1]} stages, {step[2]} GB, step {step[3]}"):
         rows.append(run_step(*step))
-        with results.open("a", encoding="utf-8") as file:
+        with appended(results) as file:
             file.write(json.dumps(asdict(rows[-1])) + "\n")
 
 

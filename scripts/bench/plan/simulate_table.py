@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit
 from bytescale_ext.plan.setup.costs import stage_costs
@@ -94,7 +95,7 @@ def main() -> None:
 
 def write_page(text: str, path: Path) -> None:
     """Write a page with its summary, and its pictures."""
-    path.write_text(with_summary(text), encoding="utf-8")
+    write_text(path, with_summary(text))
     draw_figures(text, path.parent)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bytescale.convert.models import MODELS
+from tests.bytescale.convert.models import IS_VERSION_4, MODELS, UNLIKE_IN_VERSION_4
 
 
 def write(folder: Path) -> None:
@@ -27,7 +27,9 @@ def read(folder: Path) -> None:
     """Compare the logits of the models after the round trip with the stored logits of the written models."""
     import transformers
 
-    for kind in (kind for kind in MODELS if (folder / f"{kind}.pt").exists()):
+    for kind in MODELS:
+        if not (folder / f"{kind}.pt").exists() or (IS_VERSION_4 and kind in UNLIKE_IN_VERSION_4):
+            continue
         tokens, logits = torch.load(folder / f"{kind}.pt")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{kind}-back", dtype=torch.float32).eval()
         difference = float((model(tokens).logits - logits).abs().max() / logits.abs().max())

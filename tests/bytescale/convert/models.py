@@ -52,8 +52,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-if version("transformers").startswith("4."):  # its DeepSeek-V2 lacks the factor of YaRN in the attention
+# Version 4 lacks the factor of YaRN in the attention of DeepSeek-V2, and ignores the swiglu_limit of gpt-oss.
+UNLIKE_IN_VERSION_4 = ("deepseek_v2_lite", "gpt_oss")
+IS_VERSION_4 = version("transformers").startswith("4.")
+if IS_VERSION_4:
     del MODELS["deepseek_v2_lite"]
+    MODELS["gpt_oss"]["swiglu_limit"] = 7.0
 
 
 def configuration_of(kind: str, **changes: Any) -> dict[str, Any]:

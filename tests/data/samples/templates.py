@@ -106,6 +106,20 @@ TEMPLATES: dict[str, Template] = {
         "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content or '' }}" + _CALLS
         + "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}", "<|user|>",
     ),
+    "prompt ends reasoning": Template(
+        _TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.content }}<|im_end|>"
+        "{% elif m.tool_calls %}" + _CALLS + "<|im_end|>{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "{% endif %}", "<|im_end|>", rewrites="always",
+    ),
+    "an answer goes on after a tool": Template(
+        "{{ bos_token }}{{ tools | tojson if tools else '' }}{% set ns = namespace(open=false) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
+        "{% elif m.role == 'tool' %}[{{ m.content }}]{% else %}{% if not ns.open %}<|assistant|>{% endif %}"
+        "{{ m.content or '' }}" + _CALLS + "{{ '<|call|>' if m.tool_calls else '<|end|>' }}"
+        "{% set ns.open = m.tool_calls | default(false) %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}", "<|end|>", rewrites="tools",
+    ),
     "marks": Template(
         _TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content or '' }}" + _CALLS + "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"

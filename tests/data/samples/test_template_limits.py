@@ -40,6 +40,7 @@ def test_limits_end_with_the_block() -> None:
         with pytest.raises(ValueError, match=r"power \(\*\*\)"):
             check_template(template)
     check_template("**bold** {{ x }} ** {% if y %}**{% endif %}")
+    check_template("{{ '**bold**' + x }}{% set y = f(**z) %}{# 2 ** 3 #}")
 
 
 NESTED = (

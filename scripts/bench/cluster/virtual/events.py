@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bytescale_ext.new_file import new_file
+
 
 class Work(NamedTuple):
     """Kernels on the stream that computes.
@@ -103,7 +105,8 @@ class Programs:
 
 def write_events(path: Path, events: Sequence[Event]) -> None:
     """Write the events of one rank."""
-    path.write_bytes(pickle.dumps(list(events)))
+    with new_file(path, is_binary=True) as stream:
+        stream.write(pickle.dumps(list(events)))
 
 
 def read_events(path: Path) -> list[Event]:
