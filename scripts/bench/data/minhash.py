@@ -42,6 +42,7 @@ from bytescale_ext.data.clean.shelf import decisions_path, shelved
 from bytescale_ext.data.clean.stages import stages_of
 from bytescale_ext.data.clean.words import RULES, jaccard, shingles
 from bytescale_ext.data.tasks.stages import ExecutorSettings, run_stages
+from bytescale_ext.new_file import write_text
 
 SCRIPTS = {
     "Latin": ("abcdefghijklmnopqrstuvwxyz", 6, " "),
@@ -89,7 +90,7 @@ def corpus(families: int, words: int) -> dict[str, str]:
 def ours(texts: dict[str, str], folder: Path, least: float) -> set[str]:
     """Return the documents that stay after ``bytescale data clean``."""
     path = folder / "texts.jsonl"
-    path.write_text("".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in texts.items()))
+    write_text(path, "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in texts.items()))
     recipe = Recipe((Source("docs", str(path), "jsonl", "*", ()),), steps=("exact", "near"), jaccard=least)
     run_stages(stages_of(recipe, folder / "work", lambda *_: None), folder / "work", ExecutorSettings())
     decisions = np.load(decisions_path(folder / "work", 0))

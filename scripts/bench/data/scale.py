@@ -33,6 +33,7 @@ from bytescale_ext.data.corpus.sculpting import REPORT, SculptJob, embedded_piec
 from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.samples.texts import encoder
 from bytescale_ext.data.tasks.stages import Stage
+from bytescale_ext.new_file import new_log
 from bytescale_ext.plan.sculpt.quality import Quality, quality_of
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings, sculpt
 
@@ -104,7 +105,7 @@ def run_task(stage: Stage, rank: int) -> float:
 def near(count: int, tasks: int, memory_gb: float, folder: Path) -> Bench:
     """Clean documents with copies."""
     bench = Bench(count)
-    streams = [(folder / f"{number:02d}.jsonl").open("w") for number in range(FILES)]
+    streams = [new_log(folder / f"{number:02d}.jsonl") for number in range(FILES)]
     for number, text in enumerate(texts(count, copies=True)):
         streams[number * FILES // count].write(json.dumps({"text": text}) + "\n")
     for stream in streams:
