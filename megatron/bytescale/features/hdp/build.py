@@ -295,10 +295,11 @@ def computes_prompts_once(runtime: Runtime) -> bool:
     n-grams, latents and activation policies of such groups are not tested.
     """
     run, preferences = runtime.run, runtime.run.find(PreferenceConfig)
+    if preferences is None or preferences.loss != "grpo":
+        return False
     others = (DocumentSliceConfig, TablesConfig, ActivationConfig)
     is_plain = not run.shape.num_experts and run.shape.window is None and run.shape.latent is None
-    is_policy = preferences is not None and preferences.loss == "grpo"
-    return is_policy and is_plain and all(run.find(kind) is None for kind in others)
+    return is_plain and all(run.find(kind) is None for kind in others)
 
 
 def forward_step(runtime: Runtime) -> ForwardStep:
