@@ -64,6 +64,7 @@ EXAMPLES = {
     "--full-validation alone": "--full-validation",
     "--multiple-validation-sets alone": "--multiple-validation-sets",
     "--object-storage-cache-path": "--object-storage-cache-path cache",
+    "--non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     "--ckpt-step with --use-distributed-optimizer and --ckpt-format torch": (
         "--ckpt-step 3 --use-distributed-optimizer --ckpt-format torch"
     ),
