@@ -154,6 +154,7 @@ class CostLearner:
             return
         table = ShardTable.of(plan)
         first, count = int(table.offsets[self.rank]), int(table.counts[self.rank])
+        table = table.only_groups(slice(first, first + count))
         is_alone = np.ones(table.num_rows, dtype=np.bool_)
         is_alone[table.rows[table.widths > 1]] = False
         works = {

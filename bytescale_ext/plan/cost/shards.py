@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.table import coupled_groups, table_of
 
@@ -56,13 +57,29 @@ class ShardTable:
         members = ranks - table.ring_firsts
         for shard, ring in table.odd_rings.items():
             members[shard] = ring.index(int(ranks[shard]))
-        lengths = np.array(plan.lengths, dtype=np.int64)[table.seqs]
+        lengths = plan.ranks.lengths if isinstance(plan.ranks, PlacedRanks) else np.array(plan.lengths, dtype=np.int64)
         rings = (table.seqs, members, table.ring_widths)
-        return cls(table.counts, table.shard_rows, *rings, lengths, table.tokens, table.inner_rings)
+        return cls(table.counts, table.shard_rows, *rings, lengths[table.seqs], table.tokens, table.inner_rings)
 
     def at(self, speeds: Floats | None) -> ShardTable:
         """Return the same shards on ranks of these speeds: [num_ranks] or [num_ranks, V]; None: all are 1."""
         return self if speeds is None else replace(self, speeds=speeds)
+
+    def only_groups(self, rows: slice) -> ShardTable:
+        """Return the table with the shards of some micro-batches and of all that share rings with them.
+
+        Micro-batches keep their numbers; those of other groups become empty.
+        """
+        groups = self.row_groups
+        chosen = np.isin(groups, groups[rows])[self.rows]
+        inner, firsts = (None if column is None else column[chosen] for column in (self.inner_rings, self.first_ranks))
+        columns = (self.rows, self.seqs, self.members, self.widths, self.lengths, self.tokens)
+        return replace(
+            ShardTable(self.counts, *(column[chosen] for column in columns)),
+            inner_rings=inner,
+            first_ranks=firsts,
+            speeds=self.speeds,
+        )
 
     def with_counts(self, counts: Ints) -> ShardTable:
         """Return the table with empty micro-batches after the micro-batches of each rank.
