@@ -122,6 +122,20 @@ def test_speeds() -> None:
     assert half[0] / half[2] == pytest.approx(2.0, rel=0.03)
 
 
+def test_a_rank_without_timings_keeps_its_speed() -> None:
+    """The others learn on; without any timings nothing changes."""
+    known = LearnedCosts(speeds=(1.0, 1.0, 0.5))
+    statistics = synthetic((2.0,) * 5, 3, {2: 2.0})
+    silent = synthetic((2.0,) * 5, 3, {0: 1.0})
+    for array in (silent.rank_work, silent.rank_seconds):
+        array[0, 2] = 0.0
+    learner = Learner.new(3, costs=known).learn(silent)
+    assert learner.costs.speeds == known.speeds
+    assert learner.costs.factors == pytest.approx((2.0,) * 5, rel=0.05)
+    assert learner.learn(Statistics.none(3)).costs == learner.costs
+    assert Learner.new(3).learn(statistics).costs.speeds == known.speeds
+
+
 def test_a_slow_stage_slows_its_pipeline() -> None:
     costs = LearnedCosts().with_rates(np.array([[1.0, 1.0, 1.0], [1.0, 0.5, 1.0]]))
     assert costs == LearnedCosts(speeds=(1.0, 0.5, 1.0), stage_speeds=((1.0,) * 3, (1.0, 0.5, 1.0)))
