@@ -73,12 +73,16 @@ class ShardTable:
         groups = self.row_groups
         chosen = np.isin(groups, groups[rows])[self.rows]
         inner, firsts = (None if column is None else column[chosen] for column in (self.inner_rings, self.first_ranks))
-        columns = (self.rows, self.seqs, self.members, self.widths, self.lengths, self.tokens)
         return replace(
-            ShardTable(self.counts, *(column[chosen] for column in columns)),
+            self,
+            rows=self.rows[chosen],
+            seqs=self.seqs[chosen],
+            members=self.members[chosen],
+            widths=self.widths[chosen],
+            lengths=self.lengths[chosen],
+            tokens=self.tokens[chosen],
             inner_rings=inner,
             first_ranks=firsts,
-            speeds=self.speeds,
         )
 
     def with_counts(self, counts: Ints) -> ShardTable:
