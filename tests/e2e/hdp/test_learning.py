@@ -16,6 +16,30 @@ pytestmark = pytest.mark.ranks
 STEPS = ["--train-iters", 12, "--hdp-tokens-per-rank", 128]
 
 
+def learn_at_random() -> None:
+    """Entry that plans each step with other costs and speeds of ranks, equal on all ranks."""
+    import numpy as np
+
+    import pretrain_gpt_hdp
+    from bytescale_ext.measure.learning import CostLearner
+    from bytescale_ext.plan.cost.learned import LearnedCosts
+
+    def at(self: CostLearner, step_index: int) -> LearnedCosts:
+        random = np.random.default_rng(step_index)
+        factors, speeds = random.uniform(0.2, 5.0, 5), random.choice([0.3, 0.6, 1.0], 4)
+        return LearnedCosts(tuple(factors.tolist()), tuple(speeds.tolist()))
+
+    CostLearner.at = at  # type: ignore[method-assign]
+    pretrain_gpt_hdp.main()
+
+
+def test_losses_under_random_costs_and_speeds_equal_one_process(corpus: Path) -> None:
+    flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 64, "--train-iters", 6]
+    unlike = train(4, *flags, entry=learn_at_random)
+    one = train(1, *flags, "--hdp-tokens-per-rank", 256, "--hdp-learn-costs", "off")
+    assert unlike.losses == pytest.approx(one.losses, rel=1e-4)
+
+
 def tokens_so_far(outcomes: list[Outcome]) -> int:
     """Return the count of tokens in the last log line."""
     return int(re.findall(r"([\d,]+) tokens so far", outcomes[-1].text)[-1].replace(",", ""))
