@@ -307,7 +307,7 @@ class Join:
         sums: list[QualitySums] = []
         clusters: list[int] = []
         for partition in range(job.num_partitions):
-            for figures in json.loads(job.partition_path(partition, "json").read_text()):
+            for figures in json_settings(job.partition_path(partition, "json").read_text()):
                 sums.append(QualitySums(**{**figures["sums"], "vectors": tuple(figures["sums"]["vectors"])}))
                 clusters += figures["clusters"]
                 num_long += figures["num_long"]
