@@ -138,8 +138,8 @@ def test_dropout_resumes_to_the_last_bit_without_a_random_state_for_each_rank(co
 SLIPS: dict[str, tuple[list[object], str]] = {
     "more iterations": (["--lr-decay-iters", 20], "total number of iterations .*give --override-opt-param-scheduler"),
     "finished": (["--train-iters", 2], "the training is finished, .*Give a larger --train-iters"),
-    "wider": (["--hidden-size", 64], "hidden_size 32, and these flags give 64: give the flags of the model"),
-    "deeper": (["--num-layers", 3], "num_layers 2, and these flags give 3: give the flags of the model"),
+    "wider": (["--hidden-size", 64], r"shape \[2, 32\], and these flags give \[2, 64\]: give the flags of the model"),
+    "deeper": (["--num-layers", 3], r"shape \[2, 32\], and these flags give \[3, 32\]: give the flags of the model"),
     "of another format": (["--ckpt-format", "torch"], "is of another format: give --ckpt-format torch_dist"),
     "without states": (["--load", "NO_STATES"], "has no states of this optimizer|--no-load-optim"),
     "with experts": (
