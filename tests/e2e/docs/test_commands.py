@@ -45,6 +45,8 @@ ELSEWHERE = {  # start of a command: the reason why it does not run here, or the
     "torchrun --nproc-per-node 2 --no-python bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
     "bytescale logprobs ": "tests/e2e/hdp/test_logprobs.py",
     "torchrun --nproc-per-node 8 --no-python bytescale logprobs ": "tests/e2e/hdp/test_logprobs.py",
+    "python -m scripts.bench.cluster.learn ": "tests/bench/cluster/test_learn.py",
+    "python -m scripts.bench.cluster.learn_cost ": "tests/bench/cluster/test_learn_cost.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
     "ITERS=20000 scripts/train_slurm.sbatch ": "tests/scripts/test_bad_values.py",

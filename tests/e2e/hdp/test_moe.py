@@ -16,7 +16,7 @@ import torch
 from tests.e2e.corpora import documents, write_documents
 from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
 from tests.e2e.pipelines import FULL, SHARDED
-from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train, train_ranks
 from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
@@ -233,17 +233,17 @@ def test_sharded_and_resumed_where_a_stage_has_no_experts(
 
 
 def test_resumed_with_other_expert_ranks(corpus: Path, oracle: tuple[Outcome, Any], tmp_path: Path) -> None:
-    def part(num_ranks: int, expert_ranks: int, *flags: object) -> Outcome:
-        return train(num_ranks, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED,
+    def part(num_ranks: int, expert_ranks: int, *flags: object) -> list[Outcome]:
+        return train_ranks(num_ranks, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED,
                      "--ckpt-format", "torch_dist", *flags,
                      "--hdp-tokens-per-rank", 512 // num_ranks, "--expert-model-parallel-size", expert_ranks,
                      entry=partial(with_equal_weights, None))  # fmt: skip
 
-    begun = part(2, 2, "--save", tmp_path, "--exit-interval", 2)
+    begun = part(2, 2, "--save", tmp_path, "--exit-interval", 2)[-1]
     assert begun.code == 0
-    resumed = part(4, 4, "--load", tmp_path)
+    resumed = part(4, 4, "--load", tmp_path)[-1]
     assert [*begun.losses, *resumed.losses] == pytest.approx(oracle[0].losses, rel=TOLERANCE)
-    refused = part(2, 1, "--load", tmp_path)
+    refused = part(2, 1, "--load", tmp_path)[0]
     assert refused.code == 2
     assert "give 2 or more, or --no-load-optim" in refused.text
     assert "building GPT model" not in refused.text
