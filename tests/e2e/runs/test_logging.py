@@ -173,7 +173,7 @@ def test_how_far_the_run_is(logged: Run) -> None:
 # Figures of disabled features are zero or one in every step, so they are not scalars.
 OFF = ("kept_megabytes_per_step", "swapped_megabytes_per_step", "recomputed_megabytes_per_step", "host_peak_megabytes",
        "slices_per_micro_batch", "device_peak_megabytes", "active_experts", "stale_steps",
-       "most_stale_steps")  # fmt: skip
+       "most_stale_steps", "table_hit_rate", "table_staleness")  # fmt: skip
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
