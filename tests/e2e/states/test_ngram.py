@@ -88,11 +88,11 @@ def train_until_killed() -> None:
 
     end, ended = TablesOfStep.end, []
 
-    def end_or_die(*given: Any) -> None:
+    def end_or_die(*given: Any) -> Any:
         ended.append(given)
         if len(ended) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        end(*given)
+        return end(*given)
 
     TablesOfStep.end = end_or_die  # type: ignore[method-assign]
     train_with_drawn_memory()

@@ -44,6 +44,10 @@ BAD = [
 
 @pytest.mark.parametrize(("words", "message"), BAD, ids=lambda value: "" if isinstance(value, str) else value[-1])
 def test_bad_options(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tmp_path / "iter_0000001"
+    checkpoint.mkdir()
+    (checkpoint / ".metadata").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     assert cli.main([word.replace("{in}", str(tmp_path)) for word in words]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -102,7 +102,7 @@ def test_refused_by_name(name: str) -> None:
 def test_every_row_is_tested() -> None:
     assert len(REFUSED) == len(REFUSALS)
     config_of("--moe-expert-slots", "6")
-    config_of("--moe-expert-slots", "6", moe_grouped_gemm=True, add_bias_linear=False)
+    config_of("--moe-expert-slots", "6", moe_grouped_gemm=True, add_bias_linear=False, distributed_backend="nccl")
 
 
 @pytest.mark.parametrize("settings", [{"num_experts": None}, {"mtp_num_layers": 1}, {"spec": ["a", "b"]}])
