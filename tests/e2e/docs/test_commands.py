@@ -25,10 +25,15 @@ from tests.e2e.training import MODEL, train
 from tests.harness import run_ranks
 from tests.sample import sampled
 
+WALKTHROUGH = "tests/e2e/docs/test_walkthrough.py"
 ELSEWHERE = {  # start of a command: the reason why it does not run here, or the test that runs it
     "make ": "they run the demo and this test",
     ".venv/bin/pre-commit ": "it changes the hooks of the repository",
     ".venv/bin/python -m pytest ": "they run this test",
+    "bytescale corpus --from notes.jsonl ": WALKTHROUGH,
+    "bytescale plan --lengths data/notes.idx ": WALKTHROUGH,
+    "torchrun --nproc-per-node 2 -m megatron.bytescale.train --hybrid-data-parallel ": WALKTHROUGH,
+    "bytescale generate --load runs/notes ": WALKTHROUGH,
     "bytescale data clean ": "tests/bytescale/cli/data/test_clean.py",
     "bytescale data mix ": "tests/bytescale/cli/data/test_mix.py",
     "bytescale convert --": "tests/bytescale/convert/test_folders.py",
