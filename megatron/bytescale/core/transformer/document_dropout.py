@@ -130,8 +130,14 @@ def use_document_dropout(runtime: Runtime, model_chunks: list[torch.nn.Module]) 
                     vars(module)[site] = partial(_bias_dropout_add, dropout)
             dropped = getattr(module, "embedding_dropout", None)
             if isinstance(dropped, torch.nn.Dropout):
-                module.embedding_dropout = place("embedding", drop=dropped.p)
+                # DDP has hooks on the module itself, so the module stays and only its forward is ours.
+                vars(dropped)["forward"] = partial(_drop, place("embedding", drop=dropped.p), dropped)
     return model_chunks
+
+
+def _drop(dropout: DocumentDropout, module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Drop hidden states [rows, 1, h] in the mode of Megatron's module."""
+    return dropout.train(module.training)(hidden)  # type: ignore[no-any-return]
 
 
 def _bias_dropout_add(dropout: DocumentDropout, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
