@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -73,26 +74,29 @@ def jitter(runtime: Runtime, layer: int | None, shape: torch.Size, eps: float) -
     return 1.0 + eps * (2.0 * uniform_noise(numbers_of_rows(runtime, shape[0]), shape[2], salt) - 1.0)[:, None]
 
 
-class DocumentDropout(torch.nn.Module):
+@dataclass(frozen=True)
+class DocumentDropout:
     """Dropout at one place of a model.
 
-    Args:
+    Attributes:
         runtime: state of the process.
         place: name of the place; another place draws other masks.
         drop: share of hidden states that become 0 while the model trains.
         seed: seed of the run.
     """
 
-    def __init__(self, runtime: Runtime, place: str, drop: float, seed: int) -> None:
-        super().__init__()
-        self.runtime, self.drop, self.salt = runtime, drop, (seed, zlib.crc32(place.encode()))
+    runtime: Runtime
+    place: str
+    drop: float
+    seed: int
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, is_training: bool) -> torch.Tensor:
         """Drop hidden states [rows, 1, h], and scale the others by ``1 / (1 - drop)``."""
-        if not self.training or not self.drop:
+        if not is_training or not self.drop:
             return hidden
         tokens = numbers_of_rows(self.runtime, hidden.shape[0])
-        masked = partial(_masked, tokens=tokens, drop=self.drop, salt=(*self.salt, running_step()))
+        salt = (self.seed, zlib.crc32(self.place.encode()), running_step())
+        masked = partial(_masked, tokens=tokens, drop=self.drop, salt=salt)
         return _WithoutMask.apply(hidden, masked)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -136,8 +140,8 @@ def use_document_dropout(runtime: Runtime, model_chunks: list[torch.nn.Module]) 
 
 
 def _drop(dropout: DocumentDropout, module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Drop hidden states [rows, 1, h] in the mode of Megatron's module."""
-    return dropout.train(module.training)(hidden)  # type: ignore[no-any-return]
+    """Return hidden states [rows, 1, h] after the dropout, in the mode of Megatron's module."""
+    return dropout(hidden, module.training)
 
 
 def _bias_dropout_add(dropout: DocumentDropout, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
@@ -146,6 +150,6 @@ def _bias_dropout_add(dropout: DocumentDropout, training: bool, fused: bool) -> 
     def add(with_bias: Added, residual: torch.Tensor, prob: float) -> torch.Tensor:
         output, bias = (None if part is None else part.to(residual.dtype) for part in with_bias)
         assert output is not None and prob == dropout.drop, f"{prob=}"
-        return residual + dropout.train(training)(output if bias is None else output + bias)
+        return residual + dropout(output if bias is None else output + bias, training)
 
     return add
