@@ -8,7 +8,7 @@ arm) has the same colour and marker in all pictures. Functions import matplotlib
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -133,6 +133,25 @@ def set_rows(axes: Axes, numbers: range, name: str) -> None:
     """Label the rows of boxes ``name 0``, ``name 1`` and so on, without tick marks."""
     axes.set_yticks(numbers, [f"{name} {number}" for number in numbers])
     axes.tick_params(axis="y", length=0)
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Put a row for each name from top to bottom, 1 apart, with the name in place of a tick mark."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def draw_times(axes: Axes, row: int, times: Mapping[str, float]) -> float:
+    """Draw a bar of a row in parts, one for each kind of time in ``TIMES``, and return its end.
+
+    The kinds of row 0 are in the legend.
+    """
+    end = 0.0
+    for kind in (kind for kind in TIMES if kind in times):
+        axes.barh(row, times[kind], left=end, height=0.7, color=TIMES[kind], label=None if row else kind)
+        end += times[kind]
+    return end
 
 
 def count_text(count: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.draw.figure import hue_colour, ink_on, new_figure, save, set_title
+from bytescale_ext.draw.figure import hue_colour, ink_on, name_rows, new_figure, save, set_title
 from bytescale_ext.plan.states.moves import Kind
 from bytescale_ext.plan.states.timeline import TimedMove
 
@@ -51,9 +51,7 @@ def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
             middle = 1e3 * (timed.start + timed.stop) / 2
             axes.text(middle, lane, str(timed.move.page), ha="center", va="center", fontsize=7, color=ink_on(colour))
     axes.set_xlim(1e3 * min(timed.start for timed in shown), 1e3 * end)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_yticks(range(len(lanes)), [_LANES[kind] for kind in lanes])
-    axes.tick_params(axis="y", length=0)
+    name_rows(axes, [_LANES[kind] for kind in lanes])
     axes.set_xlabel("time (ms)")
     whole = max(timed.stop for timed in moves)
     if len(shown) < len(moves):

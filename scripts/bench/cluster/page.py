@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.draw.figure import ARMS as ARM_STYLES
-from bytescale_ext.draw.figure import INK, TIMES, draw_line, new_figure, save, set_grid, set_legend, set_title
+from bytescale_ext.draw.figure import (
+    INK,
+    draw_line,
+    draw_times,
+    name_rows,
+    new_figure,
+    save,
+    set_grid,
+    set_legend,
+    set_title,
+)
 from bytescale_ext.new_file import write_text
 from scripts.bench.cluster.cases import (
     ARMS,
@@ -257,11 +267,7 @@ def draw_time(figures: Mapping[str, CaseFigures], path: Path) -> None:
     figure, panels = _panels(figures)
     for axes, case in zip(panels, figures.values(), strict=False):
         for row, shares in enumerate(case["arms"].values()):
-            left = 0.0
-            for kind in _KINDS:
-                share = 100.0 * float(shares[kind])  # type: ignore[literal-required]
-                axes.barh(row, share, left=left, height=0.7, color=TIMES[kind], label=None if row else kind)
-                left += share
+            draw_times(axes, row, {kind: 100.0 * float(shares[kind]) for kind in _KINDS})  # type: ignore[literal-required]
         axes.set_xlim(0.0, 100.0)
         axes.set_xlabel("time of the ranks (%)")
     set_legend(figure, panels[0], len(_KINDS))
@@ -296,10 +302,7 @@ def _panels(figures: Mapping[str, CaseFigures]) -> tuple[Figure, list[Axes]]:
         if name is None:
             axes.set_axis_off()
             continue
-        arms = list(figures[name]["arms"])
-        axes.set_yticks(range(len(arms)), arms)
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(len(arms) - 0.5, -0.5)
+        name_rows(axes, list(figures[name]["arms"]))
         set_title(axes, name)
     return figure, panels
 

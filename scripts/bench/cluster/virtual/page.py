@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # so that it also runs as a file
 
-from bytescale_ext.draw.figure import INK, TIMES, new_figure, save, set_legend, set_title
+from bytescale_ext.draw.figure import INK, TIMES, draw_times, name_rows, new_figure, save, set_legend, set_title
 from bytescale_ext.new_file import write_text
 from scripts.bench.cluster.virtual.bench import CaseResult, Results
 from scripts.bench.cluster.virtual.cases import ARMS, SCALE, SHORTEST, TOKENS_OF_RANK, TOKENS_PER_RANK
@@ -157,7 +157,7 @@ def text(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_times(cases: Mapping[str, CaseResult], path: Path) -> None:
+def draw_steps(cases: Mapping[str, CaseResult], path: Path) -> None:
     """Draw the median step of each arm and what it is spent on: a row of panels a case, a panel a speed of links."""
     columns = max(len(arms["ours"]["steps"]) for arms in cases.values())
     most = [len(arms) for arms in cases.values()]
@@ -168,17 +168,11 @@ def draw_times(cases: Mapping[str, CaseResult], path: Path) -> None:
         for number, links in enumerate(arms["ours"]["steps"]):
             axes, figures = next(places), arm_figures(arms, links)
             for row, (arm, values) in enumerate(figures.items()):
-                left = 0.0
-                for kind in (kind for kind in TIMES if kind in values["share"]):
-                    seconds = values["seconds"] * values["share"][kind]
-                    axes.barh(row, seconds, left=left, height=0.7, color=TIMES[kind], label=None if row else kind)
-                    left += seconds
+                end = draw_times(axes, row, {kind: values["seconds"] * part for kind, part in values["share"].items()})
                 text = "" if arm == "ours" else f"ours is {values['over'][1]:.2f}x"
-                axes.annotate(text, (left, row), xytext=(4, 0), va="center", textcoords="offset points", fontsize=9,
+                axes.annotate(text, (end, row), xytext=(4, 0), va="center", textcoords="offset points", fontsize=9,
                               color=INK)  # fmt: skip
-            axes.set_yticks(range(len(figures)), [] if number else [ARMS[arm].title for arm in figures])
-            axes.tick_params(axis="y", length=0)
-            axes.set_ylim(len(figures) - 0.5, -0.5)
+            name_rows(axes, ["" if number else ARMS[arm].title for arm in figures])
             axes.set_xlim(0.0, 1.3 * longest)
             axes.set_xlabel("time of a step (s, emulated)")
             set_title(axes, f"{case}, {links} Gbit/s")
@@ -195,7 +189,7 @@ def main() -> None:
     results = Results.read(args.results)
     write_text(args.output, text(results))
     (args.output.parent / PICTURE).parent.mkdir(exist_ok=True)
-    draw_times(results.cases, args.output.parent / PICTURE)
+    draw_steps(results.cases, args.output.parent / PICTURE)
 
 
 if __name__ == "__main__":
