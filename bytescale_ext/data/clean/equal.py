@@ -12,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.shelf import BY_NAME, BY_TEXT, StoredDocuments, by_name_path, by_text_path, offsets_of
 from bytescale_ext.data.clean.tally import EXAMPLES, Tally
-from bytescale_ext.data.tasks.runs import hash_range, joined, rows_between, save_array
+from bytescale_ext.data.tasks.runs import hash_range, joined, rows_between, save_array, sorted_by
 
 # A dropped document and the equal document that stays; a document that stays and its number of equal documents. Both
 # are numbers over all tasks, and runs are sorted by the first.
@@ -35,7 +35,7 @@ def equal_texts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Of equal texts, the document with the smallest hash of its name stays. ``rows``: ``BY_TEXT`` [documents].
     """
-    rows = rows[np.lexsort((rows["number"], rows["name"], rows["low"], rows["high"]))]
+    rows = sorted_by(rows, ("high", "low", "name", "number"))
     begins = np.append(True, (rows["high"][1:] != rows["high"][:-1]) | (rows["low"][1:] != rows["low"][:-1]))
     first = np.flatnonzero(begins[: len(rows)])
     counts = np.diff(np.append(first, len(rows)))
@@ -78,7 +78,7 @@ class FindEqual(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     def _count_repeated_ids(self, rank: int, tasks: int) -> None:
         """Count documents with the id of another document. Raises ValueError if the recipe has ``on_bad = "fail"``."""
         rows = self._rows([by_name_path(self.work, task) for task in range(tasks)], "name", BY_NAME, rank)
-        rows = rows[np.lexsort((rows["number"], rows["name"]))]
+        rows = sorted_by(rows, ("name", "number"))
         repeated = rows[1:][rows["name"][1:] == rows["name"][:-1]]
         tally, documents = Tally(), StoredDocuments(self.work, tasks)
         for number in repeated["number"][:EXAMPLES].tolist():

@@ -20,7 +20,7 @@ from bytescale_ext.data.clean.equal import COPIES, DROPPED, copies_paths, droppe
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.shelf import StoredDocuments, offsets_of, shelved
 from bytescale_ext.data.clean.words import RULES, jaccard, shingles
-from bytescale_ext.data.tasks.runs import joined, mapped, rows_between, save_array
+from bytescale_ext.data.tasks.runs import joined, mapped, rows_between, save_array, sorted_by
 from bytescale_ext.new_file import new_file
 
 # Documents of a pair, by their numbers over all tasks. The better document stays if the two are duplicates.
@@ -191,7 +191,7 @@ class Verify(PipelineStep):  # type: ignore[misc]  # datatrove has no types
             verified[f"{side}_size"], verified[f"{side}_hash"] = -rows["length"].astype(np.int64), rows["high"]
         copies = joined(rows_between(copies_paths(self.work, world_size), "number", begin, end), COPIES)
         verified["copies"] = values_at(copies, "number", "copies", verified["worse"], 1)
-        save_array(verified_path(self.work, rank), verified[np.lexsort([verified[name] for name in reversed(_ORDER)])])
+        save_array(verified_path(self.work, rank), sorted_by(verified, _ORDER))
 
 
 class _Shingles:
@@ -283,8 +283,7 @@ class Decide(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         for limit in [*limits, None]:
             ends = [len(run) if limit is None else bisect_left(run, limit, key=_rank) for run in runs]
             parts = [np.array(run[begin:end]) for run, begin, end in zip(runs, begins, ends, strict=True)]
-            block = joined(parts, VERIFIED)
-            yield block[np.lexsort([block[name] for name in reversed(_ORDER)])]
+            yield sorted_by(joined(parts, VERIFIED), _ORDER)
             begins = ends
 
 

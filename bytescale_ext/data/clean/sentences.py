@@ -18,7 +18,7 @@ from datatrove.utils.typeshelper import ExtensionHelperSD
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
 from bytescale_ext.data.clean.words import RULES, letters_per_word, num_words
-from bytescale_ext.data.tasks.runs import hash_range, joined
+from bytescale_ext.data.tasks.runs import hash_range, joined, sorted_by
 from bytescale_ext.new_file import new_file
 
 _PLACE: Final = np.dtype([("doc", "<u4"), ("sent", "<u2")])
@@ -88,8 +88,7 @@ class FindRepeated(PipelineStep):  # type: ignore[misc]  # datatrove has no type
             for name in _SIGNATURE.names or ():
                 part[name] = rows[name][first:last]
             parts.append(part)
-        found = joined(parts, _TASK_SIGNATURE)
-        found = found[np.lexsort([found[name] for name in ("sent", "doc", "task", "hash")])]
+        found = sorted_by(joined(parts, _TASK_SIGNATURE), ("hash", "task", "doc", "sent"))
         repeated = found[1:][found["hash"][1:] == found["hash"][:-1]]
         folder = self.output / f"{rank:04d}"
         folder.mkdir(parents=True, exist_ok=True)

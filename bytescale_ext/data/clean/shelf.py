@@ -13,7 +13,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from bytescale_ext.data.clean.words import composed
-from bytescale_ext.data.tasks.runs import mapped, save_array
+from bytescale_ext.data.tasks.runs import mapped, save_array, sorted_by
 from bytescale_ext.json_input import finite
 from bytescale_ext.new_file import new_file
 
@@ -102,7 +102,7 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
             run = np.empty(len(rows), dtype)
             for name in dtype.names or ():
                 run[name] = number if name == "number" else rows[name]
-            save_array(path, run[np.lexsort([run[name] for name in reversed(dtype.names or ())])])
+            save_array(path, sorted_by(run, dtype.names or ()))
         save_array(rows_path(self.work, rank), rows)
 
 

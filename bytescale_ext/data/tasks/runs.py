@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,12 @@ def rows_between(paths: Iterable[Path], field: str, begin: int, end: int) -> lis
         first, last = (bisect_left(records, limit, key=lambda row: int(row[field])) for limit in (begin, end))
         parts.append(np.array(records[first:last]))
     return parts
+
+
+def sorted_by(records: np.ndarray, fields: Sequence[str]) -> np.ndarray:
+    """Return records [n] sorted by the first field, records with equal values by the second, and so on."""
+    ordered: np.ndarray = records[np.lexsort([records[name] for name in reversed(fields)])]
+    return ordered
 
 
 def hash_range(task: int, tasks: int) -> tuple[int, int]:
