@@ -100,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     settings = SculptSettings(args.seq_length, args.overflow, args.seed)
     executor = executor_settings(args)
-    check_options(args)
-    prefix, passes = data_set_of(args)
+    prefix, passes = data_set_of(args, checked_documents(args))
     from bytescale_ext.data.corpus.sculpting import REPORT, SculptJob, clustered_pieces, sculpt_stages
     from bytescale_ext.data.tasks.stages import run_stages
 
@@ -135,21 +134,25 @@ def begin(work: Path, key: str) -> None:
     write_text(noted, key)
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for bad options, input or output, before any slow work."""
+def checked_documents(args: argparse.Namespace) -> list[Entry]:
+    """Return the documents of a file of texts; none if the input has tokens.
+
+    Raises ValueError for bad options, input or output, before any slow work.
+    """
     check_embedder(args.embedder)
     check_picture("--plot", args.plot)
     settings, inputs = tokenizer_settings(args), args.input or []
     given = f"--mixture {args.mixture}" if args.mixture is not None else f"--input {' '.join(inputs)}"
     if settings and not is_text(inputs):
         raise ValueError(f"--tokenizer-type is for a file of texts: {given} holds tokens already")
-    if is_text(inputs):
-        check_first_lines(documents_of(args), args.json_key)
+    documents = documents_of(args) if is_text(inputs) else []
+    check_first_lines(documents, args.json_key)
     for prefix in [] if is_text(inputs) else inputs:
         open_tokens(prefix)
     target = checked_prefix(args.output, "--output")
     if (args.mixture or len(inputs) > 1) and str(target) in [str(Path(prefix)) for _, prefix in weighted(args)]:
         raise ValueError(f"--output {args.output} is one of the data sets: give another name")
+    return documents
 
 
 def is_text(inputs: Sequence[str]) -> bool:
@@ -176,8 +179,11 @@ def weighted(args: argparse.Namespace) -> list[tuple[float | None, str]]:
     return [(None, prefix) for prefix in args.input] if args.mixture is None else read_mixture(args.mixture)
 
 
-def data_set_of(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
-    """Return the prefix of the data set, after writing it if there are texts or several data sets, and its passes."""
+def data_set_of(args: argparse.Namespace, documents: list[Entry]) -> tuple[str, tuple[int, ...]]:
+    """Return the prefix of the data set, after writing it if there are texts or several data sets, and its passes.
+
+    ``documents``: documents of a file of texts.
+    """
     inputs = args.input or []
     if len(inputs) == 1 and not is_text(inputs):
         return str(inputs[0]), (0,)
@@ -189,7 +195,7 @@ def data_set_of(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
     settings = tokenizer_settings(args)
     corpus.write_corpus(
         args.output,
-        documents_of(args),
+        documents,
         tokenizer=corpus.build_megatron_tokenizer(settings) if settings else None,
         keys=corpus.Keys(args.json_key),
     )
