@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.data.clean.repositories import repositories_in, repository_files
+from bytescale_ext.data.samples.sources import shown_files
 
 FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc", "repositories")
 STEPS: Final = ("filters", "pii", "exact", "near", "sentences")
@@ -203,7 +204,7 @@ def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
             continue
         if not path.exists():
             raise ValueError(f"source {source.name}: {path}: no such file or folder")
-        files = [path] if path.is_file() else _in_folder(path, source.glob)
+        files = [path] if path.is_file() else shown_files(path.rglob(source.glob), path)
         if not files:
             raise ValueError(f"source {source.name}: no file below {path} matches {source.glob!r}: change its glob")
         numbered += [(number, file) for file in files]
@@ -229,12 +230,6 @@ def shards_of(sizes: Sequence[int]) -> np.ndarray:
     middle = (ends + np.append(0, ends[:-1])) / 2
     found: npt.NDArray[np.int64] = np.unique((middle * shards / ends[-1]).astype(np.int64), return_inverse=True)[1]
     return found
-
-
-def _in_folder(root: Path, pattern: str) -> list[Path]:
-    files = (path for path in root.rglob(pattern) if path.is_file())
-    shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts))
-    return sorted(shown, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _parsed(path: Path) -> dict[str, object]:

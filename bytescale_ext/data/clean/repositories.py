@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from bytescale_ext.data.samples.sources import shown_files
+
 _PYTHON_FILES: Final = (".py", ".pyi")
 _C_FILES: Final = (".c", ".cc", ".cpp", ".cxx", ".cu", ".h", ".hh", ".hpp", ".cuh")
 _SCRIPTS: Final = (".ts", ".tsx", ".js", ".jsx", ".mjs", ".vue")
@@ -33,9 +35,7 @@ def repositories_in(root: Path) -> list[Path]:
 
 def repository_files(root: Path) -> list[Path]:
     """Return the code of a repository, sorted by path, without hidden files and folders."""
-    files = (path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts))
-    return sorted(shown, key=lambda path: path.relative_to(root).as_posix())
+    return shown_files((path for path in root.rglob("*") if path.suffix in SUFFIXES), root)
 
 
 def joined_files(texts: Mapping[str, str]) -> str:

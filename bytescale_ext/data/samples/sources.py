@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,15 +65,17 @@ def folder_entries(root: Path, pattern: str, key: str = "text") -> list[Entry]:
         found = list(root.rglob(pattern))
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"--glob {pattern!r} is no pattern for the files below a folder: {error}") from error
-    matches = [
-        path
-        for path in found
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    ]
+    matches = shown_files(found, root)
     if not matches:
         raise ValueError(f"{root}: no file below matches {pattern!r}: give another --glob or another folder")
-    matches.sort(key=lambda path: path.relative_to(root).as_posix())
     return [entry for path in matches for entry in file_entries(path, key)]
+
+
+def shown_files(paths: Iterable[Path], root: Path) -> list[Path]:
+    """Return the files among paths below a folder, sorted by path, without hidden files and folders."""
+    files = (path for path in paths if path.is_file())
+    shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(root).parts))
+    return sorted(shown, key=lambda path: path.relative_to(root).as_posix())
 
 
 def file_entries(path: Path, key: str = "text") -> list[Entry]:
