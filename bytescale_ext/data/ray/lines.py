@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from bytescale_ext.data.samples.records import DAMAGED, column_flaw, kind_of, packing_of, records
+from bytescale_ext.data.samples.records import DAMAGED, column_flaw, kind_of, packing_of, plain_line, records
 from bytescale_ext.data.samples.texts import Encode, json_text
 from bytescale_ext.new_file import new_file
 
@@ -134,9 +134,14 @@ def _line_number(path: str, offset: int) -> int:
 
 def index_file(folder: str, path: str, key: str, longest: int, tokenizer: str) -> Path:
     """Return the cache file of an index in ``folder``. Its name is a hash of everything that the index depends on."""
+    return Path(folder) / f"{_digest(path, key, longest, tokenizer)}-lines.npz"
+
+
+def _digest(path: str | Path, *settings: str | int) -> str:
+    """Return a hash of a file's path, size and modification time, and of settings."""
     stat = os.stat(path)
-    parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, key, longest, tokenizer)
-    return Path(folder) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}-lines.npz"
+    parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, *settings)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def is_plain(path: Path, key: str) -> bool:
@@ -166,10 +171,7 @@ def unpacked(folder: str, path: Path, key: str) -> tuple[Path, int]:
     Raises:
         ValueError: a file cannot be read or written.
     """
-    stat = path.stat()
-    parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, key)
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    file, left_out = Path(folder) / f"{digest}-{path.name[:100]}.jsonl", 0
+    file, left_out = Path(folder) / f"{_digest(path, key)}-{path.name[:100]}.jsonl", 0
     if file.exists():
         return file, 0
     try:
@@ -177,7 +179,7 @@ def unpacked(folder: str, path: Path, key: str) -> tuple[Path, int]:
         with new_file(file, is_binary=True) as stream:
             for line in records(path, kind_of(path, key)):
                 left_out += line is None
-                stream.write((line or b"").rstrip(b"\n") + b"\n")
+                stream.write(plain_line(line))
     except DAMAGED as error:
         raise ValueError(f"{path}: cannot be unpacked to --data-cache-path {folder} ({error})") from error
     return file, left_out

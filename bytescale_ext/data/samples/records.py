@@ -154,6 +154,11 @@ def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
                 yield part.removeprefix(b"\xef\xbb\xbf") if part and not number else part
 
 
+def plain_line(record: bytes | None) -> bytes:
+    """Return a record as a line of an unpacked file: with one newline, and blank for a record that is too long."""
+    return (record or b"").rstrip(b"\n") + b"\n"
+
+
 def lines(stream: BinaryIO) -> Iterator[bytes | None]:
     """Yield the lines of a file, and None for each line of more than ``MOST_BYTES``, which is never held whole."""
     while line := stream.readline(MOST_BYTES + 1):

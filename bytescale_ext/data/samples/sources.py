@@ -22,6 +22,7 @@ from bytescale_ext.data.samples.records import (
     lines,
     opened,
     packing_of,
+    plain_line,
     records,
 )
 from bytescale_ext.data.samples.texts import json_text
@@ -113,7 +114,7 @@ def _unpacked_records(path: Path, kind: Kind) -> list[Entry]:
     entries, offset = [], 0
     for number, line in enumerate(records(path, kind), start=1):
         entries.append(Entry(path, number, offset, kind, is_too_long=line is None))
-        offset += len((line or b"").rstrip(b"\n")) + 1
+        offset += len(plain_line(line))
     return entries
 
 
@@ -178,7 +179,7 @@ def _records_file(entry: Entry) -> BinaryIO:
     if not entry.kind:
         return entry.path.open("rb")
     unpacked = cast(BinaryIO, tempfile.TemporaryFile())
-    unpacked.writelines((line or b"").rstrip(b"\n") + b"\n" for line in records(entry.path, entry.kind))
+    unpacked.writelines(map(plain_line, records(entry.path, entry.kind)))
     return unpacked
 
 
