@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
@@ -19,6 +20,7 @@ from bytescale_ext.data.clean.tally import JSON_AS_TEXT, Tally
 from bytescale_ext.data.samples.records import (
     DAMAGED,
     MOST_BYTES,
+    Kind,
     column_flaw,
     is_too_long,
     is_unread_json,
@@ -112,7 +114,7 @@ def check_packages(recipe: Recipe) -> None:
 def is_json_as_text(path: Path, key: str) -> bool:
     """Return whether a file that begins like JSON is read as one text."""
     try:
-        return kind_of(path, key) == "text" and is_unread_json(path)
+        return is_unread_json(path) and kind_of(path, key) == "text"
     except (*DAMAGED, ValueError):
         return False  # a broken record
 
@@ -122,8 +124,8 @@ def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
     readers: dict[str, Callable[[Path, Source, str], Iterator[Read]]] = {
         "text": _text_file,
         "jsonl": _json_lines,
-        "lines": _json_lines,
-        "values": _json_lines,
+        "lines": partial(_json_lines, kind="lines"),
+        "values": partial(_json_lines, kind="values"),
         "parquet": _parquet_rows,
         "warc": _archived_pages,
         "repositories": _repository,
@@ -190,21 +192,19 @@ def _opened(path: Path, compression: str | None) -> IO[bytes]:
     return stream
 
 
-def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
+def _json_lines(path: Path, source: Source, key: str, kind: Kind | None = None) -> Iterator[Read]:
+    """Yield the documents and unreadable records of a file of JSON; without its kind, the file tells it."""
     number = 0
     try:
-        for number, line in enumerate(_records_of(path, key), 1):
+        if kind is None:
+            kind = "values" if kind_of(path, key) == "values" else "lines"
+        for number, line in enumerate(records(path, kind), 1):
             if line is None:
                 yield BadRecord("broken", f"{path}:{number}", _TOO_LONG)
             elif line.strip():
                 yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
     except Exception as error:  # each compression has errors of its own
         yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
-
-
-def _records_of(path: Path, key: str) -> Iterator[bytes | None]:
-    """Yield the records of a file of JSON, and None for each record that is too long."""
-    return records(path, "values" if kind_of(path, key) == "values" else "lines")
 
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
