@@ -20,9 +20,9 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, Slurm
 from datatrove.executor.base import PipelineExecutor
 
 from bytescale_ext.data.ray.session import ray_module, sigterm_kept, stay_on_loopback
+from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import appended
 
-EXECUTORS: Final = ("local", "ray", "slurm")
 DEFAULT_MEMORY_GB: Final = 4.0
 Step = Callable[..., object]
 
@@ -41,7 +41,7 @@ class ExecutorSettings:
     """Executor of the stages.
 
     Attributes:
-        executor: one of ``EXECUTORS``.
+        executor: ``local``, ``ray`` or ``slurm``.
         workers: number of tasks that run at the same time.
         ray_address: address of a Ray cluster; None starts Ray on this machine.
         slurm: options of sbatch, and partition, time and memory_gb of a task.
@@ -106,7 +106,8 @@ def run_stages(stages: list[Stage], work: Path, settings: ExecutorSettings) -> N
             except subprocess.CalledProcessError as error:  # sbatch, whose message is in the log
                 raise ValueError(f"stage {stage.name}: {_sbatch_message(work / 'log.txt')}") from error
             except Exception as error:
-                raise ValueError(f"stage {stage.name}: {_one_line(error)}; see {logs}/logs") from error
+                message = one_line(f"{type(error).__name__}: {error}")
+                raise ValueError(f"stage {stage.name}: {message}; see {logs}/logs") from error
             if settings.executor == "slurm":
                 before = executor
             elif executor.get_incomplete_ranks(skip_completed=True):
@@ -118,10 +119,6 @@ def _sbatch_message(log: Path) -> str:
     last = log.read_text(encoding="utf-8").rpartition("Launching Slurm job")[2]
     lines = [line for line in last.split("\n") if line.startswith("sbatch:")]
     return " ".join(lines) or f"sbatch has failed; see {log}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _executor(
