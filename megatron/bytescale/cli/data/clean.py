@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from bytescale_ext.data.clean.recipe import FILTERS, ON_BAD, POLICIES, STEPS, Recipe, read_recipe
 from bytescale_ext.data.samples.sources import file_entries
 from bytescale_ext.new_file import new_file
-from megatron.bytescale.cli.data.executors import add_executor, executor_settings
+from megatron.bytescale.cli.data.executors import add_executor, check_datatrove, executor_settings
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
 
@@ -60,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an option, the recipe, a source or a document is bad, or a task has failed.
     """
-    missing = [name for name in ("datatrove", "regex") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{missing[0]} is needed: pip install 'bytescale-megatron[data]'")
+    check_datatrove()
     fields = ("steps", "filters", "jaccard", "policy", "on_bad", "text_key", "tasks")
     recipe = read_recipe(args.recipe, args.input, {name: getattr(args, name) for name in fields})
     finish = Finish(recipe, args.output, tokenizer_settings(args), args.tokenize)

@@ -28,11 +28,16 @@ def add_executor(parser: argparse.ArgumentParser, tasks: str) -> None:
     parser.add_argument("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="partition=P and options of sbatch")
 
 
-def executor_settings(args: argparse.Namespace) -> ExecutorSettings:
-    """Return the settings of the executor. Raises ValueError for bad options and missing packages."""
+def check_datatrove() -> None:
+    """Raise ValueError unless datatrove and the packages that it needs here are installed."""
     missing = [name for name in ("datatrove", "regex") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{missing[0]} is needed: pip install 'bytescale-megatron[data]'")
+
+
+def executor_settings(args: argparse.Namespace) -> ExecutorSettings:
+    """Return the settings of the executor. Raises ValueError for bad options and missing packages."""
+    check_datatrove()
     from bytescale_ext.data.tasks.stages import ExecutorSettings
 
     concurrent_tasks = os.cpu_count() or 1 if args.concurrent_tasks is None else args.concurrent_tasks
