@@ -166,7 +166,7 @@ class Fit:
             space = fit_space(counts_of(job.corpus.pieces(fitted), is_bytes), job.settings.seed)
             space.save(job.work / "space.npz")
         centres = np.zeros((1, 1), np.float32)
-        mean_length = len(job.corpus.tokens) / job.num_documents * len(np.unique(fitted.document)) / len(fitted)
+        mean_length = job.mean_tokens * len(np.unique(fitted.document)) / len(fitted)
         largest = max(job.partition_pieces, round(_PARTITION_WINDOWS * context / mean_length))
         num_pieces = len(fitted) / len(sample[:few]) * job.num_documents
         if num_pieces > largest:
