@@ -107,7 +107,7 @@ class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 
 
 def shelved(work: Path, rank: int) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield (number, values) of each document of a task; values are the text, the id and the number of the source."""
+    """Yield (number, values) of each document of a task: text, id, number of the source, keys and shard."""
     with shelf_path(work, rank).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
             yield number, json.loads(line)

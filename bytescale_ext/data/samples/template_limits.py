@@ -24,7 +24,7 @@ SECONDS: Final = 20.0
 """Time of all renderings of one conversation."""
 BYTES: Final = 1 << 30
 """Memory that the renderings of one conversation may add."""
-_GRACE: Final = 5.0  # seconds after the limit, in which an interrupted operation may end
+_GRACE: Final = 5.0  # seconds that an interrupted operation has to end after the limit
 
 
 def check_template(template: str | Mapping[str, str] | None) -> None:
@@ -60,8 +60,8 @@ class LimitedFunction[Question, Answer]:
 
     Args:
         function: function of one argument.
-        seconds: time for one call.
-        num_bytes: memory that one call may add.
+        seconds: seconds that a call may take.
+        num_bytes: bytes of memory that a call may add.
     """
 
     def __init__(

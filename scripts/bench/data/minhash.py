@@ -7,8 +7,8 @@ A family is a text of random words and one copy with 1, 5 or 20 % of the words c
 settings and its own steps, and with our rules for words, because its tokenizers for these languages need packages and
 downloads. Each program runs in a process of its own with one task.
 
-Recall is the share of families of which one document is dropped. Precision is the share of the dropped documents whose
-other document stays. ``unlike`` counts the dropped documents whose similarity to the other document is below 0.5.
+Recall is the share of families that lose a document. Precision is the share of the dropped documents whose other
+document stays. ``unlike`` counts the dropped documents whose similarity to the other document is below 0.5.
 """
 
 from __future__ import annotations

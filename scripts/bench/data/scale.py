@@ -127,7 +127,7 @@ def write_data_set(prefix: Path, count: int) -> None:
 
 
 def windows(count: int, tasks: int, together: bool, folder: Path) -> Bench:
-    """Make windows of documents, and compare them with windows that one process makes."""
+    """Make windows of documents; if ``together``, compare them with windows made without partitions."""
     bench, prefix = Bench(count), folder / "docs"
     with multiprocessing.get_context("fork").Pool(1) as pool:  # Megatron would count in the memory of all tasks
         pool.apply(write_data_set, (prefix, count))
