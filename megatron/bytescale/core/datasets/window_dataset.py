@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,7 @@ class WindowDataset(DocumentDataset):
         rows = self.dataset.table[first:end]
         if str(self.dataset_path) not in self.config.shuffled:
             return rows
-        key = [self.config.random_seed % 2**32, i // len(self.table), window % 2**32]
-        return rows[np.random.RandomState(key).permutation(len(rows))]
+        return rows[row_order(self.config.random_seed, i // len(self.table), window, len(rows))]
 
     def read_row(self, row: np.void, start: int, stop: int) -> np.ndarray:
         """Return tokens ``start`` to ``stop`` of a row, int64 [stop - start].
@@ -202,6 +202,13 @@ class DocumentsOfWindows(SampleSource):
         dataset, window = self._locate(sample)
         assert isinstance(dataset, WindowDataset), f"{dataset=}"
         return dataset, window, place
+
+
+@lru_cache(maxsize=4096)
+def row_order(seed: int, epoch: int, window: int, num_rows: int) -> np.ndarray:
+    """Return the order of a window's rows in an epoch, int64 [num_rows]. Each row of a step asks for it."""
+    key = [seed % 2**32, epoch, window % 2**32]
+    return np.random.RandomState(key).permutation(num_rows)
 
 
 def window_lengths(bounds: np.ndarray, row_lengths: np.ndarray) -> np.ndarray:
