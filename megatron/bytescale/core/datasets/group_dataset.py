@@ -39,20 +39,23 @@ class GroupConfig(AnswerConfig):
 
     groups: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def kept_lengths(self, prefix: str) -> np.ndarray:
-        """Return the tokens of each document up to the limit, 0 in groups without a sample: int64 [n]."""
-        lengths, bounds = read_idx_lengths(prefix), self.groups[prefix]
-        kept = np.minimum(lengths, self.sequence_length)
-        has_answer = self.have_answers(prefix, np.cumsum(lengths) - lengths, kept)
-        whole = np.logical_and.reduceat(has_answer, bounds[:-1])
+    def kept_lengths(self, prefix: str, bounds: np.ndarray) -> np.ndarray:
+        """Return the tokens of each document of these groups up to the limit, 0 in groups without a sample: int64 [n].
+
+        ``bounds``: first document of each group, and the end of the last: [groups + 1].
+        """
+        lengths, part = read_idx_lengths(prefix), slice(bounds[0], bounds[-1])
+        kept = np.minimum(lengths[part], self.sequence_length)
+        has_answer = self.have_answers(prefix, (np.cumsum(lengths) - lengths)[part], kept)
+        whole = np.logical_and.reduceat(has_answer, bounds[:-1] - bounds[0])
         return np.where(np.repeat(whole, np.diff(bounds)), kept, 0)
 
     def group_table(self, kept: np.ndarray, bounds: np.ndarray) -> SampleTable:
         """Return one sample for each group with tokens.
 
         Args:
-            kept: tokens of each document of a data set: [n].
-            bounds: first document of each of these groups, and the end of the last: [groups + 1].
+            kept: tokens of documents that follow one another: [n].
+            bounds: index in ``kept`` of the first document of each group, and the end of the last: [groups + 1].
         """
         ends = np.concatenate(([0], np.cumsum(kept)))
         lengths = ends[bounds[1:]] - ends[bounds[:-1]]
@@ -60,9 +63,9 @@ class GroupConfig(AnswerConfig):
 
     def split_table(self, prefix: str, share: tuple[float, float]) -> SampleTable:
         """Return the samples of a share of the groups of a data set."""
-        bounds = self.groups[prefix]
-        begin, end = document_bounds(share, len(bounds) - 1)
-        return self.group_table(self.kept_lengths(prefix), bounds[begin : end + 1])
+        begin, end = document_bounds(share, self.num_groups(prefix))
+        bounds = self.groups[prefix][begin : end + 1]
+        return self.group_table(self.kept_lengths(prefix, bounds), bounds - bounds[0])
 
     def num_groups(self, prefix: str) -> int:
         """Return the number of groups of a data set."""
@@ -98,7 +101,8 @@ class GroupDataset(DocumentDataset):
         reader = DocumentDataset.build_low_level_dataset(dataset_path, config)
         lengths = read_idx_lengths(dataset_path)
         bounds = config.groups[dataset_path]
-        return GroupedDocuments(reader, np.cumsum(lengths) - lengths, bounds, config.kept_lengths(dataset_path))
+        kept = config.kept_lengths(dataset_path, bounds)
+        return GroupedDocuments(reader, np.cumsum(lengths) - lengths, bounds, kept)
 
     def samples_of(self, begin: int, end: int) -> SampleTable:
         """Return the samples of the groups [begin, end) of the file."""

@@ -134,3 +134,13 @@ def test_groups_without_answers_are_counted_or_refused(tmp_path: Path) -> None:
 def test_what_is_no_pair_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="group 1 has 3 documents and is no pair"):
         check_pairs(write(tmp_path, [2, 3, 2, 1]), is_first=True)
+
+
+def test_tables_of_shares_are_parts_of_the_whole(tmp_path: Path) -> None:
+    prefix = write(tmp_path, [3, 1, 1, 2, 1])
+    config = group_config([prefix], {"random_seed": 1, "sequence_length": 8, "blend": ([prefix], None), "split": "1"})
+    whole = config.split_table(prefix, (0.0, 1.0))
+    assert whole.length.tolist() == [15, 2, 3, 2]
+    parts = [config.split_table(prefix, share) for share in ((0.0, 0.4), (0.4, 0.8), (0.8, 1.0))]
+    assert [part.length.tolist() for part in parts] == [[15, 2], [3], [2]]
+    assert sum(part.num_empty for part in parts) == whole.num_empty == 1
