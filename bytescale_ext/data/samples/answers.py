@@ -71,25 +71,29 @@ def with_weights(packed: PackedMicroBatch, source: WeightSource, sample_ids: Seq
         source: samples.
         sample_ids: sample of each sequence of the plan.
     """
-    mask = packed.loss_mask.numpy().copy()
-    row = 0
-    for shard in packed.micro_batch.shards:
-        for start, stop in shard.ranges:
-            rows = slice(row, row + stop - start)
-            mask[rows] *= source.weights(sample_ids[shard.seq], start + 1, stop + 1)
-            row = rows.stop
-    return replace(packed, loss_mask=torch.from_numpy(mask))
+    weights = _of_labels(packed, source.weights, sample_ids)
+    return replace(packed, loss_mask=packed.loss_mask * weights)
 
 
 def with_rollouts(packed: PackedMicroBatch, source: RolloutSource, sample_ids: Sequence[int]) -> PackedMicroBatch:
     """Return a micro-batch or slice whose rows have the numbers of their labels; see ``with_weights``."""
-    numbers = np.zeros((packed.num_rows, 3), dtype=np.float32)
+    return replace(packed, rollouts=_of_labels(packed, source.rollout_numbers, sample_ids, 3))
+
+
+def _of_labels(
+    packed: PackedMicroBatch, read: Callable[[int, int, int], np.ndarray], sample_ids: Sequence[int], *columns: int
+) -> torch.Tensor:
+    """Return the numbers of each row's label, float32 [num_rows, *columns]; padding has 0.
+
+    ``read``: function from a sample and its tokens [start, stop) to their numbers.
+    """
+    numbers = np.zeros((packed.num_rows, *columns), dtype=np.float32)
     row = 0
     for shard in packed.micro_batch.shards:
         for start, stop in shard.ranges:
-            numbers[row : row + stop - start] = source.rollout_numbers(sample_ids[shard.seq], start + 1, stop + 1)
+            numbers[row : row + stop - start] = read(sample_ids[shard.seq], start + 1, stop + 1)
             row += stop - start
-    return replace(packed, rollouts=torch.from_numpy(numbers))
+    return torch.from_numpy(numbers)
 
 
 @dataclass(frozen=True, slots=True)
