@@ -65,11 +65,16 @@ class Fields:
     skip_bad: bool = False
     rollouts: RolloutKeys | None = None
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether the documents are in groups."""
+        return self.are_pairs or self.rollouts is not None
+
     def columns(self) -> list[Column]:
         """Return the sidecars to write."""
         dtype = "uint8" if self.weights is None else "float32"
         found = [Column(WEIGHTS, weights_of, dtype, lambda document, _: document.weights)]
-        if self.are_pairs or self.rollouts is not None:
+        if self.has_groups:
             found.append(Column(GROUPS, groups_of, "int32", lambda _, group: np.array([group])))
         if self.rollouts is not None and (self.rollouts.rewards or self.rollouts.advantages):
             found.append(Column(ADVANTAGES, advantages_of, "float32", lambda document, _: document.advantages))
@@ -116,7 +121,7 @@ class ConversationSummary(CorpusSummary):
 
 @dataclass
 class _Left:
-    """Counters of answer tokens and of skipped conversations."""
+    """Counters of answer tokens, groups and skipped conversations."""
 
     answer_tokens: int = 0
     without_answer: int = 0
@@ -134,7 +139,7 @@ class _Left:
             first_bad=self.first_bad,
             notes=notes,
             sidecars=sidecars,
-            num_groups=self.groups if groups_of("") + VALUES in sidecars else 0,
+            num_groups=self.groups,
         )
 
 
@@ -207,7 +212,7 @@ def write_conversations(
                         builder.add_document(document.tokens, [len(document.tokens)])
                         _write_numbers(document, left.groups, columns, files)
                     tally.lengths += [len(document.tokens) for document in group]
-                    left.groups += 1
+                    left.groups += fields.has_groups
                     if num_tokens is not None and sum(tally.lengths) >= num_tokens:
                         break
         finally:
