@@ -208,7 +208,7 @@ def write_conversations(
                 files = [stack.enter_context(new_file(path, is_binary=True)) for path in paths]
                 for group in _groups(entries, _Reading(encode, fields), tally, left):
                     for document in group:
-                        check_ids(document.tokens, dtype, prefix)
+                        check_ids(document.tokens, dtype, document.where)
                         builder.add_document(document.tokens, [len(document.tokens)])
                         _write_numbers(document, left.groups, columns, files)
                     tally.lengths += [len(document.tokens) for document in group]

@@ -111,6 +111,22 @@ def test_several_conversations_of_a_line_are_several_documents(folder: Path, tmp
     assert documents(tmp_path / "out") == documents(tmp_path / "apart")
 
 
+def test_ids_that_the_file_cannot_hold_name_their_line(folder: Path, tmp_path: Path) -> None:
+    vocabulary, encode = conversations.chat_tokenizer(settings(folder, "HuggingFaceTokenizer"))
+
+    class FarIds:
+        def __call__(self, conversation: Any) -> list[Any]:
+            far = 70000 * ("far" in str(conversation))
+            return [(tokens + far, answers) for tokens, answers in encode(conversation)]
+
+        def notes(self) -> list[str]:
+            return encode.notes()
+
+    path = write_lines(tmp_path / "in.jsonl", [chat("a", "b", system="s"), chat("far", "d", system="s")])
+    with pytest.raises(ValueError, match=r"in\.jsonl:2: the tokenizer gives the token id 7"):
+        conversations.write_conversations(str(tmp_path / "out"), file_entries(path), (vocabulary, FarIds()))
+
+
 def test_bad_lines_stop_or_are_counted(folder: Path, tmp_path: Path) -> None:
     chosen = settings(folder, "SFTTokenizer", sft_tokenizer_prompt_format="nemotron-nano-v2")
     path = write_lines(tmp_path / "in.jsonl", [*CHATS[:2], [message("human", "a")], *CHATS[2:3]])
