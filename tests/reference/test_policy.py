@@ -1,6 +1,7 @@
 """GRPO on recorded rollouts: runs have the losses and gradients of an independent model in plain PyTorch, in float64.
 
-The old log-probabilities are near those of the first weights, so that some ratios are cut and others are not.
+The old log-probabilities are drawn near the log-probabilities under the first weights, so that only some of the ratios
+are cut.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ class PromptSource(Protocol):
         ...
 
     def shared_tokens(self, number: int) -> int:
-        """Return how many first tokens of a document all documents of its group have, and none gives a label a loss."""
+        """Return the number of first tokens that the documents of a group share and that predict no label with a loss.
+
+        ``number``: a document of the group.
+        """
         ...
 
 
@@ -47,7 +50,7 @@ class PlannedSequence:
     Attributes:
         first: index of its first document among the documents of the step, which follow one another.
         lengths: tokens of each document.
-        shared: number of first tokens that are computed once; 0 for one document.
+        shared: number of first tokens that are computed once; 0 for a single document.
     """
 
     first: int
@@ -66,7 +69,7 @@ class PlannedSequence:
 
     @property
     def squares(self) -> int:
-        """Squared tokens with the work of the attention, s^2 for a document of s tokens."""
+        """Work of the attention in squared tokens: s^2 for a document of s tokens."""
         return self.shared**2 + sum(rest**2 + 2 * rest * self.shared for rest in self.rests)
 
 

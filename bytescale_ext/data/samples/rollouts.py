@@ -1,7 +1,8 @@
 """Fields of recorded rollouts: lines of a JSONL file in groups, each group the answers of a policy to one prompt.
 
-Neighbouring lines with one value under the group's key are a group. A reward becomes the advantage of its answer: its
-distance from the mean reward of the group, divided by their standard deviation (Shao et al. 2024, section 4.1.2).
+Neighbouring lines with the same value under the group's key are a group. A reward becomes the advantage of its answer:
+its distance from the group's mean reward, divided by the standard deviation of the group's rewards (Shao et al. 2024,
+section 4.1.2).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def in_groups(documents: Iterable[ChatDocument]) -> Iterator[list[ChatDocument]]
     """Yield the documents of each group, with advantages if they have rewards.
 
     Raises:
-        ValueError: a group is divided by another, or has a reward and no other to compare it with.
+        ValueError: lines of another group divide a group, or a group of one line has a reward.
     """
     group: list[ChatDocument] = []
     finished: set[str | int | None] = set()

@@ -114,7 +114,8 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
 def compare_times(log: LogState, totals: Totals, pass_seconds: float) -> float:
     """Return the predicted over the measured time of an interval's steps; 0 on ranks that predict nothing.
 
-    Steps take the median seconds outside of passes of earlier intervals, in the first interval the forecast's update.
+    The prediction of a step is the predicted seconds of its passes, plus the median seconds that the steps of earlier
+    intervals took outside of passes. The first interval adds the forecast's optimizer update instead.
 
     Args:
         log: state of the log, which remembers the seconds outside of passes.

@@ -151,7 +151,7 @@ SLIPS: dict[str, tuple[list[object], str]] = {
 
 @pytest.fixture(scope="module")
 def two_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a checkpoint after two steps; ``NO_STATES`` beside it has no optimizer states."""
+    """Save checkpoints after two steps and return the folder of the first; ``NO_STATES`` has no optimizer states."""
     folder = tmp_path_factory.mktemp("slips")
     begin = ["--hdp-tokens-per-rank", 256, "--train-iters", 2, *TORCH_DIST]
     for name, more in (("save", []), ("NO_STATES", ["--no-save-optim"])):

@@ -147,7 +147,7 @@ class Groups(SampleSource):
         return tuple(self._members(i // self._stride))
 
     def shared_tokens(self, i: int) -> int:
-        """Return how many first tokens the documents of a group share, without tokens that predict a label with loss.
+        """Return the number of first tokens that the documents of a group share and that predict no label with a loss.
 
         ``i``: a document of the group.
         """

@@ -97,15 +97,15 @@ def report_policy(
 ) -> tuple[torch.Tensor, torch.Tensor, Report]:
     """Return the policy's losses of a micro-batch or slice, their number and the report.
 
-    The report has the sums of the loss, of the divergence from the reference model, and of tokens with a cut ratio, in
-    the weights of the loss. ``losses``: minus the log-probability of each row's label, in any shape.
+    The report has the sums of the loss, of the divergence from the reference model, and of tokens with a cut ratio, all
+    weighted by the loss mask. ``losses``: minus the log-probability of each row's label, in any shape.
     """
     rows = losses.reshape(-1)
     if packed.rollouts is None:  # padding of a rank without work
         numbers = rows.new_zeros(len(rows), 3)
     else:
         numbers = packed.rollouts
-    has_loss = packed.loss_mask != 0  # prompts have no old log-probability, and exp() of theirs may be infinite
+    has_loss = packed.loss_mask != 0  # exp() may be infinite for prompts, which have no old log-probability
     found = policy_losses(loss, torch.where(has_loss, -rows, 0.0), torch.where(has_loss[:, None], numbers, 0.0))
     total, count, report = of_tokens(found.losses)
     for name, figures in (("kl to reference", found.divergences), ("clipped ratios", found.clipped)):

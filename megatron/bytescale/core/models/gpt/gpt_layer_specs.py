@@ -56,10 +56,10 @@ def document_layer_spec(runtime: Runtime) -> Callable[..., ModuleSpec | Transfor
 
 
 def wrap_mtp_block_spec(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Put our modules into the layers of multi-token prediction, for which Megatron makes layer specs of its own.
+    """Put our modules into the layers of multi-token prediction. Megatron makes separate specs for these layers.
 
-    An expert router becomes a router over documents. As in Megatron it routes and counts every token except padding,
-    including the last tokens of a document, which have no prediction at this depth.
+    An expert router becomes a router over documents. As in Megatron, it routes and counts all tokens except padding.
+    These include the last tokens of a document, which have no prediction at this depth.
     """
 
     def mtp_block_spec(config: GPTModelConfig, *args: object, **kwargs: object) -> Any:
