@@ -12,8 +12,6 @@ from typing import Final
 import torch
 
 NAME: Final = "grpo"
-OLD, ADVANTAGE, REFERENCE = range(3)
-"""Columns of the numbers of rollouts: old log-probability, advantage, log-probability under the reference model."""
 
 
 @dataclass(frozen=True)
