@@ -10,6 +10,7 @@ classes that no checkpoint needs. It reads metadata and pickled objects, and no 
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import pickle
@@ -153,6 +154,11 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
     return folder if named and folder.is_dir() else None
 
 
+def is_sharded(folder: Path) -> bool:
+    """Return whether a checkpoint has a format of ``torch.distributed.checkpoint``, such as torch_dist."""
+    return (folder / _SHARDED).is_file()
+
+
 def sharded_at(flag: str, load: Path) -> Path:
     """Return the folder of the last checkpoint in ``load``, the value of a flag. Reads no tensors and no metadata.
 
@@ -161,7 +167,7 @@ def sharded_at(flag: str, load: Path) -> Path:
     checkpoint = to_load(load)
     if checkpoint is None:
         raise ValueError(f"{flag} {load}: there is no checkpoint")
-    if not (checkpoint / _SHARDED).is_file():
+    if not is_sharded(checkpoint):
         raise ValueError(f"{flag} {checkpoint}: only checkpoints of --ckpt-format torch_dist can be read")
     return checkpoint
 
@@ -314,16 +320,60 @@ def check_classes(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
         if path.name.endswith(_SHARDED):  # without global metadata, torch reads the metadata of a rank
             archives += [(folder / part.relative_path, part.offset, part.length) for part in _objects(path)]
     rank, ranks = share
-    for path, offset, length in archives[rank::ranks]:
-        try:
-            with path.open("rb") as file:
-                check_archive(FileSlice(file, offset, length))
-        except UntrustedClass as error:
-            raise UntrustedClass(_untrusted(path, error)) from None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read ({error})") from None
+    for archive in archives[rank::ranks]:
+        _check_classes_in(*archive)
+
+
+def _check_classes_in(path: Path, offset: int, length: int) -> None:
+    """Check the classes of one pickled object in a file; raises errors as ``check_classes``."""
+    try:
+        with path.open("rb") as file:
+            check_archive(FileSlice(file, offset, length))
+    except UntrustedClass as error:
+        raise UntrustedClass(_untrusted(path, error)) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+
+
+def arguments_in(folder: Path) -> argparse.Namespace | None:
+    """Return the training arguments in a sharded checkpoint; None if it holds none.
+
+    ``check_classes`` divides objects among ranks, so the object with the arguments is checked here again.
+
+    Raises:
+        UntrustedClass: the object needs a class that is not allowed, and the process does not trust checkpoints.
+        ValueError: the object cannot be read.
+    """
+    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+    try:
+        if not _TRUST.is_given:
+            for archive in _common_state(folder):
+                _check_classes_in(*archive)
+        state = load_common_state_dict(folder)
+    except UntrustedClass:
+        raise
+    except Exception as error:  # Megatron and torch raise many types for damaged files
+        raise ValueError(f"{folder} cannot be read ({one_line(error, 200)})") from None
+    args = state.get("args") if isinstance(state, dict) else None
+    return args if isinstance(args, argparse.Namespace) else None
+
+
+def _common_state(folder: Path) -> list[tuple[Path, int, int]]:
+    """Return (file, offset, length) of the object that ``load_common_state_dict`` of Megatron unpickles."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+    path = folder / COMMON_STATE_FNAME  # of older versions of Megatron
+    if path.exists():
+        return [(path, 0, path.stat().st_size)]
+    key = ShardedObject("common_state", None, (1,), (0,)).unique_key
+    parts = read_metadata(folder / _SHARDED).storage_data
+    return [
+        (folder / part.relative_path, part.offset, part.length) for index, part in parts.items() if index.fqn == key
+    ]
 
 
 def _objects(path: Path) -> list[_StorageInfo]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.bytescale.arguments.batch_schedule import batch_schedule_of
 from megatron.bytescale.arguments.options import options_of
-from megatron.bytescale.checkpoints import RELEASE, flaw_of, to_load
+from megatron.bytescale.checkpoints import RELEASE, arguments_in, flaw_of, is_sharded, to_load
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def check_expert_states(run: ExpertStates) -> None:
     """Raise ValueError if the optimizer states of experts in a sharded checkpoint cannot be resumed.
 
     Megatron groups the parameters of experts separately if several ranks share the experts, and finds no states for
-    other groups. The classes in the checkpoint must have been checked.
+    other groups.
     """
     if run.load is None or not run.num_experts or run.finetune or run.no_load_optim:
         return
@@ -137,13 +136,10 @@ def check_expert_states(run: ExpertStates) -> None:
 
 def _saved_experts(folder: Path) -> _SavedExperts | None:
     """Return the experts of a sharded checkpoint; None for other formats, and if it records no arguments."""
-    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-
-    if not (folder / ".metadata").is_file():
+    if not is_sharded(folder):
         return None
     try:
-        state = load_common_state_dict(folder)
-    except Exception:  # Megatron raises many types for damaged files, and names them when it loads the checkpoint
+        args = arguments_in(folder)
+    except ValueError:  # ``check_loaded`` names untrusted classes, and Megatron names damage
         return None
-    args = state.get("args") if isinstance(state, dict) else None
-    return options_of(args, _SavedExperts) if isinstance(args, argparse.Namespace) else None
+    return None if args is None else options_of(args, _SavedExperts)

@@ -30,6 +30,7 @@ from megatron.bytescale.checkpoints import (
     use_last_whole,
 )
 from megatron.bytescale.launch import TRACKER
+from megatron.bytescale.resumption import ExpertStates, check_expert_states
 from tests.harness import run_ranks
 from tests.test_pickles import Payload
 
@@ -47,11 +48,11 @@ def payload(folder: Path) -> Payload:
     return Payload(os.mkdir, str(folder / "it ran"))
 
 
-def sharded(load: Path, *objects: object) -> Path:
+def sharded(load: Path, *objects: object, **named: object) -> Path:
     """Write a checkpoint of a tensor and objects, as Megatron does; return its folder."""
     folder = load / STEP
     state: dict[str, object] = {"weight": torch.arange(1000.0), "args": Namespace(num_layers=2)}
-    state |= {f"object{index}": value for index, value in enumerate(objects)}
+    state |= {f"object{index}": value for index, value in enumerate(objects)} | named
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (load / TRACKER).write_text("2")
@@ -155,6 +156,29 @@ def test_objects_are_divided_among_ranks(tmp_path: Path) -> None:
         except ValueError as error:
             outcomes.append(str(error))
     assert sum("posix.mkdir" in outcome for outcome in outcomes) == 1
+
+
+def test_no_rank_loads_arguments_that_another_rank_checks(tmp_path: Path) -> None:
+    """The states of experts are compared before ranks join a process group."""
+    sharded(tmp_path, Namespace(x=1), **{"common_state/shard_0_1": [payload(tmp_path)]})
+    run = ExpertStates(
+        load=str(tmp_path),
+        ckpt_step=None,
+        finetune=False,
+        no_load_optim=None,
+        num_experts=4,
+        expert_model_parallel_size=2,
+    )
+    refusals = 0
+    for rank in range(3):
+        try:
+            check_loaded(loaded(tmp_path), (rank, 3), is_repaired=False)
+        except ValueError:
+            refusals += 1
+            continue
+        check_expert_states(run)
+    assert refusals == 1
+    assert not (tmp_path / "it ran").exists()
 
 
 def test_remote_checkpoints_need_trust() -> None:

@@ -22,7 +22,7 @@ from megatron.bytescale import cpu
 from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import MOST
-from megatron.bytescale.checkpoints import check_classes, elements_in, names_in, sharded_at
+from megatron.bytescale.checkpoints import arguments_in, check_classes, elements_in, names_in, sharded_at
 from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
@@ -72,14 +72,8 @@ def checkpoint_at(flag: str, folder: Path) -> Path:
 
 def checkpoint_arguments(checkpoint: Path) -> argparse.Namespace:
     """Return the training arguments in a checkpoint. Raises ValueError if they are missing or have bad values."""
-    from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-
-    try:
-        state = load_common_state_dict(checkpoint)
-    except Exception as error:  # Megatron and torch raise many types for damaged files
-        raise ValueError(f"{checkpoint} cannot be read ({one_line(error, 200)})") from None
-    args = state.get("args") if isinstance(state, dict) else None
-    if not isinstance(args, argparse.Namespace):
+    args = arguments_in(checkpoint)
+    if args is None:
         raise ValueError(f"{checkpoint}: it holds no training arguments")
     try:
         check_arguments(args, elements_in(checkpoint))
