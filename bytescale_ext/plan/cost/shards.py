@@ -66,9 +66,9 @@ class ShardTable:
         return self if speeds is None else replace(self, speeds=speeds)
 
     def only_groups(self, rows: slice) -> ShardTable:
-        """Return the table with the shards of some micro-batches and of all that share rings with them.
+        """Return the table with the shards of some micro-batches and of the micro-batches that share rings with them.
 
-        Micro-batches keep their numbers; those of other groups become empty.
+        The other micro-batches become empty. All micro-batches keep their numbers.
         """
         groups = self.row_groups
         chosen = np.isin(groups, groups[rows])[self.rows]

@@ -27,7 +27,7 @@ MODULES = {"bytescale": ["-m", "megatron.bytescale.cli"], "torchrun": ["-m", "to
 
 
 def run(words: list[str], folder: Path) -> str:
-    """Return what Python prints in a folder. Raises AssertionError with the end of the output if it fails."""
+    """Run Python in a folder and return its output. Raises AssertionError with the end of it if Python fails."""
     ended = subprocess.run(
         [sys.executable, *words],
         cwd=folder,

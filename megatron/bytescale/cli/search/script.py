@@ -18,14 +18,14 @@ from megatron.bytescale.cli.shared.model_flags import given_flags
 LAUNCHERS: Final = ("torchrun", "slurm")
 
 _TRAIN: Final = "-m megatron.bytescale.train"
-_FOLDER: Final = """folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # the cost file is stored beside this script
+_FOLDER: Final = """folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # the cost file is in the folder of this script
 """
 _SLURM_FOLDER: Final = """script=${BASH_SOURCE[0]}
 if [[ ${script##*/} == slurm_script ]]; then # a copy: scontrol shows the path of the original, and its arguments
   script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1)
   while [[ ! -f $script && $script == *' '* ]]; do script=${script% *}; done
 fi
-folder=$(cd "$(dirname "$script")" && pwd) # the cost file is stored beside this script
+folder=$(cd "$(dirname "$script")" && pwd) # the cost file is in the folder of this script
 """
 _LAUNCH: Final = '"${PYTHON:-python3}" -P -m megatron.bytescale.launch'
 _SLURM: Final = """#SBATCH --nodes={nodes}
