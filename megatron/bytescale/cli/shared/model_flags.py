@@ -18,7 +18,7 @@ from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli.profile import quiet
 
 FLAG: Final = "--model-flags"
-MODEL_SIZES: Final = ("--num-layers", "--hidden-size", "--num-attention-heads")
+_MODEL_SIZES: Final = ("--num-layers", "--hidden-size", "--num-attention-heads")
 """Flags without which there is no model."""
 
 USUAL_VOCAB: Final = 32000
@@ -75,9 +75,9 @@ def with_needed(words: Sequence[str]) -> list[str]:
     return [*words, *(word for flag in NEEDED if flag[0] not in given for word in flag)]
 
 
-def check_model(words: Sequence[str]) -> None:
-    """Raise ValueError if the sizes of a model are missing; this takes no time, and Megatron seconds to import."""
-    missing = [flag for flag in MODEL_SIZES if flag not in given_flags(words)]
+def _check_sizes(words: Sequence[str]) -> None:
+    """Raise ValueError if the sizes of a model are missing, before Megatron is imported, which takes seconds."""
+    missing = [flag for flag in _MODEL_SIZES if flag not in given_flags(words)]
     if missing and "--use-checkpoint-args" not in words:
         raise ValueError(f"{FLAG}: no {', '.join(missing)}: give the model; the README has a complete launch line")
 
@@ -97,7 +97,7 @@ def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
     Raises:
         ValueError: flags that hybrid data parallelism refuses.
     """
-    check_model(words)
+    _check_sizes(words)
     from megatron.bytescale.arguments.model_shape import model_shape  # Megatron takes seconds to import
     from megatron.bytescale.arguments.operators import operators_of
     from megatron.bytescale.arguments.options import options_of
@@ -122,7 +122,7 @@ def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
         ValueError: flags that the training refuses.
     """
     words = words_of(flags)
-    check_model(words)
+    _check_sizes(words)
     from megatron.bytescale.arguments.setup import setup_of  # Megatron takes seconds to import
 
     args = arguments_of([*with_needed(words), "--hybrid-data-parallel", *mesh], processes=processes)
