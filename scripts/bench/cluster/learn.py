@@ -78,6 +78,11 @@ class Case:
         stage = StageCost(whole.forward.scaled(share), whole.backward.scaled(share))
         return stage.on(cost.nodes(self.cluster))
 
+    def lengths(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the lengths of the documents of a step, by its number from 0: [n]."""
+        cluster = self.cluster
+        return sample_lengths("github", CONTEXT, PACKS * cluster.tokens_per_rank * cluster.num_ranks, seed=step)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -109,7 +114,7 @@ def run(case: Case) -> list[Step]:
     random, steps, pending, equal = np.random.default_rng(0), [], None, (1.0,) * cluster.num_ranks
     for index in range(case.steps):
         learned, speeds = learners[0].at(index), case.speeds(index)
-        lengths = sample_lengths("github", CONTEXT, PACKS * cluster.tokens_per_rank * cluster.num_ranks, seed=index)
+        lengths = case.lengths(index)
         plan = planner.with_costs(learned)(lengths)
         seconds, passes = measured_passes(plan, (true,) * stages, speeds, random)
         truly = replace(cluster, speeds=tuple(speeds.reshape(cluster.num_ranks, -1).min(axis=1).tolist()))

@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from bytescale_ext.measure.learning import EVERY, FIRST_STEP, CostLearner
 from bytescale_ext.plan.cost.learned import LearnedCosts, Learner
-from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.hdp.planner import HdpPlanner
-from scripts.bench.cluster.learn import CONTEXT, PACKS, PLAN_AHEAD, Case, always, measured_passes
+from scripts.bench.cluster.learn import PLAN_AHEAD, Case, always, measured_passes
 
 RANK = 5
 
@@ -50,7 +49,7 @@ def cost_of_learning(num_ranks: int, num_steps: int) -> dict[str, float]:
     planner, random = HdpPlanner(cluster, (stage,)), np.random.default_rng(0)
     learning, steps = [], []
     for index in range(num_steps):
-        plan = planner(sample_lengths("github", CONTEXT, PACKS * cluster.tokens_per_rank * num_ranks, seed=index))
+        plan = planner(case.lengths(index))
         seconds, passes = measured_passes(plan, (stage,), np.ones(num_ranks), random)
         began = time.thread_time()
         learner.add(plan, passes[RANK])
