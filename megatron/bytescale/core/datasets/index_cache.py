@@ -31,11 +31,14 @@ def build_datasets(
 
 
 def check_index_caches(config: BlendedMegatronDatasetConfig) -> None:
-    """Raise ValueError if a cached index is not an array."""
+    """Raise ValueError if a cached index is not an array.
+
+    A file may be empty, or end in the first bytes of an array: another rank or job is writing it.
+    """
     for folder in dict.fromkeys(_folders(config)):
         for file in sorted(folder.rglob("*.npy")) if folder.is_dir() else ():
             with file.open("rb") as stream:
-                if stream.read(len(_ARRAY)) != _ARRAY:
+                if not _ARRAY.startswith(stream.read(len(_ARRAY))):
                     raise ValueError(f"{file}: not an array, and Megatron would run a pickle: delete this folder")
 
 

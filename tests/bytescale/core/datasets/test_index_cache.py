@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,3 +45,19 @@ def test_a_cached_index_that_is_a_pickle_is_refused(place: str, tmp_path: Path) 
     np.save(folder / "c.npy", np.array([Payload(run)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects"):  # an array of objects is not mapped
         np.load(folder / "c.npy", allow_pickle=True, mmap_mode="r")
+
+
+def test_an_index_that_is_being_written_is_no_pickle(tmp_path: Path) -> None:
+    """The first rank may write an index while other ranks check it. If only they refused it, the first would hang."""
+    written = BytesIO()
+    np.save(written, np.arange(3))
+    whole, file = written.getvalue(), tmp_path / "a-document_index.npy"
+    config: Any = SimpleNamespace(path_to_cache=str(tmp_path), blend=None, blend_per_split=None)
+    sizes_read = []
+    for size in range(len(whole) + 1):
+        file.write_bytes(whole[:size])
+        check_index_caches(config)
+        with suppress(ValueError, EOFError, pickle.UnpicklingError):
+            assert np.load(file, allow_pickle=True, mmap_mode="r").tolist() == [0, 1, 2]
+            sizes_read.append(size)
+    assert sizes_read == [len(whole)]
