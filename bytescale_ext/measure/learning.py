@@ -152,9 +152,8 @@ class CostLearner:
         self._num_steps += 1
         if self._num_steps < FIRST_STEP or self._work is not None:
             return
-        table = ShardTable.of(plan)
+        table = ShardTable.of(plan).only_coupled_with(self.rank)
         first, count = int(table.offsets[self.rank]), int(table.counts[self.rank])
-        table = table.only_groups(slice(first, first + count))
         is_alone = np.ones(table.num_rows, dtype=np.bool_)
         is_alone[table.rows[table.widths > 1]] = False
         works = {

@@ -313,11 +313,11 @@ def _in_levels(speeds: Floats) -> Floats:
     in_order = np.argsort(speeds, kind="stable")
     ascending = speeds[in_order]
     levels, begin = np.empty_like(speeds), 0
-    for stop in range(1, len(speeds) + 1):
-        if stop == len(speeds) or ascending[stop] > ascending[begin] * (1 + EQUAL_SPEED):
-            mean = float(ascending[begin:stop].mean())
-            levels[in_order[begin:stop]] = 1.0 if abs(mean - 1.0) <= EQUAL_SPEED else mean
-            begin = stop
+    while begin < len(speeds):
+        stop = int(np.searchsorted(ascending, ascending[begin] * (1 + EQUAL_SPEED), side="right"))
+        mean = float(ascending[begin:stop].mean())
+        levels[in_order[begin:stop]] = 1.0 if abs(mean - 1.0) <= EQUAL_SPEED else mean
+        begin = stop
     return levels
 
 

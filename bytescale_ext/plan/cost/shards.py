@@ -65,22 +65,30 @@ class ShardTable:
         """Return the same shards on ranks of these speeds: [num_ranks] or [num_ranks, V]; None: all are 1."""
         return self if speeds is None else replace(self, speeds=speeds)
 
-    def only_groups(self, rows: slice) -> ShardTable:
-        """Return the table with the shards of some micro-batches and of the micro-batches that share rings with them.
+    def only_coupled_with(self, rank: int) -> ShardTable:
+        """Return the micro-batches of a rank and of other ranks that run at the same time because of shared rings.
 
-        The other micro-batches become empty. All micro-batches keep their numbers.
+        The other micro-batches are left out. Those that stay keep their order, and are numbered anew.
         """
-        groups = self.row_groups
-        chosen = np.isin(groups, groups[rows])[self.rows]
-        inner, firsts = (None if column is None else column[chosen] for column in (self.inner_rings, self.first_ranks))
+        in_ring = self.widths > 1
+        rows, seqs = self.rows[in_ring], self.seqs[in_ring]
+        is_chosen, num_before = self.row_ranks == rank, -1
+        while num_before < (num_chosen := np.count_nonzero(is_chosen)):
+            is_shared = np.zeros(int(seqs.max(initial=-1)) + 1, dtype=np.bool_)
+            is_shared[seqs[is_chosen[rows]]] = True
+            is_chosen[rows[is_shared[seqs]]] = True
+            num_before = num_chosen
+        shards = np.flatnonzero(is_chosen[self.rows])
+        inner, firsts = (None if column is None else column[shards] for column in (self.inner_rings, self.first_ranks))
         return replace(
             self,
-            rows=self.rows[chosen],
-            seqs=self.seqs[chosen],
-            members=self.members[chosen],
-            widths=self.widths[chosen],
-            lengths=self.lengths[chosen],
-            tokens=self.tokens[chosen],
+            counts=np.bincount(self.row_ranks[is_chosen], minlength=self.num_ranks),
+            rows=(np.cumsum(is_chosen) - 1)[self.rows[shards]],
+            seqs=self.seqs[shards],
+            members=self.members[shards],
+            widths=self.widths[shards],
+            lengths=self.lengths[shards],
+            tokens=self.tokens[shards],
             inner_rings=inner,
             first_ranks=firsts,
         )

@@ -65,6 +65,22 @@ def test_coupled_groups_are_joined_by_rings(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_micro_batches_coupled_with_a_rank(seed: int) -> None:
+    """They are those of the rank's coupled groups, with the same shards and costs in the same order."""
+    plan = plan_of(seed)
+    table = ShardTable.of(plan)
+    for rank in range(plan.num_ranks):
+        groups = table.row_groups
+        rows = np.flatnonzero(np.isin(groups, groups[table.row_ranks == rank]))
+        few = table.only_coupled_with(rank)
+        assert few.row_ranks.tolist() == table.row_ranks[rows].tolist()
+        assert few.counts[rank] == table.counts[rank]
+        assert few.row_tokens.tolist() == table.row_tokens[rows].tolist()
+        np.testing.assert_array_equal(few.row_costs(COST), table.row_costs(COST)[rows])
+        assert len(set(few.row_groups.tolist())) == len(set(groups[rows].tolist()))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_rows_know_their_rank(seed: int) -> None:
     plan = plan_of(seed)
     table = ShardTable.of(plan)
