@@ -3,8 +3,8 @@
     python -m scripts.bench.cluster.learn_cost --ranks 512
 
 One rank of a fake process group, whose collectives return at once, plans steps of 32K tokens a rank for a 7B model,
-adds the passes that the replay gives it, and exchanges and fits statistics as in training. The time is processor time
-of the training thread. The exchange itself, which overlaps with the next step, is not measured.
+adds the passes that the replay gives it, and exchanges, fits and stores statistics as in training. The time is
+processor time of the training thread. The exchange itself, which overlaps with the next step, is not measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bytescale_ext.measure.learning import EVERY, FIRST_STEP, CostLearner
+from bytescale_ext.measure.learning import EVERY, FIRST_STEP, CostLearner, state_of
 from bytescale_ext.plan.cost.learned import LearnedCosts, Learner
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from scripts.bench.cluster.learn import PLAN_AHEAD, Case, always, measured_passes
@@ -53,7 +53,8 @@ def cost_of_learning(num_ranks: int, num_steps: int) -> dict[str, float]:
         seconds, passes = measured_passes(plan, (stage,), np.ones(num_ranks), random)
         began = time.thread_time()
         learner.add(plan, passes[RANK])
-        learner.end_step(index, torch.device("cpu"))
+        if learner.end_step(index, torch.device("cpu")) is not None:
+            state_of(learner.learner, "H100")
         learning.append(time.thread_time() - began)
         steps.append(seconds)
     first = -(-FIRST_STEP // EVERY) * EVERY
