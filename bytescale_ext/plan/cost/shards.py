@@ -73,7 +73,7 @@ class ShardTable:
         in_ring = self.widths > 1
         rows, seqs = self.rows[in_ring], self.seqs[in_ring]
         is_chosen, num_before = self.row_ranks == rank, -1
-        while num_before < (num_chosen := np.count_nonzero(is_chosen)):
+        while num_before < (num_chosen := int(np.count_nonzero(is_chosen))):
             is_shared = np.zeros(int(seqs.max(initial=-1)) + 1, dtype=np.bool_)
             is_shared[seqs[is_chosen[rows]]] = True
             is_chosen[rows[is_shared[seqs]]] = True
