@@ -3,7 +3,8 @@
 After SIGTERM torchrun exits with 1 and a traceback, even if all ranks have saved. It also exits with 1 if ranks refuse
 their flags with code 2. This command exits with 0 after a save on SIGTERM, or on SIGTERM before the first iteration. It
 exits with 2 after bad input, which ``--max-restarts`` does not retry. Otherwise it exits as torchrun does. All
-arguments are torchrun's.
+arguments are torchrun's. The stores of the rendezvous listen at the address of the job's network only
+(``megatron/bytescale/stores.py``).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from megatron.bytescale import stores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -148,10 +152,11 @@ def main(words: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if run.parse_args(list(words)).module:  # ranks must not import modules of the current folder
+    arguments = run.parse_args(list(words))
+    if arguments.module:  # ranks must not import modules of the current folder
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        run.main(list(words))
+        run.main([*listen_on_own_network(arguments), *words])
     except SignalException as error:
         if error.sigval != signal.SIGTERM:
             return 128 + error.sigval
@@ -163,6 +168,27 @@ def main(words: Sequence[str] | None = None) -> int:
             return REFUSED
         raise
     return 0
+
+
+def listen_on_own_network(arguments: Namespace) -> list[str]:
+    """Bind the stores of the rendezvous to the job's network; return further arguments for torchrun.
+
+    The network of a job on one machine is the loopback interface. With several nodes it is the network that leads to
+    the host of the rendezvous.
+    """
+    is_one_node = arguments.standalone or arguments.nnodes in ("1", "1:1")
+    endpoint = "" if arguments.standalone else arguments.rdzv_endpoint
+    if not endpoint and not is_one_node:
+        endpoint = arguments.master_addr or ""
+    host = endpoint.rpartition(":")[0] or endpoint or stores.LOOPBACK
+    address = stores.own_address(host.strip("[]"))
+    stores.bind_rendezvous(is_one_node)
+    if is_one_node and (address is None or stores.is_loopback(address)):
+        stores.use_loopback()
+        address = stores.LOOPBACK
+    if address is None or arguments.local_addr or (not is_one_node and stores.is_loopback(address)):
+        return []
+    return ["--local-addr", address]
 
 
 def _end_before_ranks(*_: object) -> None:

@@ -19,6 +19,7 @@ from megatron.bytescale.launch import TRACKER, LaunchProgress, follow_ranks, val
 RANK = """
 import os, pathlib, signal, sys, time
 folder, saves, code = pathlib.Path(sys.argv[1]), sys.argv[2] == "saves", int(sys.argv[3])
+assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 def end(*_):
     if saves:
         (folder / "latest_checkpointed_iteration.txt").write_text("12")

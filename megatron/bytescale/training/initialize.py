@@ -5,13 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron.bytescale import stores
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_hosted: list[TCPStore] = []  # a store ends with its object
 
 
 def stand_alone() -> None:
-    """Set a process-group address for a single process that torchrun has not started."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "0")  # any free port
+    """Host the store of the process group, on the loopback interface, if torchrun has not started this process."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not {"MASTER_ADDR", "MASTER_PORT"} & set(os.environ):
+        store = stores.hosted_store(stores.LOOPBACK, 0)
+        _hosted.append(store)
+        stores.use_loopback()
+        os.environ |= {"MASTER_ADDR": stores.LOOPBACK, "MASTER_PORT": str(store.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch connects to the store instead of hosting one
 
 
 def wrap_compile_helpers(original: Callable[[], None], runtime: object) -> Callable[[], None]:
