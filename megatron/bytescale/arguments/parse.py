@@ -103,9 +103,13 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+NAMED_BY = {"deep_ep": "flex"}
+"""Module -> the word of a command line that asks for it, if it is not the module's name."""
+
+
 def named_or_installed(argv: Sequence[str]) -> Callable[[str], bool]:
     """Return a check for modules on a command line's machine: installed here, or named on the command line."""
-    return lambda module: module in argv or is_installed(module)
+    return lambda module: NAMED_BY.get(module, module) in argv or is_installed(module)
 
 
 def set_device_defaults(
@@ -114,8 +118,8 @@ def set_device_defaults(
     """Turn off settings that the training's machine cannot run, so that command lines need not do so.
 
     Without TransformerEngine use Megatron's own layers; without Apex use no fused kernels. On CPU use gloo in place of
-    NCCL, and initialize weights on the CPU. Raises ValueError if TransformerEngine is requested by name but not
-    installed.
+    NCCL, and initialize weights on the CPU. Raises ValueError if TransformerEngine or DeepEP is requested by name but
+    not installed.
 
     ``has``: returns whether the training's machine has a module; by default this machine is checked.
     """
@@ -128,6 +132,8 @@ def set_device_defaults(
             reason = "there is no GPU" if on_cpu else "TransformerEngine is not installed (pip install .[gpu])"
             raise ValueError(f"--transformer-impl transformer_engine: {reason}; use --transformer-impl local")
         args.transformer_impl = "local"
+    if args.moe_token_dispatcher_type == "flex" and not has("deep_ep"):
+        raise ValueError("--moe-token-dispatcher-type flex: DeepEP (deep_ep) is not installed; use alltoall")
     vars(args).update({name: getattr(args, name) and can_use(module) for name, module in NEEDS.items()})
     if not can_use("apex"):  # without Apex, Megatron's own norm refuses it
         args.no_persist_layer_norm = True

@@ -86,7 +86,8 @@ def stock_arguments(**changes: object) -> argparse.Namespace:
     """Return Megatron's defaults of settings that depend on the machine."""
     fusions = [*NEEDS, "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"]
     values = {"transformer_impl": ENGINE, "no_persist_layer_norm": False, "distributed_backend": "nccl",
-              "use_cpu_initialization": False, "tensor_model_parallel_size": 1}  # fmt: skip
+              "use_cpu_initialization": False, "tensor_model_parallel_size": 1,
+              "moe_token_dispatcher_type": "alltoall"}  # fmt: skip
     return argparse.Namespace(**{**dict.fromkeys(fusions, True), **values, **changes})
 
 

@@ -40,7 +40,9 @@ EXAMPLES = {
     "--moe-token-dispatcher-type allgather": (
         "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2"
     ),
-    "--moe-token-dispatcher-type flex": "--moe-token-dispatcher-type flex --num-experts 4",
+    "--moe-flex-dispatcher-backend ncclep": (
+        "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex --num-experts 4"
+    ),
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn --num-experts 4",
     "--moe-router-load-balancing-type of slices": "--moe-router-load-balancing-type global_aux_loss --num-experts 4",
     "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1.5 --num-experts 4",
@@ -216,7 +218,7 @@ def answer_one(words: list[str]) -> str:
     sys.argv = ["pretrain_gpt_hdp.py", *words]
     try:
         args = parse_args(parse.add_arguments)
-        parse.set_device_defaults(args, sys.argv, on_cpu=True)
+        parse.set_device_defaults(args, sys.argv, on_cpu=True, has=parse.named_or_installed(sys.argv))
         features.check(args)
         return "accepted"
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.doubles import install_deep_ep
 from tests.e2e.corpora import documents, write_documents
 from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
 from tests.e2e.pipelines import FULL, SHARDED
@@ -36,6 +37,9 @@ EXACT = (
 ).split()
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
 EP2 = ["--expert-model-parallel-size", 2]
+EP4 = ["--expert-model-parallel-size", 4]
+FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-router-dtype", "fp32"]
+HYBRID = [*FLEX, "--moe-flex-dispatcher-backend", "hybridep"]
 PP2 = ["--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]
 SLICES = ["--seq1f1b-slices", 3]
 TWO_STEPS = ["--train-iters", 2]
@@ -54,6 +58,15 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "slices-ep2-policy": (
         4,
         [*EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05, "--hdp-learn-costs", "off"],
+    ),
+    "deepep-ep4": (4, [*FLEX, *EP4, "--hdp-tokens-per-rank", 256, "--moe-shared-expert-overlap"]),
+    "deepep-ep2-tp2": (4, [*FLEX, *EP2, *TP2, *SHARDED, *RECOMPUTED]),
+    "deepep-slices-ep2-pp2": (4, [*FLEX, *EP2, *PP2, "--hdp-tokens-per-rank", 512, *SLICES]),
+    "hybridep-ep4": (4, [*HYBRID, *EP4, "--hdp-tokens-per-rank", 256]),
+    "hybridep-ep2-tp2": (4, [*HYBRID, *EP2, *TP2, "--expert-tensor-parallel-size", 1]),
+    "hybridep-slices-ep2-policy": (
+        4,
+        [*HYBRID, *EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05, "--hdp-learn-costs", "off"],
     ),
 }
 
@@ -96,9 +109,10 @@ def run_oracle(
 
 
 def with_equal_weights(entry: Callable[[], None] | None) -> None:
-    """Entry that starts from the same weights for every distribution of layers and experts."""
+    """Entry that starts from the same weights for every distribution of layers and experts, with a played DeepEP."""
     import pretrain_gpt_hdp
 
+    install_deep_ep()
     draw_weights_by_name(scale=0.25)
     (entry or pretrain_gpt_hdp.main)()
 
@@ -142,7 +156,7 @@ def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outc
 
 @pytest.mark.parametrize(
     "name",
-    sampled(CASES, ["zero1-overlap-recompute", "ep4-empty-ranks", "slices-ep2-policy"]),
+    sampled(CASES, ["zero1-overlap-recompute", "ep4-empty-ranks", "slices-ep2-policy", "deepep-ep4", "hybridep-ep4"]),
 )
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path

@@ -150,6 +150,7 @@ class HdpOptions(StepSizes):
     loss_scale: float | None
     initial_loss_scale: float
     min_loss_scale: float
+    moe_token_dispatcher_type: str
     overlap_param_gather: bool
 
 
@@ -180,6 +181,8 @@ def before_checks(options: HdpOptions) -> Overrides:
         "dist_ckpt_optim_fully_reshardable": True,  # allows resuming with another number of ranks
         # a kernel that counts positions by rows
         "apply_rope_fusion": options.apply_rope_fusion and not options.multi_latent_attention,
+        # HybridEP takes equally many tokens from each rank, and ranks have different micro-batches
+        **({"moe_hybridep_pad_uneven_dispatch_inputs": True} if options.moe_token_dispatcher_type == "flex" else {}),
         **(_gradients_in_fp16(options) if options.fp16 else {}),
     }
 

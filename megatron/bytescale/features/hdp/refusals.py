@@ -28,8 +28,9 @@ _LOOK_BACK = "give --window-size N,0 with N above 0: each token attends to itsel
 REFUSALS = (
     refuse("--num-experts under tensor parallelism", "hdp slices", "add --sequence-parallel, which Megatron's experts "
            "need then", given("num_experts") & above("tensor_model_parallel_size", 1) & ~given("sequence_parallel")),
-    refuse("--moe-token-dispatcher-type flex", "hdp slices", "use alltoall",
-           equals("moe_token_dispatcher_type", "flex")),
+    refuse("--moe-flex-dispatcher-backend ncclep", "hdp slices", "use deepep or hybridep: ncclep needs a capacity, and "
+           "dropped tokens would depend on the plan",
+           equals("moe_token_dispatcher_type", "flex") & equals("moe_flex_dispatcher_backend", "ncclep")),
     refuse("--moe-paged-stash", "hdp slices"),
     refuse("--moe-enable-routing-replay", "hdp slices"),
     refuse("--moe-latent-size", "hdp slices"),
