@@ -50,6 +50,7 @@ NO_MIRROR = (
     "tests.e2e",
     "tests.cluster",
     "tests.faults",
+    "tests.doubles",
     "tests.ghost",
     "tests.hostile",
     "tests.scripts",

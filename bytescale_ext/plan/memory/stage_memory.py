@@ -143,7 +143,8 @@ class StageMemory:
     ) -> StageMemory:
         """Return the memory of a model whose stages have these layers, with the optimizer shared by all HDP ranks.
 
-        Only these ``settings`` count: bytes of an element, sequence parallelism, operators and tokens of a loss.
+        Only these ``settings`` count: bytes of an element, sequence parallelism, operators, tokens of a loss and load
+        of experts.
         """
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
         element_bytes, loss_tokens = settings.element_bytes, settings.loss_tokens
@@ -151,7 +152,9 @@ class StageMemory:
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         shared = message_bytes(shape, ranks, element_bytes, sequence_parallel)
-        in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
+        in_experts = expert_working_bytes(
+            shape, element_bytes, exchanged=True, load=max(EXPERT_LOAD, settings.expert_load)
+        )
         passes = PassBytes(
             tokens,
             hidden=tensors[0],

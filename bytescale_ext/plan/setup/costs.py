@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import ModelCost, expert_share
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.schedule.slices import layer_cost
 from bytescale_ext.plan.setup.setup import Setup
@@ -23,7 +23,20 @@ def layer_costs(setup: Setup, num_layers: tuple[int, ...]) -> tuple[StageCost, .
     """Return the seconds of stages with these numbers of layers. The last stage has the output layer."""
     cost, nodes, last = setup.cost, setup.cost.nodes(setup.cluster), len(num_layers) - 1
     link = setup.budget.link_bytes_per_second
-    return tuple(cost.stage(layers, stage == last, link).on(nodes) for stage, layers in enumerate(num_layers))
+    return tuple(
+        _with_padded_experts(setup, cost.stage(layers, stage == last, link), layers, stage == last).on(nodes)
+        for stage, layers in enumerate(num_layers)
+    )
+
+
+def _with_padded_experts(setup: Setup, cost: StageCost, num_layers: int, has_head: bool) -> StageCost:
+    """Add the mean time of a pass that FP8's padding of expert rows takes. Measured costs include it."""
+    shape, padding = setup.shape, setup.expert_padding / 2
+    if not padding or setup.measured:
+        return cost
+    per_token = expert_share(shape, num_layers, has_head) * padding / shape.experts_per_token
+    forward, backward = (replace(each, g=each.g + per_token * each.b) for each in (cost.forward, cost.backward))
+    return replace(cost, forward=forward, backward=backward)
 
 
 def cost_source(setup: Setup) -> str:

@@ -13,7 +13,7 @@ from bytescale_ext.plan.schedule.actions import SliceSchedule, most_slices, seq1
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.setup.costs import equal_cost
 from bytescale_ext.plan.setup.setup import Setup
-from bytescale_ext.plan.step.sizes import Slicing
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 
 def stage_settings(setup: Setup, stage: int, slicing: Slicing) -> LayerSettings:
@@ -31,7 +31,7 @@ def stage_settings(setup: Setup, stage: int, slicing: Slicing) -> LayerSettings:
         operators=numerics.operators,
         loss_tokens=numerics.loss_tokens if stage == mesh.last_stage else 0,
         slices=_held_slices(setup, stage, slicing) if slicing.num_slices > 1 or mesh.virtual_stages > 1 else (),
-        expert_load=expert_load(setup),
+        expert_load=expert_load(setup, slicing),
         expert_ranks=mesh.expert_ranks,
         virtual=mesh.virtual_stages > 1,
         later_layers=setup.shape.later_layers if stage == mesh.last_stage else 0,
@@ -44,12 +44,18 @@ def stage_load(setup: Setup, stage: int, slicing: Slicing) -> LayerLoad:
     return full_load(setup.cost, setup.cluster.tokens_per_rank, setup.sequences.longest, settings, lengths)
 
 
-def expert_load(setup: Setup) -> float:
-    """Return the largest expected number of tokens of a rank's experts, relative to an even spread.
+def expert_load(setup: Setup, slicing: Slicing = ONE_SLICE) -> float:
+    """Return the largest expected number of rows of a rank's experts, relative to an even spread of tokens.
 
-    Without expert parallelism every token stays on its rank.
+    Without expert parallelism every token stays on its rank. FP8 pads the rows of each expert in each slice.
     """
-    return EXPERT_LOAD if setup.mesh.expert_ranks > 1 else 1.0
+    mesh = setup.mesh
+    load = EXPERT_LOAD if mesh.expert_ranks > 1 else 1.0
+    if not setup.expert_padding:
+        return load
+    ranks_per_expert = (mesh.expert_tensor_parallel or mesh.tensor_parallel) / mesh.tensor_parallel
+    rows = setup.cluster.tokens_per_rank * setup.shape.experts_per_token * ranks_per_expert
+    return load + setup.expert_padding * slicing.num_slices / rows
 
 
 def setup_slice_lengths(setup: Setup, slicing: Slicing) -> tuple[int, ...]:

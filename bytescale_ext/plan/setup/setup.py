@@ -288,6 +288,11 @@ class Setup:
         return self.numerics.rows * (self.mesh.tensor_parallel if self.mesh.sequence_parallel else 1)
 
     @property
+    def expert_padding(self) -> float:
+        """Largest number of rows that FP8 adds to the experts of a rank in one layer and pass; 0 without experts."""
+        return self.shape.num_experts / self.mesh.expert_parallel * (self.numerics.rows - 1)
+
+    @property
     def chooses_slices(self) -> bool:
         """Whether the planner chooses the slices of each step."""
         return self.slicing == AUTO

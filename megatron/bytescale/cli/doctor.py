@@ -31,6 +31,14 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
 )
 
+NOT_RUN = {
+    "--transformer-impl transformer_engine": "the layers of TransformerEngine, grouped experts included",
+    "--fp8-format": "rows, plans and forecasts are tested on CPU, also with experts",
+    "--moe-token-dispatcher-type flex": "losses and gradients equal one process with DeepEP and HybridEP played in "
+    "PyTorch",
+}
+"""Setting that no test has run on a GPU -> what is known of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
@@ -83,6 +91,7 @@ class DoctorReport:
         backend, backend_reason: backend of ``torch.distributed``, and the reason.
         attention, features: reports of the kernel and of each feature.
         refusals: replacement of each setting that every run refuses.
+        not_run: settings that no test has run on a GPU, with what is known of them.
         patches: printed rows of the functions that patches replace or copy.
         healthy: whether the patches fit the installed Megatron.
     """
@@ -95,6 +104,7 @@ class DoctorReport:
     attention: AttentionReport
     features: list[FeatureReport]
     refusals: dict[str, str]
+    not_run: dict[str, str]
     patches: list[str]
     healthy: bool
 
@@ -160,6 +170,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> DoctorReport:
         attention=AttentionReport(kernel.name, reason, dtype_name, args.head_dim, dict(considered), on_gpus),
         features=features_report(),
         refusals={row.flag: row.instead[ALWAYS] for row in refusals() if ALWAYS in row.instead},
+        not_run=NOT_RUN,
         patches=patches,
         healthy=not any("unknown source" in row for row in patches),
     )
@@ -212,5 +223,7 @@ def text_of(report: DoctorReport, with_flags: bool = False, with_refusals: bool 
     if with_refusals:
         lines += ["", "refused in each run:"]
         lines += [f"    not {flag}: {instead}" for flag, instead in report.refusals.items()]
+    lines += ["", "accepted, but not run on a GPU:"]
+    lines += [f"  {setting}: {known}" for setting, known in report.not_run.items()]
     lines += ["", "functions of Megatron that features replace:", *report.patches]
     return "\n".join(lines)

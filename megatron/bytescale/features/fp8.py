@@ -2,7 +2,8 @@
 
 TransformerEngine's products need rows in multiples of 16, or of 32 with MXFP8. Megatron's samples meet this by their
 length. Here the plan pads micro-batches and slices; under sequence parallelism each tensor-parallel rank's part is such
-a multiple. Padding has no loss, and no token attends to it.
+a multiple. Padding has no loss, and no token attends to it. Megatron pads the rows of each expert, which costs and
+memory forecasts count (``Setup.expert_padding``).
 
 Delayed scaling reduces the largest values over all data-parallel ranks after each forward pass of a micro-batch. Ranks
 run different numbers of micro-batches, so they would deadlock. The other recipes scale each tensor by its own values
@@ -41,10 +42,12 @@ class Fp8Options:
     Attributes:
         fp8: number format; None without FP8.
         fp8_recipe: method of scaling tensors.
+        expert_tensor_parallel_size: ranks that share an expert; None or 0: as many as share a layer.
     """
 
     fp8: str | None = None
     fp8_recipe: str | Enum = "delayed"
+    expert_tensor_parallel_size: int | None = None
 
     @property
     def rows(self) -> int:
@@ -67,13 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resolve(options: Fp8Options, run: RunConfig) -> str:
     """Return the recipe. Raises ValueError for a model whose matrix sizes FP8 products do not support."""
-    check_widths(run.shape, run.process.tensor_parallel, options.rows)
+    tensor_parallel = run.process.tensor_parallel
+    check_widths(run.shape, tensor_parallel, options.rows, options.expert_tensor_parallel_size or tensor_parallel)
     return options.recipe
 
 
-def check_widths(shape: ModelShape, tensor_parallel: int, multiple: int) -> None:
-    """Raise ValueError unless each rank's part of every dense weight has sides in multiples of ``multiple``."""
+def check_widths(shape: ModelShape, tensor_parallel: int, multiple: int, expert_tensor_parallel: int = 1) -> None:
+    """Raise ValueError unless each rank's part of every weight has sides in multiples of ``multiple``."""
     widths = {"--hidden-size": shape.hidden, "--ffn-hidden-size": shape.ffn_hidden / tensor_parallel}
+    if shape.num_experts:
+        width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
+        widths["--moe-ffn-hidden-size"] = width / expert_tensor_parallel
+        widths["--moe-shared-expert-intermediate-size"] = shape.shared_ffn_hidden / tensor_parallel
     if shape.latent is None:
         heads = shape.num_heads + 2 * shape.num_kv_heads
         widths["--kv-channels x --num-attention-heads"] = shape.num_heads * shape.head_dim / tensor_parallel
@@ -121,7 +129,6 @@ REFUSALS = (
     refuse("--fp8-recipe delayed or custom", "fp8", "use tensorwise, blockwise or mxfp8: delayed scaling reduces over "
            "all ranks in each micro-batch, and ranks have different micro-batch counts",
            ~equals("fp8_recipe", *RECIPES)),
-    refuse("--num-experts", "fp8", "train dense models: the tokens of each expert would need padding too"),
     refuse("--draft-heads", "fp8", "use bf16: heads are trained on states in bf16"),
     refuse("--fp8-output-proj with --chunked-cross-entropy", "fp8", "remove one of them: chunks of logits are computed "
            "in the dtype of the parameters", given("fp8_output_proj") & given("chunked_cross_entropy")),

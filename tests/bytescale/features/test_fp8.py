@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 ROOT = Path(__file__).resolve().parents[3]
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 READY: dict[str, Any] = {
-    "fp8": "hybrid", "fp8_recipe": "tensorwise", "num_experts": None, "draft_heads": None, "fp8_output_proj": False,
+    "fp8": "hybrid", "fp8_recipe": "tensorwise", "draft_heads": None, "fp8_output_proj": False,
     "chunked_cross_entropy": None, "hybrid_data_parallel": True,
 }  # fmt: skip
 
@@ -44,8 +44,8 @@ def test_only_recipes_that_no_other_rank_waits_for_are_accepted() -> None:
 
 
 def test_what_would_compute_in_another_type_or_have_other_rows_is_refused() -> None:
-    changes = ({"num_experts": 4}, {"draft_heads": 2}, {"fp8_output_proj": True, "chunked_cross_entropy": 64})
-    names = ["--num-experts", "--draft-heads", "--fp8-output-proj with --chunked-cross-entropy"]
+    changes = ({"draft_heads": 2}, {"fp8_output_proj": True, "chunked_cross_entropy": 64})
+    names = ["--draft-heads", "--fp8-output-proj with --chunked-cross-entropy"]
     assert [row.flag for row in REFUSALS[1:]] == names
     for one, name in zip(changes, names, strict=True):
         assert refusal_of(**one).startswith(f"--fp8-format does not work with {name}: ")
@@ -108,6 +108,14 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
         ({"num_kv_heads": 1, "head_dim": 8}, 1, 16, None),
         ({"num_kv_heads": 1, "head_dim": 4}, 1, 16, "+ 2 x --num-query-groups) is 24"),
         ({"num_kv_heads": 1, "head_dim": 4, "latent": LatentShape(0, 16, 2, 4)}, 1, 16, None),
+        ({"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden": 176, "shared_ffn_hidden": 32}, 1, 16, None),
+        ({"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden": 72}, 1, 16, "--moe-ffn-hidden-size is 24"),
+        (
+            {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden": 72, "shared_ffn_hidden": 8},
+            1,
+            16,
+            "--moe-shared-expert-intermediate-size is 8",
+        ),
     ],
 )
 def test_widths_that_products_do_not_take_are_refused(

@@ -68,10 +68,10 @@ class FetchAhead:
         return forward_and_fetch
 
     def forget(self) -> None:
-        """Drop the weights of replicas, before the home weights change."""
+        """Drop the weights of replicas and of grouped products, before the home weights change."""
         for layers in self.chunks.values():
             for layer in layers:
-                layer.experts.fetched = None
+                layer.experts.forget()
 
 
 def linked_layers(model: torch.nn.Module) -> list[PlacedMoELayer]:

@@ -14,7 +14,7 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
 from bytescale_ext.plan.experts.replay import FLEXMOE, PLACEMENTS, PlacementSettings
-from megatron.bytescale.arguments.conditions import IS_LOCAL, chosen, equals, given
+from megatron.bytescale.arguments.conditions import chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -118,11 +118,9 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 
 _NO_TOKEN_LOST = "remove it: every token goes to a slot, and none is dropped or padded"
-_LOCAL = "use --transformer-impl local: replicas need experts in separate modules"
 REFUSALS = (
     refuse("--expert-model-parallel-size 1", "experts", "give 2 or more: replicas are on other ranks",
            equals("expert_model_parallel_size", 1)),
-    refuse("--transformer-impl transformer_engine", "experts", _LOCAL, ~IS_LOCAL),
     refuse("--moe-token-dispatcher-type flex", "experts", "use alltoall or allgather",
            equals("moe_token_dispatcher_type", "flex")),
     *(refuse(flag, "experts", _NO_TOKEN_LOST) for flag in (
@@ -140,7 +138,8 @@ REFUSALS = (
            "are added to a home's before they are accumulated", given("gradient_accumulation_fusion")),
     *(refuse(flag, "experts", "use --use-distributed-optimizer") for flag in (
         "--use-megatron-fsdp", "--use-torch-fsdp2")),
-    refuse("--fp4-format", "experts", "use bf16: replicas have no scaling factors", given("fp4")),
+    *(refuse(f"--{name}-format", "experts", "use bf16: replicas have no scaling factors", given(name))
+      for name in ("fp8", "fp4")),
 )  # fmt: skip
 
 EXPERTS = Feature(

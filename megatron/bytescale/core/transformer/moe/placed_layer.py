@@ -9,12 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from bytescale_ext.plan.experts.placement import PlacementPlan
+from megatron.bytescale.core.tensor_parallel.layers import ExpertRowParallelLinear
 from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
 from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
 from megatron.bytescale.core.transformer.moe.slots import SlotTable
@@ -93,20 +96,25 @@ class PlacedMoELayer(CountedMoELayer):
             self.table = SlotTable.of(plan, next(self.parameters()).device)
             group = self.placements.weights_group
             self.experts.exchange = Exchange(plan, self.ep_group, group) if plan.num_replicas else None
-            self.experts.fetched = None
+            self.experts.forget()
         self.experts.fetch()
 
 
 def with_slots(
     spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Make layers of experts that count tokens follow placements, in a new spec."""
+    """Make layers of experts that count tokens follow placements, in a new spec.
+
+    In layers of TransformerEngine, experts in slots are Megatron's local modules.
+    """
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) is CountedMoELayer:
             modules = mlp.keywords["submodules"]
-            assert modules.experts.func is SequentialMLP, modules.experts
-            experts = partial(SlotExperts, *modules.experts.args, **modules.experts.keywords)
+            linear = modules.experts.keywords["submodules"]
+            if modules.experts.func is not SequentialMLP or linear.linear_fc1 is not ColumnParallelLinear:
+                linear = MLPSubmodules(ColumnParallelLinear, ExpertRowParallelLinear, linear.activation_func)
+            experts = partial(SlotExperts, submodules=linear)
             keywords = {**mlp.keywords, "submodules": replace(modules, experts=experts), "placements": placements}
             layer.submodules.mlp = partial(PlacedMoELayer, *mlp.args, **keywords)
     return spec

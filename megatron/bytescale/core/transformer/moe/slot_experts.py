@@ -182,8 +182,27 @@ class GroupedLinear(torch.nn.Module):
         return output, None
 
 
+class SharedStack(torch.autograd.Function):
+    """Maps matrices to their stack, which exists already: all micro-batches in flight keep the same memory."""
+
+    @staticmethod
+    def forward(ctx: object, stack: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
+        """Return the stack [slots, out, in] of matrices [out, in] as a new tensor on the same memory."""
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of each matrix from the gradient of the stack [slots, out, in]."""
+        return None, *gradient.unbind()
+
+
 def grouped_pass(
-    expert: MLP, experts: Sequence[Weights], sizes: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor
+    expert: MLP,
+    experts: Sequence[Weights],
+    sizes: torch.Tensor,
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    stacks: list[torch.Tensor],
 ) -> torch.Tensor:
     """Return the experts' output for tokens, [tokens, hidden], with one product for each of their two linear layers.
 
@@ -195,9 +214,16 @@ def grouped_pass(
         sizes: number of tokens of each slot, [slots].
         tokens: hidden states [tokens, hidden] in slot order.
         probs: probability of each token, [tokens].
+        stacks: the weights of all slots by linear layer, each [slots, out, in]; filled if it is empty.
     """
     ends = upload(sizes[: len(experts)].cumsum(0, dtype=torch.int32), tokens.device)
-    first, second = (GroupedLinear(torch.stack(weights), ends) for weights in zip(*experts, strict=True))
+    by_layer = list(zip(*experts, strict=True))
+    if not stacks:
+        stacks += [torch.stack(matrices).detach() for matrices in by_layer]
+    first, second = (
+        GroupedLinear(SharedStack.apply(stack, *matrices), ends)
+        for stack, matrices in zip(stacks, by_layer, strict=True)
+    )
     grouped = SimpleNamespace(
         config=expert.config, activation_func=expert.activation_func, linear_fc1=first, linear_fc2=second
     )
@@ -211,6 +237,7 @@ class SlotExperts(SequentialMLP):
         is_grouped: whether slots are computed together (``--moe-grouped-gemm``).
         exchange: transfers of the current plan, set by the layer; None without replicas.
         fetched: weights of replicas, from the start of their transfer to the end of the step.
+        stacks: weights for grouped products, from the first micro-batch to the end of the step; else empty.
         before_reading: called before home weights are sent; it waits for the optimizer's update of them.
     """
 
@@ -218,6 +245,10 @@ class SlotExperts(SequentialMLP):
     exchange: Exchange | None = None
     fetched: Fetch | None = None
     before_reading: Callable[[], None] | None = None
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.stacks: list[torch.Tensor] = []
 
     @property
     def homes(self) -> list[list[torch.Tensor]]:
@@ -231,6 +262,11 @@ class SlotExperts(SequentialMLP):
         if self.before_reading is not None:
             self.before_reading()
         self.fetched = self.exchange.to_replicas(self.homes)
+
+    def forget(self) -> None:
+        """Drop weights of replicas and of grouped products."""
+        self.fetched = None
+        self.stacks = []
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -253,7 +289,10 @@ class SlotExperts(SequentialMLP):
             tokens, *flat = ShareWeights.apply(self.exchange, self.fetched.weights(), tokens, *weights)
             replicas = _of_experts(flat, len(names))
         if self.is_grouped and len(tokens):
-            return grouped_pass(modules[0], [*self.homes, *replicas], tokens_per_expert, tokens, permuted_probs), None
+            if not self.stacks and self.before_reading is not None:
+                self.before_reading()
+            slots = [*self.homes, *replicas]
+            return grouped_pass(modules[0], slots, tokens_per_expert, tokens, permuted_probs, self.stacks), None
         sizes = tokens_per_expert.tolist()
         parts = list(zip(tokens.split(sizes), permuted_probs.split(sizes), strict=True))
         outputs = [expert(*part)[0] for expert, part in zip(modules, parts, strict=False)]

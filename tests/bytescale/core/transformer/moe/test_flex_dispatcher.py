@@ -45,7 +45,8 @@ def dispatched(rank: int, world: int, backend: str, multiple: int) -> list[tuple
         moe_pad_expert_input_to_capacity=False, moe_expert_rank_capacity_factor=None, fp8=None, fp4=None,
         moe_hybridep_pad_uneven_dispatch_inputs=True, moe_hybridep_num_blocks_permute=None,
         moe_hybridep_num_blocks_unpermute=None, moe_permute_fusion_into_hybridep=False,
-        moe_hybridep_num_sms_preprocessing=None, moe_router_padding_for_quantization=False, use_transformer_engine_op_fuser=False,
+        moe_hybridep_num_sms_preprocessing=None, moe_router_padding_for_quantization=False,
+        use_transformer_engine_op_fuser=False,
     )  # fmt: skip
     if multiple > 1:
         config.fp8, config.fp8_recipe = "hybrid", "tensorwise"

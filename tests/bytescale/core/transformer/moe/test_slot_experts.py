@@ -45,11 +45,13 @@ class Stack(torch.nn.Module):
         super().__init__()
         self.local_experts = torch.nn.ModuleList([Expert(2 * rank), Expert(2 * rank + 1)])
         self.exchange = exchange
+        self.stacks: list[torch.Tensor] = []
 
     before_reading = fetched = None
     is_grouped = False
     forward = SlotExperts.forward
     fetch = SlotExperts.fetch
+    forget = SlotExperts.forget
     homes = SlotExperts.homes
 
 
@@ -193,7 +195,7 @@ def test_grouped_products_are_those_of_single_experts(config: TransformerConfig,
         for one in experts:
             one.zero_grad()
         if is_grouped:
-            output = grouped_pass(experts[0], [list(one.parameters()) for one in experts], sizes, given, probs)
+            output = grouped_pass(experts[0], [list(one.parameters()) for one in experts], sizes, given, probs, [])
         else:
             parts = zip(experts, given.split(sizes.tolist()), probs.split(sizes.tolist()), strict=True)
             output = torch.cat([one(*part)[0] for one, *part in parts])
@@ -227,3 +229,72 @@ def test_grouped_products_reach_replicas() -> None:
         assert len(one_by_one) == len(grouped) == 5
         for mine, other in zip(one_by_one, grouped, strict=True):
             assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_in_flight_share_the_stacked_weights() -> None:
+    """Three passes keep one stack of each linear layer; a step later, the stacks hold the new weights."""
+    stack, config = Stack(0, None), config_of(gated_linear_unit=True)
+    stack.local_experts = torch.nn.ModuleList([MegatronExpert(config, seed) for seed in (7, 8)])
+    stack.is_grouped = True
+    gathered: list[int] = []
+    stack.before_reading = lambda: gathered.append(len(stack.stacks))  # type: ignore[assignment]
+    sizes, tokens, probs = torch.tensor([2, 3]), torch.randn(5, 8, requires_grad=True), torch.rand(5)
+    for step in range(2):
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            if tensor.dim() == 3:
+                saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = [stack(scale * tokens, sizes, probs)[0] for scale in (1.0, 2.0, 3.0)]
+        assert sum(saved.values()) == sum(weight.nbytes for weight in stack.parameters())
+        for output in outputs:
+            output.sum().backward()
+        parts = zip(stack.local_experts, tokens.split([2, 3]), probs.split([2, 3]), strict=True)
+        expected = torch.cat([expert(*part)[0] for expert, *part in parts])
+        assert torch.allclose(outputs[0], expected, atol=1e-6)
+        gradients = [weight.grad.clone() for weight in stack.parameters()]
+        stack.zero_grad()
+        for scale in (1.0, 2.0, 3.0):
+            parts = zip(stack.local_experts, (scale * tokens).split([2, 3]), probs.split([2, 3]), strict=True)
+            torch.cat([expert(*part)[0] for expert, *part in parts]).sum().backward()
+        for weight, gradient in zip(stack.parameters(), gradients, strict=True):
+            assert torch.allclose(weight.grad, gradient, rtol=1e-4, atol=1e-5)
+        stack.zero_grad()
+        assert gathered == [0] * (step + 1), "weights are read once, after they are gathered"
+        stack.forget()
+        with torch.no_grad():
+            for weight in stack.parameters():
+                weight.mul_(1.5)
+
+
+def test_experts_of_other_modules_become_local_modules() -> None:
+    """TransformerEngine's grouped or single experts are replaced by modules whose weights can be sent."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from bytescale_ext.plan.experts.placement import home_parts
+    from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
+    from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer, Placements, with_slots
+
+    placements = Placements(PlacementPlan.of(home_parts(EXPERTS, RANKS), SLOTS))
+    own: Any = MLPSubmodules(ColumnParallelLinear, Linear)
+    others: list[Any] = [
+        partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=Linear, linear_fc2=Linear)),
+        partial(SequentialMLP, submodules=MLPSubmodules(Linear, Linear)),
+    ]
+    for experts in (*others, partial(SequentialMLP, submodules=own)):
+        layer = partial(CountedMoELayer, submodules=MoESubmodules(experts=experts))
+        spec = ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(mlp=layer))
+        mlp: Any = with_slots(spec, placements).submodules.mlp
+        assert mlp.func is PlacedMoELayer
+        found = mlp.keywords["submodules"].experts
+        assert found.func is SlotExperts
+        assert found.keywords["submodules"].linear_fc1 is ColumnParallelLinear
+        assert (found.keywords["submodules"] is own) == (experts.keywords["submodules"] is own)

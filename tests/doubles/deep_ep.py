@@ -2,7 +2,7 @@
 
 ``Buffer`` sends a token once to each rank that has one of its experts. ``HybridEPBuffer`` sends it once to each of its
 experts and sorts the received tokens by expert. Both ends of an exchange call ``torch.distributed``, so a rank that
-calls them less often than its peers hangs, as on GPUs.
+calls them less often than its peers hangs, as on GPUs. On a CPU every operation has ended when its call returns.
 """
 
 from __future__ import annotations
@@ -13,9 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_ep.utils import EventHandle, EventOverlap
 
-__all__ = ["Buffer", "Config", "HybridEPBuffer"]
+class EventHandle:
+    """An event on the current stream."""
+
+    def current_stream_wait(self) -> None:
+        """Return at once."""
+
+
+class EventOverlap:
+    """An event that another stream can wait for."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[object, ...] | None = None) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Wait for the event. Raises AssertionError without one, as for a call without ``async_finish``."""
+        assert self.event is not None, "no event to wait for"
+        self.event.current_stream_wait()
 
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
