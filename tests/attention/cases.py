@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -18,7 +20,7 @@ from bytescale_ext.attention.ring import attention_backward, attention_forward
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.parallel.p2p import Comm
-from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.plan import StepPlan
 
 
@@ -38,6 +40,7 @@ class Case:
             rings.
         window: number of earlier keys that a token attends to; None for all.
         sinks: whether each head has a sink.
+        uneven: whether the members of rings have unlike shares.
     """
 
     lengths: tuple[int, ...]
@@ -50,6 +53,15 @@ class Case:
     inner_width: int = 0
     window: int | None = None
     sinks: bool = False
+    uneven: bool = False
+
+    def shares(self, seq: int, ring: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shares of the members of an uneven ring, each at least 1; empty for even shares."""
+        length, width = self.lengths[seq], len(ring)
+        if not self.uneven or width == 1 or length < 2 * width:
+            return ()
+        cuts = sorted(random.Random(seq).sample(range(1, length), width - 1))
+        return tuple(stop - start for start, stop in pairwise((0, *cuts, length)))
 
     def inner_rings(self, ring: tuple[int, ...]) -> int:
         """Return the number of inner rings of a ring."""
@@ -62,9 +74,10 @@ class Case:
     def micro_batch(self, number: int, rank: int) -> MicroBatch:
         """Return the micro-batch of ``rank`` in round ``number``."""
         shards = [
-            Shard(seq, zigzag_ranges(self.lengths[seq], len(ring), ring.index(rank)), ring, self.inner_rings(ring))
+            replace(shard, ranges=shard.member_ranges(self.lengths[seq], ring.index(rank)))
             for seq, ring in sorted(self.rounds[number])
             if rank in ring
+            for shard in [Shard(seq, (), ring, self.inner_rings(ring), self.shares(seq, ring))]
         ]
         return MicroBatch(tuple(sorted(shards, key=lambda shard: len(shard.ring) == 1)))
 

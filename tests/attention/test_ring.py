@@ -26,10 +26,13 @@ from tests.attention.cases import (
 )
 from tests.plan.simple_plans import plan_naive
 
+UNEVEN = dataclasses.replace(MIXED, uneven=True)
+UNEVEN_GROUPS = dataclasses.replace(GROUPS, uneven=True)
+UNEVEN_INNER = Case((60, 41), (tuple((seq, tuple(range(8))) for seq in (0, 1)),), 8, inner_width=4, uneven=True)
 LOCAL = Case(lengths=(9, 1, 30, 4), rounds=(((0, (0,)), (1, (0,)), (2, (0,)), (3, (0,))),), num_ranks=1)
 
 
-@pytest.mark.parametrize("case", [MIXED, TINY, GROUPS, LOCAL])
+@pytest.mark.parametrize("case", [MIXED, TINY, GROUPS, LOCAL, UNEVEN, UNEVEN_GROUPS, UNEVEN_INNER])
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=["gqa", "mha"])
 def test_exact_in_float64(case: Case, heads: tuple[int, int]) -> None:
     case = dataclasses.replace(case, heads=heads[0], kv_heads=heads[1])

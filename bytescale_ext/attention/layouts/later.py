@@ -16,7 +16,7 @@ import torch
 
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
 from bytescale_ext.parallel.p2p import Pending, Transfer
-from bytescale_ext.plan.step.micro_batch import zigzag_ranges
+from bytescale_ext.plan.step.micro_batch import uneven_ranges
 
 NO_ROW = -1
 
@@ -83,7 +83,8 @@ def _add_pass(builder: _Builder, ring_pass: RingPass, count: int) -> None:
     """Add the sequences of a ring pass."""
     index, width = ring_pass.index, ring_pass.width
     lengths = [sum(share[number] for share in ring_pass.shares) for number in range(len(ring_pass.seqs))]
-    ranges = [[zigzag_ranges(length, width, member) for member in range(width)] for length in lengths]
+    of_seqs = zip(*ring_pass.shares, strict=True)
+    ranges = [[uneven_ranges(shares, member) for member in range(width)] for shares in of_seqs]
     rows = [row for start, stop in ring_pass.in_micro_batch.intervals for row in range(start, stop)]
     firsts = [0, *accumulate(ring_pass.shares[index])]
     # For each sequence, the row of each token: own tokens, and later also received tokens.

@@ -248,9 +248,13 @@ def attention_layout(
             f"a micro-batch of {micro_batch.num_tokens} tokens does not fit in {num_rows} rows; give it more rows"
         )
     groups: dict[tuple[Route, bool], list[int]] = {}
+    shares: dict[int, tuple[int, ...]] = {}
     for shard in shared:
         route = Route(shard.ring, shard.ring.index(rank), shard.inner_rings)
         groups.setdefault((route, is_limited(lengths[shard.seq], window)), []).append(shard.seq)
+        shares[shard.seq] = shard.shares or even_shares(lengths[shard.seq], route.width)
+        if shard.shares and is_limited(lengths[shard.seq], window):
+            raise PlanError(f"sequence {shard.seq} has uneven shares, which attention windows cannot have")
     offsets = CuSeqlens.of_lengths([shard.num_tokens for shard in shared])
     intervals = dict(zip([shard.seq for shard in shared], pairwise(offsets.offsets), strict=True))
     passes: list[RingPass] = []
@@ -261,7 +265,8 @@ def attention_layout(
             sequences = [WindowSequence(seq, (lengths[seq],), intervals[seq][0]) for seq in seqs]
             windows.append(window_pass(sequences, route, rows, window))
         else:
-            passes.append(ring_pass([lengths[seq] for seq in seqs], route, seqs, rows))
+            of_seqs = tuple(zip(*(shares[seq] for seq in seqs), strict=True))
+            passes.append(ring_pass([lengths[seq] for seq in seqs], route, seqs, rows, shares=of_seqs))
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
     start = offsets.num_tokens
     rows_of_local = [(start + first, start + last) for first, last in pairwise(documents.offsets)]
@@ -276,6 +281,7 @@ def ring_pass(
     seqs: Sequence[int] | None = None,
     in_micro_batch: Rows | None = None,
     prefix: PrefixKeys | None = None,
+    shares: tuple[tuple[int, ...], ...] | None = None,
 ) -> RingPass:
     """Return the ring pass of one member of a ring.
 
@@ -285,10 +291,12 @@ def ring_pass(
         seqs: indices of the sequences; by default they are numbered from 0.
         in_micro_batch: rows of the member's queries in the micro-batch; by default the first rows.
         prefix: keys before the slice; by default there are none, and the keys have the rows of the queries.
+        shares: number of queries of each member, by sequence; by default even shares.
     """
     width, index = route.width, route.index
     before = [0] * len(lengths) if prefix is None else [tokens // width for tokens in prefix.tokens]
-    shares = tuple(tuple(zigzag_share(length, width, member) for length in lengths) for member in range(width))
+    if shares is None:
+        shares = tuple(tuple(zigzag_share(length, width, member) for length in lengths) for member in range(width))
     sources = map(route.source, range(width))
     pairs = [_blocks(index, source, shares[index], shares[source], before) for source in sources]
     in_micro_batch = Rows.of([(0, sum(shares[index]))]) if in_micro_batch is None else in_micro_batch
@@ -308,6 +316,11 @@ def ring_pass(
 def zigzag_share(num_tokens: int, width: int, member: int) -> int:
     """Return the number of tokens in the zigzag share of a member of a ring of ``width`` ranks."""
     return sum(stop - start for start, stop in zigzag_ranges(num_tokens, width, member))
+
+
+def even_shares(num_tokens: int, width: int) -> tuple[int, ...]:
+    """Return the number of tokens of each member of a ring of ``width`` ranks."""
+    return tuple(zigzag_share(num_tokens, width, member) for member in range(width))
 
 
 def _blocks(
@@ -356,7 +369,7 @@ def _check_shards(
         if shard.ring.count(rank) != 1 or len(set(shard.ring)) != len(shard.ring):
             raise PlanError(f"rank {rank} must be in the ring once, and no rank twice: {shard}")
         index, length = shard.ring.index(rank), lengths[shard.seq]
-        expected = zigzag_ranges(length, len(shard.ring), index)
+        expected = shard.member_ranges(length, index)
         if shard.ranges != expected:
             raise PlanError(
                 f"sequence {shard.seq} of {length} tokens: member {index} (rank {rank}) of ring {shard.ring} must hold "

@@ -197,7 +197,8 @@ class CostModel:
 
     def shard_cost(self, shard: Shard, length: int) -> float:
         """Return the cost of a shard of a sequence of ``length`` tokens. Linear work counts the shard's own tokens."""
-        return self.attention_cost(length, len(shard.ring)) + self.linear_cost(shard.num_tokens)
+        ratio = shard.num_tokens * len(shard.ring) / length if shard.shares else 1.0
+        return ratio * self.attention_cost(length, len(shard.ring)) + self.linear_cost(shard.num_tokens)
 
     def micro_batch_cost(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch on its rank. ``lengths``: tokens of each sequence of the plan."""
@@ -207,6 +208,7 @@ class CostModel:
         """Return the cost of all micro-batches of a rank. ``lengths``: tokens of each sequence of the plan."""
         shard_lengths = np.array([lengths[seq] for seq in shards.seqs.tolist()], dtype=np.float64)
         attention = self.attention_cost(shard_lengths, shards.widths.astype(np.float64))
+        attention[shards.uneven] *= (shards.tokens * shards.widths / shard_lengths)[shards.uneven]
         linear = self.linear_cost(int(shards.tokens.sum()))
         return self.g * shards.num_micro_batches + float(attention.sum()) + linear
 

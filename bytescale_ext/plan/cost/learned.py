@@ -127,9 +127,9 @@ def work_of_rows(table: ShardTable, cost: CostModel, learned: LearnedCosts) -> F
     """
     lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
     hops = table.hops(cost)
-    attention = cost.a * np.asarray(cost.squares(lengths)) / widths
-    blocks = ((cost.h + cost.e) * lengths / widths + cost.m) * (widths - 1)
-    exchange = cost.c * lengths * hops / widths
+    attention = table.of_shares(cost.a * np.asarray(cost.squares(lengths)) / widths)
+    blocks = table.of_shares(((cost.h + cost.e) * lengths / widths + cost.m) * (widths - 1))
+    exchange = table.of_shares(cost.c * lengths * hops / widths)
     factors = learned.factors
     if cost.window_share:
         exchange = cost.exposed_exchange(lengths, widths, hops)

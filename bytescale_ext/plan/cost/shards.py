@@ -36,6 +36,7 @@ class ShardTable:
             its member.
         speeds: speed of each rank, [num_ranks], or of each virtual stage of its pipeline, [num_ranks, V]; None: all
             are 1.
+        ratios: tokens of each shard over an even share of its sequence, [n]; None: all shares are even.
     """
 
     counts: Ints
@@ -48,6 +49,7 @@ class ShardTable:
     inner_rings: Ints | None = None
     first_ranks: Ints | None = None
     speeds: Floats | None = None
+    ratios: Floats | None = None
 
     @classmethod
     def of(cls, plan: StepPlan) -> ShardTable:
@@ -59,7 +61,12 @@ class ShardTable:
             members[shard] = ring.index(int(ranks[shard]))
         lengths = plan.ranks.lengths if isinstance(plan.ranks, PlacedRanks) else np.array(plan.lengths, dtype=np.int64)
         rings = (table.seqs, members, table.ring_widths)
-        return cls(table.counts, table.shard_rows, *rings, lengths[table.seqs], table.tokens, table.inner_rings)
+        columns = (table.counts, table.shard_rows, *rings, lengths[table.seqs], table.tokens, table.inner_rings)
+        if not table.shares:
+            return cls(*columns)
+        ratios, uneven = np.ones(len(members)), list(table.shares)
+        ratios[uneven] = (table.tokens * table.ring_widths)[uneven] / lengths[table.seqs[uneven]]
+        return cls(*columns, ratios=ratios)
 
     def at(self, speeds: Floats | None) -> ShardTable:
         """Return the same shards on ranks of these speeds: [num_ranks] or [num_ranks, V]; None: all are 1."""
@@ -91,6 +98,7 @@ class ShardTable:
             tokens=self.tokens[shards],
             inner_rings=inner,
             first_ranks=firsts,
+            ratios=None if self.ratios is None else self.ratios[shards],
         )
 
     def with_counts(self, counts: Ints) -> ShardTable:
@@ -130,14 +138,20 @@ class ShardTable:
     def row_costs(self, cost: CostModel) -> Floats:
         """Return ``CostModel.micro_batch_cost`` of each micro-batch: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
-        shards = cost.attention_cost(lengths, widths, self.hops(cost)) + cost.b * self.tokens
+        shards = self.of_shares(cost.attention_cost(lengths, widths, self.hops(cost))) + cost.b * self.tokens
         return np.asarray(cost.g + np.bincount(self.rows, weights=shards, minlength=self.num_rows))
 
     def row_exposed(self, cost: CostModel) -> Floats:
         """Return the part of ``row_costs`` that is ring exchange without overlap: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
-        exposed = cost.exposed_exchange(lengths, widths, self.hops(cost))
+        exposed = self.of_shares(cost.exposed_exchange(lengths, widths, self.hops(cost)))
         return np.bincount(self.rows, weights=exposed, minlength=self.num_rows)
+
+    def of_shares(self, seconds: Floats) -> Floats:
+        """Return the time of each shard, given the time of even shares: [n], or [n, ...], as ``seconds``."""
+        if self.ratios is None:
+            return seconds
+        return np.asarray(seconds * self.ratios.reshape(-1, *(1 for _ in seconds.shape[1:])))
 
     def hops(self, cost: CostModel) -> Floats:
         """Return the time of the exchange of each shard's ring, in hops (``Nodes.hops``): [n]."""

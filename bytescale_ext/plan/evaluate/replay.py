@@ -241,7 +241,7 @@ class _Slices:
         num_slices = slicing.num_slices
         lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
         shares = SliceShares.of(stages[0].both, lengths, widths, slicing, table.hops(stages[0].forward))
-        beyond_even = table.tokens - lengths / widths  # linear work counts the tokens of the shard itself
+        beyond_even = table.tokens - table.of_shares(lengths / widths)  # linear work counts the shard's own tokens
         cells = (table.rows[:, None] * num_slices + np.arange(num_slices)).ravel()
 
         def of_slices(values: Floats) -> Floats:
@@ -253,8 +253,8 @@ class _Slices:
             same = [number for number, stage in enumerate(stages) if stage == cost]
             ways = shares.stage_costs(cost)
             for direction, one_way in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
-                costs, beyond_attention = ways[direction]
-                costs += one_way.b * beyond_even[:, None] * shares.tokens
+                costs, beyond_attention = map(table.of_shares, ways[direction])
+                costs = costs + one_way.b * beyond_even[:, None] * shares.tokens
                 own[:, direction, same] = (one_way.g + of_slices(costs))[:, None]
                 exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
         return cls(own, exposed)

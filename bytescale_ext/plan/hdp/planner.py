@@ -134,7 +134,16 @@ class HdpPlanner:
             widths = static_widths(sizes, self.cluster, static_width, self.tokens_multiple)
         padding = (self.tokens_multiple - 1) / 2 / self.slicing.num_slices  # mean rows: only the last slice is padded
         stages = tuple(stage.with_padding(padding) for stage in self.stages)
-        return Problem(sizes, widths, self.cluster, stages, self.slicing, self.needs_aligned, static_width)
+        settings = (self.slicing, self.needs_aligned, static_width, self._is_uneven)
+        return Problem(sizes, widths, self.cluster, stages, *settings)
+
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether rings over ranks of unlike speeds may have uneven shares."""
+        has_slices = self.choice is not None or self.slicing.num_slices > 1
+        has_windows = any(stage.forward.window_share for stage in self.stages)
+        is_plain = not (has_slices or has_windows or self.needs_aligned or self.offload is not None)
+        return is_plain and not self.cluster.has_equal_speeds
 
     def _plan(self, placed: PlacedRanks, slicing: Slicing | None = None) -> StepPlan:
         """Return the plan of a placement, with the smallest offload shares with which its sequences fit."""

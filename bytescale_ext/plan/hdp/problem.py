@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.activation.offload import OffloadLimits
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.hdp.ring_speeds import RingSpeeds
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 Ints = npt.NDArray[np.int64]
@@ -28,6 +30,7 @@ class Problem:
         slicing: slicing of micro-batches on each stage.
         aligned: whether the plan must have aligned slots (``StepPlan.aligned``).
         static_width: ranks of each group of a static mesh; only ``place_static`` reads it.
+        is_uneven: whether rings over ranks of unlike speeds may have uneven shares; only ``place_balanced`` reads it.
     """
 
     lengths: Ints
@@ -37,10 +40,16 @@ class Problem:
     slicing: Slicing = ONE_SLICE
     aligned: bool = False
     static_width: int | None = None
+    is_uneven: bool = False
 
     @property
     def num_ranks(self) -> int:
         return self.cluster.num_ranks
+
+    @cached_property
+    def ring_speeds(self) -> RingSpeeds:
+        """Speeds and shares of rings."""
+        return RingSpeeds(self.cluster, self.is_uneven)
 
     @property
     def tokens_per_rank(self) -> int:

@@ -34,8 +34,9 @@ def check_step_plan(
        ascend and do not overlap.
     3. Every token of every sequence is computed exactly once.
     4. All shards of a sequence name the same ring of contiguous ascending ranks. Each of these ranks holds one shard.
-    5. Ring member i of D holds parts i and 2D-1-i of the sequence, and shares differ by at most one token (ByteScale
-       section 7, Fig. 14). A sequence on one rank is one range.
+    5. Ring member i of D holds parts i and 2D-1-i of the sequence (ByteScale section 7, Fig. 14). Shares differ by at
+       most one token, or all shards of the sequence name the same uneven shares. Slices and aligned slots have no
+       uneven shares. A sequence on one rank is one range.
     6. A micro-batch has at most C tokens after padding at its end to a multiple of ``tokens_multiple``. With offloading
        only tokens on the device count: ``n (2 + (1 - r) (l - 2)) / l`` of n tokens with a share r of ``num_layers`` l
        layers (ByteScale Eq. 3). Without ``num_layers`` nothing may be offloaded.
@@ -205,6 +206,8 @@ def _check_shares(plan: StepPlan, table: PlanTable) -> None:
     """Check the zigzag by its definition: front parts ascend in ring order, back parts descend, and sizes are even."""
     num_ranges = table.num_ranges
     is_ring = table.ring_widths > 1
+    for shard in table.shares:
+        _check_uneven(plan, table, shard)
     bad = _first(num_ranges > np.where(is_ring, 2, 1))
     if bad is not None:
         most = 2 if is_ring[bad] else 1
@@ -222,7 +225,11 @@ def _check_shares(plan: StepPlan, table: PlanTable) -> None:
     back = tokens - front
     opens = np.flatnonzero(np.append(True, seqs[1:] != seqs[:-1]))
     front_before, back_before = (_sums_before(part, opens) for part in (front, back))
-    wrong = (tokens < lengths // widths) | (tokens > -(-lengths // widths)) | (front - back < 0) | (front - back > 1)
+    low, high = lengths // widths, -(-lengths // widths)
+    places = {shard: place for place, shard in enumerate(order.tolist()) if shard in table.shares}
+    for shard, place in places.items():
+        low[place] = high[place] = table.shares[shard][ranks[shard] - table.ring_firsts[shard]]
+    wrong = (tokens < low) | (tokens > high) | (front - back < 0) | (front - back > 1)
     wrong |= table.starts[first] != front_before
     wrong |= (back > 0) & (table.stops[last] != lengths - back_before)
     bad = _first(wrong)
@@ -232,6 +239,18 @@ def _check_shares(plan: StepPlan, table: PlanTable) -> None:
         other = 2 * int(widths[bad]) - 1 - member
         law = f"rank {row[0]} does not hold parts {member} and {other} (of {2 * widths[bad]}) of seq {seqs[bad]}"
         _fail(plan, law, [row])
+
+
+def _check_uneven(plan: StepPlan, table: PlanTable, shard: int) -> None:
+    """Check that the shares of an uneven ring are possible, and that all shards of the sequence name them."""
+    seq, shares = int(table.seqs[shard]), table.shares[shard]
+    if plan.aligned or (plan.slicing is not None and plan.slicing.num_slices > 1):
+        _fail(plan, f"seq {seq} has uneven shares, which slices and aligned slots cannot have", [table.where(shard)])
+    is_whole = len(shares) == table.ring_widths[shard] > 1 and min(shares) > 0 and sum(shares) == plan.lengths[seq]
+    others = np.flatnonzero(table.seqs == seq).tolist()
+    if not is_whole or any(table.shares.get(other) != shares for other in others):
+        text = f"the shares {','.join(map(str, shares))} of seq {seq} of {plan.lengths[seq]} tokens do not fit its ring"
+        _fail(plan, f"{text}, or its shards name different shares", [table.where(other) for other in others])
 
 
 def _sums_before(values: _Ints, opens: _Ints) -> _Ints:

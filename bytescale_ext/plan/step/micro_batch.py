@@ -6,10 +6,13 @@ the same share of the causal triangle (ByteScale section 7, Fig. 14). For D = 3:
     token   0                                            s
     part    |  0   |  1   |  2   |  3   |  4   |  5   |
     rank      r0     r1     r2     r2     r1     r0
+
+In a ring of ranks of unlike speeds, a rank's two parts may be longer or shorter than the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +30,22 @@ class Shard:
         ranges: token ranges ``(start, stop)`` of the sequence, ascending, none empty.
         ring: HDP ranks that share the sequence, in ring order; ``(rank,)`` for a local sequence.
         inner_rings: number of inner rings of contiguous ranks in a hierarchical ring; 1 for a plain ring.
+        shares: tokens of each member of an uneven ring, in ring order; empty if all shares are about equal.
     """
 
     seq: int
     ranges: tuple[tuple[int, int], ...]
     ring: tuple[int, ...]
     inner_rings: int = 1
+    shares: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
+
+    def member_ranges(self, length: int, member: int) -> tuple[tuple[int, int], ...]:
+        """Return the token ranges of a member of the shard's ring. ``length``: tokens of the sequence."""
+        return uneven_ranges(self.shares, member) if self.shares else zigzag_ranges(length, len(self.ring), member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,17 @@ def zigzag_ranges(length: int, width: int, member: int) -> tuple[tuple[int, int]
         return ((0, length),) if length else ()
     first, front, back, last = _zigzag(length, width, member)
     return tuple((start, stop) for start, stop in ((first, front), (back, last)) if stop > start)
+
+
+def uneven_ranges(shares: Sequence[int], member: int) -> tuple[tuple[int, int], ...]:
+    """Return the token ranges of a ring member if members have these shares: the zigzag of ``zigzag_ranges``.
+
+    ``shares``: tokens of each member, at least 1.
+    """
+    before, own = shares[:member], shares[member]
+    first, last = sum((share + 1) // 2 for share in before), sum(shares) - sum(share // 2 for share in before)
+    parts = ((first, first + (own + 1) // 2), (last - own // 2, last))
+    return tuple((start, stop) for start, stop in parts if stop > start)
 
 
 def zigzag_bounds(lengths: Ints, widths: Ints, members: Ints) -> Ints:

@@ -8,15 +8,15 @@ runs its micro-batches by ascending order. All ranks share this order, so rings 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.step.micro_batch import MicroBatch, zigzag_bounds
+from bytescale_ext.plan.step.micro_batch import MicroBatch, uneven_ranges, zigzag_bounds
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.table import PlanTable, ragged_indices
 
@@ -38,6 +38,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             order; if not, a rank skips the orders that it does not use.
         offloads: share of the activations of each sequence that goes to host memory, [n] in 0 to 1; None: nothing.
         inner_rings: number of inner rings of each sequence's ring, [n]; None: all rings are plain.
+        shares: tokens of each member of the ring of each sequence whose ring is uneven.
     """
 
     num_ranks: int
@@ -48,6 +49,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
     aligned: bool = False
     offloads: Floats | None = None
     inner_rings: Ints | None = None
+    shares: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def shards(self) -> tuple[Ints, Ints, Ints]:
@@ -85,6 +87,13 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             np.maximum.at(offloads, rows, self.offloads[seqs])
         firsts, widths = self.first_ranks[seqs], self.widths[seqs]
         bounds = zigzag_bounds(self.lengths[seqs], widths, ranks - firsts)
+        uneven = {
+            shard: self.shares[int(seqs[shard])] for shard in np.flatnonzero(np.isin(seqs, list(self.shares))).tolist()
+        }
+        for shard, shares in uneven.items():
+            bounds[shard] = 0
+            for part, pair in enumerate(uneven_ranges(shares, int(ranks[shard] - firsts[shard]))):
+                bounds[shard, part] = pair
         has_tokens = bounds[..., 1] > bounds[..., 0]
         return PlanTable(
             counts=self.counts,
@@ -98,6 +107,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             num_ranges=has_tokens.sum(axis=1),
             starts=bounds[has_tokens][:, 0],
             stops=bounds[has_tokens][:, 1],
+            shares=uneven,
         )
 
     @cached_property

@@ -25,6 +25,7 @@ class ShardJson(TypedDict):
     ranges: list[list[int]]
     ring: list[int]
     inner_rings: NotRequired[int]
+    shares: NotRequired[list[int]]
 
 
 class MicroBatchJson(TypedDict):
@@ -107,6 +108,7 @@ class StepPlan:
                                 ranges=tuple((int(a), int(b)) for a, b in shard["ranges"]),
                                 ring=tuple(int(rank) for rank in shard["ring"]),
                                 inner_rings=int(shard.get("inner_rings", 1)),
+                                shares=tuple(int(share) for share in shard.get("shares", ())),
                             )
                             for shard in micro_batch["shards"]
                         ),
@@ -137,4 +139,6 @@ def _shard_json(shard: Shard) -> ShardJson:
     value: ShardJson = {"seq": shard.seq, "ranges": [list(pair) for pair in shard.ranges], "ring": list(shard.ring)}
     if shard.inner_rings != 1:
         value["inner_rings"] = shard.inner_rings
+    if shard.shares:
+        value["shares"] = list(shard.shares)
     return value

@@ -16,7 +16,8 @@ def shard_text(shard: Shard) -> str:
     ranges = "".join(f"[{start}:{stop}]" for start, stop in shard.ranges)
     ring = "" if len(shard.ring) == 1 else f" ring {ring_text(shard.ring)}"
     form = "" if shard.inner_rings == 1 else f" in {shard.inner_rings} inner rings"
-    return f"seq {shard.seq} {ranges}{ring}{form}"
+    shares = f" with shares {','.join(map(str, shard.shares))}" if shard.shares else ""
+    return f"seq {shard.seq} {ranges}{ring}{form}{shares}"
 
 
 def ring_text(ring: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -43,6 +43,7 @@ class PlanTable:
         inner_rings: number of inner rings of each shard's ring: [shards].
         num_ranges: token ranges of each shard: [shards].
         starts, stops: first token and end of each range: [ranges].
+        shares: tokens of each member of the ring of each shard whose ring is uneven.
     """
 
     counts: Ints
@@ -56,6 +57,7 @@ class PlanTable:
     num_ranges: Ints
     starts: Ints
     stops: Ints
+    shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def row_ranks(self) -> Ints:
@@ -107,8 +109,9 @@ class PlanTable:
             begin = int(self.first_ranges[shard])
             ranges = slice(begin, begin + int(self.num_ranges[shard]))
             pairs = zip(self.starts[ranges].tolist(), self.stops[ranges].tolist(), strict=True)
+            form = (self.ring(shard), int(self.inner_rings[shard]), self.shares.get(shard, ()))
             row_shards[int(self.shard_rows[shard]) - first_row].append(
-                Shard(int(self.seqs[shard]), tuple(pairs), self.ring(shard), int(self.inner_rings[shard]))
+                Shard(int(self.seqs[shard]), tuple(pairs), *form)
             )
         offloads = self.offloads[first_row : first_row + len(row_shards)].tolist()
         return tuple(MicroBatch(tuple(shards), offload) for shards, offload in zip(row_shards, offloads, strict=True))
@@ -135,6 +138,8 @@ class PlanTable:
         odd = [number for shard, ring in sorted(self.odd_rings.items()) for number in (shard, len(ring), *ring)]
         for shard in np.flatnonzero(self.inner_rings != 1).tolist():
             odd += [-1 - shard, int(self.inner_rings[shard])]
+        for shard, shares in sorted(self.shares.items()):
+            odd += [-1 - len(self.seqs) - shard, *shares]
         columns = (
             self.counts, self.shard_rows, self.seqs, self.ring_firsts, self.ring_widths, self.num_ranges, self.starts,
             self.stops, odd, lengths, (num_ranks, tokens_per_rank, *settings),
@@ -191,6 +196,7 @@ class RankShards:
         seqs: sequence of each shard: [shards].
         widths: ranks of each shard's ring: [shards].
         tokens: tokens of each shard: [shards].
+        uneven: shards of uneven rings: [uneven shards].
     """
 
     num_micro_batches: int
@@ -198,6 +204,7 @@ class RankShards:
     seqs: Ints
     widths: Ints
     tokens: Ints
+    uneven: Ints
 
 
 def shards_of_rank(ranks: Sequence[tuple[MicroBatch, ...]], rank: int) -> RankShards:
@@ -206,7 +213,8 @@ def shards_of_rank(ranks: Sequence[tuple[MicroBatch, ...]], rank: int) -> RankSh
     shards = table.rank_slice(index)
     rows = table.shard_rows[shards]
     num_filled = int(np.count_nonzero(np.diff(rows))) + 1 if len(rows) else 0
-    columns = (table.seqs[shards], table.ring_widths[shards], table.tokens[shards])
+    uneven = [shard - shards.start for shard in table.shares if shards.start <= shard < shards.stop]
+    columns = (table.seqs[shards], table.ring_widths[shards], table.tokens[shards], _ints(uneven))
     return RankShards(int(table.counts[index]), num_filled, *columns)
 
 
@@ -233,6 +241,7 @@ def table_of(ranks: Sequence[tuple[MicroBatch, ...]]) -> PlanTable:
         num_ranges=_ints([len(shard.ranges) for shard in shards]),
         starts=bounds[:, 0],
         stops=bounds[:, 1],
+        shares={number: shard.shares for number, shard in enumerate(shards) if shard.shares},
     )
 
 

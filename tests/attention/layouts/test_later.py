@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -12,18 +13,25 @@ from bytescale_ext.attention.backend import Exchanges
 from bytescale_ext.attention.layouts.later import NO_ROW, LaterRows, later_rows
 from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
-from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 
 PADDING = 3
 END = -1.0
 
 
-def micro_batch(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], rank: int) -> MicroBatch:
-    """Return a rank's shards of sequences on rings. Shards of rings with several ranks come first."""
+def micro_batch(
+    rings: Sequence[tuple[int, ...]], lengths: Sequence[int], rank: int, is_uneven: bool = False
+) -> MicroBatch:
+    """Return a rank's shards of sequences on rings. Shards of rings with several ranks come first.
+
+    In uneven rings, all members except the first have one token.
+    """
     shards = [
-        Shard(seq, zigzag_ranges(length, len(ring), ring.index(rank)), ring)
+        replace(shard, ranges=shard.member_ranges(length, ring.index(rank)))
         for seq, (ring, length) in enumerate(zip(rings, lengths, strict=True))
         if rank in ring
+        for others in [(1,) * (len(ring) - 1)]
+        for shard in [Shard(seq, (), ring, 1, (length - len(others), *others) if is_uneven and others else ())]
     ]
     held = [shard for shard in shards if shard.num_tokens]
     return MicroBatch(tuple(sorted(held, key=lambda shard: len(shard.ring) == 1)))
@@ -38,12 +46,12 @@ def fetch(rows: LaterRows, states: torch.Tensor, comm: MailboxComm) -> Exchanges
     return found.masked_fill((rows.rows == NO_ROW).unsqueeze(-1), END)
 
 
-def check(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], count: int) -> None:
+def check(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], count: int, is_uneven: bool = False) -> None:
     """Compare the later states of each rank with the sequences. The state of token t of sequence s is [s, t]."""
     num_ranks = max(max(ring) for ring in rings) + 1
     comms, steps, wanted = mailbox_comms(num_ranks), [], []
     for rank, comm in enumerate(comms):
-        mine = micro_batch(rings, lengths, rank)
+        mine = micro_batch(rings, lengths, rank, is_uneven)
         layout: AttentionLayout = attention_layout(mine, rank, lengths, mine.num_tokens + PADDING)
         places = [(shard.seq, t) for shard in mine.shards for start, stop in shard.ranges for t in range(start, stop)]
         states = torch.full((layout.num_rows, 2), 99.0)
@@ -58,8 +66,12 @@ def check(rings: Sequence[tuple[int, ...]], lengths: Sequence[int], count: int) 
         assert torch.equal(found, expected)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(8, 40)), max_size=5), st.integers(1, 6))
-def test_states_of_any_rings(cases: list[tuple[int, int, int]], count: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(8, 40)), max_size=5),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_states_of_any_rings(cases: list[tuple[int, int, int]], count: int, is_uneven: bool) -> None:
     """Rings have 1 to 4 neighbouring ranks. Ranges may be shorter than the number of later tokens."""
     by_ring = {}
     for first, width, length in cases:
@@ -67,7 +79,7 @@ def test_states_of_any_rings(cases: list[tuple[int, int, int]], count: int) -> N
         by_ring.setdefault(ring, []).append(length)
     rings = [ring for ring in sorted(by_ring, key=len, reverse=True) for _ in by_ring[ring]]
     lengths = [length for ring in sorted(by_ring, key=len, reverse=True) for length in by_ring[ring]]
-    check([*rings, (0,)], [*lengths, 5], count)
+    check([*rings, (0,)], [*lengths, 5], count, is_uneven)
 
 
 def test_a_ring_sends_only_what_follows_a_range() -> None:

@@ -53,6 +53,24 @@ def test_slow_ranks_get_less_work(speeds: tuple[float, ...], num_stages: int) ->
     assert bound >= 0.95 * seconds, "at least 95 % of the throughput that the sum of the speeds allows"
 
 
+def test_a_ring_over_unlike_ranks_has_shares_in_proportion_to_speeds() -> None:
+    """The longest document needs more ranks than there are neighbours of equal speed."""
+    lengths = (100_000, *draw(5, 600, 30_000))
+    for speeds, most in ((HALF, 8192 * 8 / 100_000), (ONE, 1.0)):
+        planner = planner_of(speeds)
+        plan = planner(lengths)
+        (shard,) = [shard for batch in plan.ranks[5] for shard in batch.shards if shard.seq == 0]
+        assert shard.ring == tuple(range(16))
+        assert sum(shard.shares) == 100_000
+        seconds = np.array(shard.shares) / speeds
+        assert max(shard.shares) == 8192 or seconds.max() < 1.001 * seconds.min()
+        assert sum(np.array(shard.shares)[np.array(speeds) == 1.0]) <= most * 100_000
+        bound = lower_bounds(lengths, planner.cluster, planner.stages).largest
+        assert bound >= 0.95 * seconds_of(planner, lengths, speeds)
+    equal = seconds_of(planner_of(()), lengths, ONE)
+    assert equal >= 1.3 * seconds_of(planner_of(ONE), lengths, ONE)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_equal_speeds_change_no_plan(num_stages: int) -> None:
     for seed, number in ((1, 400), (2, 20)):

@@ -192,6 +192,30 @@ def other_form_on_one_member(rows: Rows) -> None:
     rows[0][0][0] = replace(rows[0][0][0], inner_rings=2)
 
 
+def with_uneven_ring(rows: Rows) -> None:
+    """Give the members of sequence 0 four and six of its tokens. The plan stays valid."""
+    rows[0][0][0] = replace(rows[0][0][0], ranges=((0, 2), (8, 10)), shares=(4, 6))
+    rows[1][0][0] = replace(rows[1][0][0], ranges=((2, 5), (5, 8)), shares=(4, 6))
+
+
+def shares_on_one_member(rows: Rows) -> None:
+    rows[0][0][0] = replace(rows[0][0][0], shares=(5, 5))
+
+
+def shares_of_more_tokens(rows: Rows) -> None:
+    for rank in (0, 1):
+        rows[rank][0][0] = replace(rows[rank][0][0], shares=(6, 5))
+
+
+def shares_that_no_member_holds(rows: Rows) -> None:
+    for rank in (0, 1):
+        rows[rank][0][0] = replace(rows[rank][0][0], shares=(6, 4))
+
+
+def shares_of_one_rank(rows: Rows) -> None:
+    rows[3][0][0] = replace(rows[3][0][0], shares=(rows[3][0][0].num_tokens,))
+
+
 def inner_rings_of_unequal_sizes(rows: Rows) -> None:
     for rank in (0, 1, 2):
         rows[rank][-1 if rank < 2 else 0][0] = replace(rows[rank][-1 if rank < 2 else 0][0], inner_rings=2)
@@ -234,6 +258,10 @@ MUTATIONS: list[tuple[Callable[[Rows], None], str]] = [
     (an_absent_member, "rank 2 is in ring 0-2 of seq 0 and holds no shard"),
     (swap_the_parts_of_two_members, r"rank 2 does not hold parts 0 and 3 \(of 4\) of seq 5"),
     (uneven_shares, r"rank 0 does not hold parts 0 and 3 \(of 4\) of seq 0"),
+    (shares_on_one_member, "the shares 5,5 of seq 0 of 10 tokens do not fit its ring"),
+    (shares_of_more_tokens, "the shares 6,5 of seq 0 of 10 tokens do not fit its ring"),
+    (shares_of_one_rank, "of seq 3 of 2 tokens do not fit its ring"),
+    (shares_that_no_member_holds, r"rank 0 does not hold parts 0 and 3 \(of 4\) of seq 0"),
     (uneven_halves, "rank 2 does not hold parts 0 and 3"),
     (contiguous_halves, "rank 2 does not hold parts 0 and 3"),
     (three_ranges, "a shard of seq 5 has 3 ranges"),

@@ -15,13 +15,28 @@ from bytescale_ext.plan.step.check import check_step_plan, groups_of
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.show import shard_text
+from bytescale_ext.plan.step.sizes import Slicing
 from tests.plan.simple_plans import plan_naive
-from tests.plan.step.broken_plans import LENGTHS, MUTATIONS, Rows, good_rows, plan_of
+from tests.plan.step.broken_plans import LENGTHS, MUTATIONS, Rows, good_rows, plan_of, with_uneven_ring
 
 
 def test_the_good_plan_is_accepted() -> None:
     check_step_plan(plan_of(good_rows()), LENGTHS)
     check_step_plan(plan_of(good_rows()), list(LENGTHS), tokens_multiple=4)
+
+
+def test_an_uneven_ring_is_accepted_except_in_slices_and_aligned_slots() -> None:
+    rows = good_rows()
+    with_uneven_ring(rows)
+    plan = plan_of(rows)
+    check_step_plan(plan, LENGTHS)
+    assert StepPlan.from_json(plan.to_json()) == plan
+    assert plan.digest() != plan_of(good_rows()).digest()
+    assert "ring 0,1 with shares 4,6" in shard_text(plan.ranks[0][0].shards[0])
+    for sliced in (replace(plan, aligned=True), replace(plan, slicing=Slicing(2))):
+        with pytest.raises(PlanError, match="seq 0 has uneven shares"):
+            check_step_plan(sliced)
 
 
 @pytest.mark.parametrize(("mutate", "law"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])

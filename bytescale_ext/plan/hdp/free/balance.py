@@ -8,6 +8,8 @@ ranks. Several targets T around the lower bound are tried.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +31,17 @@ MAX_SMALL = 256  # the local search runs for steps of at most this many sequence
 
 
 def place_balanced(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
-    """Place a step so that its slowest rank takes the shortest time."""
+    """Place a step so that its slowest rank takes the shortest time. Rings over unlike ranks may have uneven shares."""
+    placed = _place(problem, should_stop)
+    if not problem.is_uneven:
+        return placed
+    rings = zip(placed.first_ranks.tolist(), placed.widths.tolist(), placed.lengths.tolist(), strict=True)
+    shares = {seq: problem.ring_speeds.shares(*ring) for seq, ring in enumerate(rings)}
+    return replace(placed, shares={seq: of_ring for seq, of_ring in shares.items() if of_ring})
+
+
+def _place(problem: Problem, should_stop: ShouldStop) -> PlacedRanks:
+    """Return the placement, without the shares of its rings."""
     if not len(problem.lengths):
         empty = problem.lengths
         return PlacedRanks(problem.num_ranks, empty, empty, empty, empty)
@@ -41,7 +53,8 @@ def place_balanced(problem: Problem, should_stop: ShouldStop = None) -> PlacedRa
         stop_if(should_stop)
         widths = target_widths(ordered, bound * target)
         is_ring = (widths > 1) | (ordered.lengths > problem.tokens_per_rank)
-        rings = nest_rings(ordered.lengths[is_ring], widths[is_ring], problem.cluster, problem.cost, should_stop)
+        of_rings = (ordered.lengths[is_ring], widths[is_ring])
+        rings = nest_rings(*of_rings, problem.cluster, problem.cost, should_stop, problem.ring_speeds)
         starts.append(widths[np.argsort(in_order)])
         is_short = np.ones(len(in_order), dtype=np.bool_)
         is_short[in_order[is_ring]] = False

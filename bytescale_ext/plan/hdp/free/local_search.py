@@ -40,8 +40,6 @@ class ListSchedule:
 def list_schedule(problem: Problem, widths: Ints) -> ListSchedule:
     """Place sequences by falling time, each where it ends first (tie: least total time, lowest rank).
 
-    A ring is as slow as its slowest rank.
-
     ``widths``: ranks of each sequence: [n].
     """
     lengths, num_ranks, node, cost = problem.lengths, problem.num_ranks, problem.cluster.node_ranks, problem.cost
@@ -49,22 +47,22 @@ def list_schedule(problem: Problem, widths: Ints) -> ListSchedule:
     order = np.lexsort((np.arange(len(lengths)), -widths, -seconds))
     ready = np.zeros(num_ranks)
     firsts = np.zeros(len(lengths), dtype=np.int64)
-    speeds, equal = problem.cluster.rank_speeds(), problem.cluster.has_equal_speeds
-    rates: dict[int, Floats] = {}  # width -> speed of a ring from each allowed first rank
+    equal, ring_speeds = problem.cluster.has_equal_speeds, problem.ring_speeds
     places: dict[int, tuple[Ints, Floats]] = {}  # width -> allowed first ranks, and a view of ``ready`` from each rank
     for width in set(widths.tolist()):
         windows = np.ndarray((num_ranks - width + 1, width), ready.dtype, ready, strides=2 * ready.strides)
         places[width] = starts, windows = _allowed_firsts(num_ranks, node, width), windows
-        rates[width] = np.lib.stride_tricks.sliding_window_view(speeds, width)[starts].min(axis=1)
     for seq in order.tolist():
         width = int(widths[seq])
         starts, windows = places[width]
         ends = windows[starts]
         latest = ends.max(axis=1)
-        latest = latest if equal else latest + seconds[seq] / rates[width]
+        if not equal:
+            latest = latest + seconds[seq] / ring_speeds.speeds(starts, width, int(lengths[seq]))
         best = int(np.lexsort((ends.sum(axis=1), latest))[0])
         first = firsts[seq] = int(starts[best])
-        ready[first : first + width] = windows[first].max() + seconds[seq] / rates[width][best]
+        speed = ring_speeds.speed(first, width, int(lengths[seq]))
+        ready[first : first + width] = windows[first].max() + seconds[seq] / speed
     return ListSchedule(float(ready.max(initial=0.0)), order, firsts)
 
 

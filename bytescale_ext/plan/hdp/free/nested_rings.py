@@ -26,6 +26,7 @@ import numpy.typing as npt
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
 from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.hdp.ring_speeds import RingSpeeds
 from bytescale_ext.plan.step.sizes import Cluster
 
 Ints = npt.NDArray[np.int64]
@@ -182,13 +183,18 @@ def _speed_bounds(cluster: Cluster) -> list[int]:
 
 
 def nest_rings(
-    lengths: Ints, needs: Ints, cluster: Cluster, cost: CostModel, should_stop: ShouldStop = None
+    lengths: Ints,
+    needs: Ints,
+    cluster: Cluster,
+    cost: CostModel,
+    should_stop: ShouldStop = None,
+    ring_speeds: RingSpeeds | None = None,
 ) -> NestedRings:
     """Place rings on nested runs of ranks (see the module), each at its earliest start (tie: lowest rank).
 
     A ring that is no wider than a node stays in one node; a wider ring begins with a node. If ranks have unlike
-    speeds, a ring that fits on ranks of equal speed takes the ranks on which it ends first. A wider ring is as slow as
-    its slowest rank.
+    speeds, a ring that fits on ranks of equal speed takes the ranks on which it ends first. A wider ring has shares in
+    proportion to speeds where that pays (``ring_speeds``); otherwise it is as slow as its slowest rank.
 
     Args:
         lengths: tokens of each ring: [n].
@@ -196,9 +202,10 @@ def nest_rings(
         cluster: the ranks.
         cost: cost of forward and backward together.
         should_stop: see ``HdpPlanner``.
+        ring_speeds: speeds of rings; None: all rings have even shares.
     """
     num_ranks, node = cluster.num_ranks, cluster.node_ranks
-    runs = _RunsOfSpeeds(cluster)
+    runs, ring_speeds = _RunsOfSpeeds(cluster), ring_speeds or RingSpeeds(cluster, is_uneven=False)
     firsts, widths = [], []
     for number, (length, need) in enumerate(zip(lengths.tolist(), needs.tolist(), strict=True)):
         if number % 1024 == 0:
@@ -209,7 +216,7 @@ def nest_rings(
         for start, stop in itertools.pairwise(bounds[1:]):
             runs.add((load, start, stop - start), need)
         width = bounds[1] - first
-        speed = runs.speed(first, width)
+        speed = ring_speeds.speed(first, width, length)
         runs.add((load + cost.sequence_cost(length, width) / speed + cost.g / speed, first, width), need)
         firsts.append(first)
         widths.append(width)
