@@ -37,6 +37,7 @@ from megatron.bytescale.cli.timeline import read_plan
 from megatron.bytescale.convert.config_file import raw_config
 from megatron.bytescale.convert.families import family_of
 from megatron.bytescale.inference.heads_folder import FORMAT, read_config, trunk_hash
+from tests.plan.memory.test_step_file import MEMORY
 
 IDX = b"MMIDIDX\0\0"
 
@@ -172,7 +173,8 @@ READERS = {
     "cost": Reader("cost.json", read_cost, sorted(SHIPPED.glob("*.json"))[0].read_bytes(), is_json=True),
     "plan": Reader("plan.json", read_plan, json.dumps(PLAN).encode(), is_json=True),
     "memory plan": Reader(
-        "memory.json", lambda path: PlanFile.from_json(json_settings(path.read_bytes())), b"{}", is_json=True
+        "memory.json", lambda path: PlanFile.from_json(json_settings(path.read_bytes())),
+        json.dumps(MEMORY.to_json()).encode(), is_json=True,
     ),
     "phases": Reader("rank0.jsonl", lambda path: read_phases(path.parent), json.dumps(PHASE).encode(), is_json=True),
     "trace": Reader("trace.jsonl", read_trace, TRACE, is_json=True),

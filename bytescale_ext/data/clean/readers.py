@@ -153,9 +153,13 @@ def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
         with opened(path) as stream:
             raw = b"" if is_long else stream.read()
     except (*DAMAGED, ValueError) as error:
-        yield BadRecord("broken", str(path), f"cannot be read ({error})")
+        yield BadRecord("broken", str(path), f"cannot be read ({_reason(error, path)})")
         return
     yield BadRecord("broken", str(path), _TOO_LONG) if is_long else _document(raw, str(path), _name(path, source))
+
+
+def _reason(error: Exception, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ")
 
 
 def _repository(path: Path, source: Source, _: str) -> Iterator[Read]:
@@ -204,7 +208,7 @@ def _json_lines(path: Path, source: Source, key: str, kind: Kind | None = None) 
             elif line.strip():
                 yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
     except Exception as error:  # each compression has errors of its own
-        yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({error})")
+        yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({_reason(error, path)})")
 
 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
@@ -231,7 +235,11 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
             yield BadRecord("broken", str(path), flaw)
             return
         for number, row in enumerate(parquet_rows(path), 1):
-            text, where = row.pop(key), f"{path}, row {number}"
+            where = f"{path}, row {number}"
+            if row is None:
+                yield BadRecord("broken", where, _TOO_LONG)
+                continue
+            text = row.pop(key)
             if text is None or not str(text).strip():
                 yield BadRecord("empty", where, "a row without text")
                 continue

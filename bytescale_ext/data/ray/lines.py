@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from bytescale_ext.data.samples.records import DAMAGED, column_flaw, kind_of, packing_of, plain_line, records
+from bytescale_ext.data.samples.records import DAMAGED, column_flaw, kind_of, packing_of, write_records
 from bytescale_ext.data.samples.texts import Encode, json_text
 from bytescale_ext.new_file import new_file
 
@@ -171,15 +171,13 @@ def unpacked(folder: str, path: Path, key: str) -> tuple[Path, int]:
     Raises:
         ValueError: a file cannot be read or written.
     """
-    file, left_out = Path(folder) / f"{_digest(path, key)}-{path.name[:100]}.jsonl", 0
+    file = Path(folder) / f"{_digest(path, key)}-{path.name[:100]}.jsonl"
     if file.exists():
         return file, 0
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with new_file(file, is_binary=True) as stream:
-            for line in records(path, kind_of(path, key)):
-                left_out += line is None
-                stream.write(plain_line(line))
+            left_out = write_records(stream, folder, path, kind_of(path, key))
     except DAMAGED as error:
         raise ValueError(f"{path}: cannot be unpacked to --data-cache-path {folder} ({error})") from error
     return file, left_out

@@ -12,20 +12,30 @@ import io
 import json
 import lzma
 import re
+import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Buffer, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, Final, Literal, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Final, Literal, cast
 
+from bytescale_ext.data.samples.parquet_pages import MOST_RATIO, check_pages
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import finite, json_value
+
+if TYPE_CHECKING:
+    from pyarrow import Array
 
 Kind = Literal["text", "lines", "values", "parquet", "warc"]
 DAMAGED: Final = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """Errors of files that cannot be read or unpacked."""
 MOST_BYTES: Final = 128 << 20
 """Longest record that is read: a small compressed file can hold one of any length."""
+MOST_UNPACKED: Final = 4 << 30
+"""Bytes to which a packed file of any size may unpack; a larger file may unpack to ``MOST_RATIO`` times its bytes."""
+MIN_FREE_BYTES: Final = 1 << 30
+"""Free bytes that unpacked records leave on the disk of their file."""
+_CHECKED_BYTES: Final = 256 << 20  # written between two looks at the free space
 _MAGIC: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz"}
 _OTHERS: Final = {
     b"PK\x03\x04": "a ZIP archive", b"7z\xbc\xaf\x27\x1c": "a 7z archive", b"Rar!\x1a": "a RAR archive",
@@ -50,8 +60,56 @@ def packing_of(path: Path) -> str:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
 
 
+class _Bounded(io.RawIOBase):
+    """Unpacked bytes of a file, up to the most that a file of its size may unpack to."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self._path, self._stream = path, stream
+        self._left = most_unpacked(path)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        """Read into a buffer; return the number of bytes. Raises ValueError after too many bytes."""
+        view = memoryview(buffer).cast("B")
+        data = self._stream.read(len(view))
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError(unpacks_to_too_much(self._path))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+        super().close()
+
+
+def most_unpacked(path: Path) -> int:
+    """Return the number of bytes to which a file may unpack."""
+    return max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
+
+
+def unpacks_to_too_much(path: Path) -> str:
+    """Return why a file is not read any further."""
+    return (
+        f"{path}: unpacks to more than {MOST_UNPACKED >> 20:,} MiB and {MOST_RATIO} times its size: "
+        "unpack it yourself if that is right"
+    )
+
+
 def opened(path: Path) -> BinaryIO:
-    """Open a file for its unpacked bytes. Raises OSError, and ValueError if a package is missing."""
+    """Open a file for its unpacked bytes. Raises OSError, and ValueError if a package is missing.
+
+    Reading raises ValueError if the file unpacks to more than ``most_unpacked`` bytes.
+    """
+    stream, packing = _unpacking(path), packing_of(path)
+    return cast(BinaryIO, io.BufferedReader(_Bounded(path, stream), _HEAD)) if packing else stream
+
+
+def _unpacking(path: Path) -> BinaryIO:
     packing = packing_of(path)
     if packing == "zstd":
         try:
@@ -143,9 +201,14 @@ def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
     ValueError if the file cannot be read any further.
     """
     if kind == "parquet":
+        left = most_unpacked(path)
         for row in parquet_rows(path):
-            line = json.dumps(finite(row), default=str).encode()
-            yield line if len(line) <= MOST_BYTES else None
+            line = None if row is None else json.dumps(finite(row), default=str).encode()
+            is_kept = line is not None and len(line) <= MOST_BYTES
+            left -= len(line or b"") if is_kept else 0
+            if left < 0:
+                raise ValueError(unpacks_to_too_much(path))
+            yield line if is_kept else None
     elif kind == "values":
         yield from _values(path)
     else:
@@ -157,6 +220,26 @@ def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
 def plain_line(record: bytes | None) -> bytes:
     """Return a record as a line of an unpacked file: with one newline, and blank for a record that is too long."""
     return (record or b"").rstrip(b"\n") + b"\n"
+
+
+def write_records(file: IO[bytes], folder: str, path: Path, kind: Kind) -> int:
+    """Write the records of a file as plain lines to a file in ``folder``; return the number of records left out.
+
+    Raises an error of ``DAMAGED``, or ValueError if the file cannot be read any further, or if less than
+    ``MIN_FREE_BYTES`` of the disk would be left.
+    """
+    left_out, unchecked = 0, 0
+    for line in records(path, kind):
+        left_out += line is None
+        unchecked -= file.write(plain_line(line))
+        if unchecked < 0:
+            if (free := shutil.disk_usage(folder).free) < MIN_FREE_BYTES + _CHECKED_BYTES:
+                raise ValueError(
+                    f"{path}: its unpacked records leave {free >> 20:,} MiB of the disk of {folder}: use a folder with "
+                    "more space, or unpack the file"
+                )
+            unchecked = _CHECKED_BYTES
+    return left_out
 
 
 def lines(stream: BinaryIO) -> Iterator[bytes | None]:
@@ -238,24 +321,52 @@ def column_flaw(path: Path, key: str) -> str:
     return ""
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the rows of a Parquet file. Raises ValueError if it is another file, or cannot be read any further.
+def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
+    """Yield the rows of a Parquet file, and None for each row of more than ``MOST_BYTES``.
 
-    Columns of text stay dictionaries until a row is made: a small file can repeat a long text in each row.
+    Columns of text stay dictionaries until a row is made: a small file can repeat a long text in each row. Raises
+    ValueError if it is another file, or cannot be read any further.
     """
-    arrow, parquet = _arrow(path)
+    _, parquet = _arrow(path)
     try:
         with parquet.ParquetFile(path) as table:
-            texts = [field.name for field in table.schema_arrow if arrow.types.is_string(field.type)]
+            check_pages(path, table.metadata)
+            leaves = [table.schema.column(number) for number in range(len(table.schema.names))]
+            texts = [
+                leaf.path
+                for leaf in leaves
+                if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in ("STRING", "NONE")
+            ]
         with parquet.ParquetFile(path, read_dictionary=texts) as table:
             for batch in table.iter_batches(_BATCH):
                 names = batch.schema.names
+                is_large = sum(map(_num_bytes, batch.columns)) > MOST_BYTES
                 for row in range(batch.num_rows):
+                    if is_large and sum(_num_bytes(column.slice(row, 1)) for column in batch.columns) > MOST_BYTES:
+                        yield None
+                        continue
                     yield {name: column[row].as_py() for name, column in zip(names, batch.columns, strict=True)}
     except GeneratorExit:
         raise
     except Exception as error:  # pyarrow raises many types
         raise ValueError(f"{path}: cannot be read any further ({one_line(error, 160)})") from error
+
+
+def _num_bytes(column: Array) -> int:
+    """Return the bytes of a column's values, where repeated texts of a dictionary count each time."""
+    import pyarrow
+    from pyarrow import compute
+
+    kind = column.type
+    if pyarrow.types.is_dictionary(kind):
+        lengths = compute.binary_length(column.dictionary).cast("int64").take(column.indices)
+        return int(compute.sum(lengths).as_py() or 0)
+    if pyarrow.types.is_map(kind):
+        column = column.cast(pyarrow.list_(pyarrow.struct([("key", kind.key_type), ("value", kind.item_type)])))
+    if pyarrow.types.is_nested(kind):
+        parts = column.flatten()
+        return sum(map(_num_bytes, parts)) if isinstance(parts, list) else _num_bytes(parts)
+    return int(column.nbytes)
 
 
 def _arrow(path: Path) -> tuple[ModuleType, ModuleType]:

@@ -24,6 +24,7 @@ from bytescale_ext.data.samples.records import (
     packing_of,
     plain_line,
     records,
+    write_records,
 )
 from bytescale_ext.data.samples.texts import json_text
 from bytescale_ext.new_file import check_writable_folder
@@ -179,7 +180,11 @@ def _records_file(entry: Entry) -> BinaryIO:
     if not entry.kind:
         return entry.path.open("rb")
     unpacked = cast(BinaryIO, tempfile.TemporaryFile())
-    unpacked.writelines(map(plain_line, records(entry.path, entry.kind)))
+    try:
+        write_records(unpacked, tempfile.gettempdir(), entry.path, entry.kind)
+    except BaseException:
+        unpacked.close()
+        raise
     return unpacked
 
 
