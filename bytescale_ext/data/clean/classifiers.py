@@ -127,8 +127,9 @@ def _onnx(path: Path) -> Scores:
 
 def _hugging_face(path: Path) -> Scores:
     torch, transformers = (_package(name, path, name) for name in ("torch", "transformers"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, local_files_only=True).eval()
+    kind = transformers.AutoModelForSequenceClassification
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    model = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False).eval()
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 512))
     names = [model.config.id2label[number] for number in range(model.config.num_labels)]
 

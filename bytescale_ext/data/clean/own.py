@@ -21,6 +21,7 @@ from bytescale_ext.data.clean.words import LinedText
 from bytescale_ext.errors import one_line
 
 _Step = Callable[..., object]
+_SAFE_MODULES: Final = ("datatrove.pipeline.filters", "datatrove.pipeline.formatters")
 _NAMED: Final = {CLASSIFIER: "bytescale_ext.data.clean.classifiers:Classifier"}
 
 
@@ -47,6 +48,26 @@ class OwnSteps:
 def check_own_steps(recipe: Recipe) -> None:
     """Raise ValueError for a step that cannot be imported or created."""
     OwnSteps(recipe.own)
+
+
+def check_runs_no_code(recipe: Recipe) -> None:
+    """Raise ValueError for a step that can run code of the recipe's author.
+
+    Other steps are filters and formatters of datatrove, and classifiers without types that the recipe trusts.
+    """
+    for step in recipe.own:
+        if not _runs_no_code(step):
+            raise ValueError(f"step {step.use}: it can run code, so read the recipe and give --trust-recipe")
+
+
+def _runs_no_code(step: OwnStep) -> bool:
+    if step.use == CLASSIFIER:
+        return not dict(step.options).get("trusted")
+    place, _, name = step.use.rpartition(":")
+    if place not in _SAFE_MODULES:
+        return False
+    found = getattr(importlib.import_module(place), name, None)
+    return inspect.isclass(found) and issubclass(found, (BaseFilter, BaseFormatter))
 
 
 def _run(step: _Step, document: Document) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bytescale_ext.data.clean.output import gather
-from bytescale_ext.data.clean.own import OwnSteps, check_own_steps
+from bytescale_ext.data.clean.own import OwnSteps, check_own_steps, check_runs_no_code
 from bytescale_ext.data.clean.recipe import OwnStep, Recipe, Source, read_recipe
 from tests.data.cleaning import document, run_recipe, told
 
@@ -79,6 +79,27 @@ def test_a_step_that_cannot_be_made_is_refused_before_anything_runs(code: Path, 
     with pytest.raises(ValueError, match=message) as caught:
         check_own_steps(recipe)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        OwnStep("os:system"),
+        OwnStep("steps.py:longer"),
+        OwnStep("/tmp/steps.py:longer"),
+        OwnStep("datatrove.pipeline.filters.base_filter:BaseFilter.run"),
+        OwnStep("datatrove.pipeline.filters:sampler_filter"),
+        OwnStep("datatrove.pipeline.filters:none"),
+        OwnStep("datatrove.pipeline.writers:JsonlWriter", (("output_folder", "/tmp/x"),)),
+        OwnStep("datatrove.pipeline.filters.lambda_filter:os"),
+        OwnStep("classifier", (("model", "x.skops"), ("trusted", ["os.system"]))),
+    ],
+)
+def test_a_recipe_runs_no_code_without_trust(step: OwnStep) -> None:
+    with pytest.raises(ValueError, match=f"^step {step.use}: it can run code, so read the recipe and give --trust-rec"):
+        check_runs_no_code(Recipe((), own=(step,)))
+    safe = ("datatrove.pipeline.filters:RegexFilter", "datatrove.pipeline.formatters:PIIFormatter", "classifier")
+    check_runs_no_code(Recipe((), own=tuple(map(OwnStep, safe))))
 
 
 @pytest.mark.parametrize(("name", "message"), [("wrong", "not float"), ("failing", "no such key")])

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input", nargs="+", default=[], metavar="NAME=PATH", help="sources: files, or folders of text files"
     )
+    parser.add_argument("--trust-recipe", action="store_true", help="run the code that the steps of the recipe name")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="write NAME/*.jsonl and report.json")
     parser.add_argument("--steps", nargs="*", choices=STEPS, help="cleaning steps (default: all)")
     parser.add_argument("--filters", nargs="*", choices=FILTERS, help="quality filters of all sources")
@@ -66,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
     where = executor_settings(args)
     if finish.settings and not args.tokenize:
         raise ValueError("--tokenizer-type needs --tokenize")
+    if recipe.own and not args.trust_recipe:
+        from bytescale_ext.data.clean.own import check_runs_no_code
+
+        check_runs_no_code(recipe)
     done = begin(finish)
     if not done:
         from bytescale_ext.data.clean.own import check_own_steps

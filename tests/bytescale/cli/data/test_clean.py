@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,11 @@ def test_bad_calls_are_one_line_before_any_work(
     full.mkdir()
     (full / "mine.txt").write_text("mine")
     out = tmp_path / "out"
+    code, recipe = tmp_path / "torch.py", tmp_path / "code.toml"
+    code.write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\n")
+    recipe.write_text(f"[[step]]\nuse = '{code}:x'\n")
     for words, message in (
+        (("--recipe", recipe), f"step {code}:x: it can run code, so read the recipe and give --trust-recipe"),
         (("--steps", "near"), "near needs exact"),
         (("--concurrent-tasks", 0), "--concurrent-tasks 0: give 1 or more"),
         (("--executor", "slurm"), "--executor slurm needs a partition: give --slurm partition=P"),
@@ -92,6 +97,10 @@ def test_bad_calls_are_one_line_before_any_work(
         assert message in error
         assert error.count("\n") == 1
     assert not out.exists()
+    assert not (tmp_path / "it ran").exists()
+    assert run(docs, out, "--recipe", recipe, "--trust-recipe") == 2  # no function of this name
+    assert (tmp_path / "it ran").exists()
+    shutil.rmtree(out)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert run(docs, out) == 2
     assert "datatrove is needed: pip install 'bytescale-megatron[data]'" in capsys.readouterr().err
