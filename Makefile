@@ -111,7 +111,7 @@ transformers4: $(STAMP)
 # Oracles, pipelines, resumption, checkpoints of stock Megatron, and the patch table.
 MEGATRON_TESTS := tests/e2e/hdp/test_oracle.py tests/e2e/hdp/test_pipelines.py tests/e2e/hdp/test_moe.py \
   tests/e2e/slices/test_seq1f1b.py tests/e2e/states/test_paged.py tests/e2e/runs/test_resume.py \
-  tests/e2e/runs/test_stock.py tests/bytescale/test_patches.py
+  tests/e2e/runs/test_stock.py tests/bytescale/test_patches.py tests/survey/test_survey.py
 
 # Not a part of `make test`: these tests with another release of Megatron, in an environment of its own.
 megatron:

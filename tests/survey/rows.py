@@ -9,15 +9,19 @@ Each ``*.toml`` file of this folder is a list of groups. A group has these keys:
   it removes.
 - ``with``: further words of the line.
 - ``names``: name of the setting in Megatron's refusal, if the refusal leaves the flag out.
+- ``versions``: "0.20" for flags that Megatron has since that version, "before 0.20" for flags that it lost there.
 - ``because``: the reason why no other reading changes; needed by "config" and "nothing". For "tested", a file of tests.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.bytescale.versions import installed_megatron
 
 REFUSED, NOTHING, TESTED, TRAINED = "refused", "nothing", "tested", "trained"
 READINGS = ("weights", "loss", "update", "schedule", "run", "config")
@@ -65,8 +69,10 @@ def rows() -> list[Row]:
 
 def _rows_of(file: Path) -> Iterator[Row]:
     for group in tomllib.loads(file.read_text(encoding="utf-8"))["group"]:
-        unknown = set(group) - {"flags", "changes", "line", "with", "because", "names"}
+        unknown = set(group) - {"flags", "changes", "line", "with", "because", "names", "versions"}
         assert not unknown, (file.name, unknown)
+        if not _is_installed(group.get("versions", "0")):
+            continue
         assert group["changes"] in KINDS, (file.name, group["changes"])
         assert "because" in group or group["changes"] not in NEED_REASON, (file.name, group["flags"])
         for text in group["flags"].strip().splitlines():
@@ -80,3 +86,14 @@ def _rows_of(file: Path) -> Iterator[Row]:
                 group.get("names", ""),
                 trace,
             )
+
+
+def _is_installed(versions: str) -> bool:
+    """Return whether the installed Megatron is one of the versions that a group names."""
+    limit = _numbers(versions.removeprefix("before "))
+    is_older = _numbers(installed_megatron() or "0") < limit
+    return is_older if versions.startswith("before ") else not is_older
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

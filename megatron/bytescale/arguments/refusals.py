@@ -176,6 +176,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--fp16-lm-cross-entropy", ALWAYS, "remove it: GPT models of Megatron 0.19.2 do not read it"),
     refuse("--fp32-residual-connection of local layers", ALWAYS, "remove it: it needs TransformerEngine",
            IS_LOCAL & given("fp32_residual_connection")),
+    refuse("--output-logit-dtype of local layers", ALWAYS, "remove it: it needs TransformerEngine",
+           IS_LOCAL & given("logit_dtype")),
     refuse("--exit-signal-handler-for-dataloader", ALWAYS, _UNREAD),
     refuse("--dist-ckpt-save-pre-mcore-014", ALWAYS, _UNREAD),
     refuse("--apply-layernorm-1p of local layers", ALWAYS, "remove it: it needs TransformerEngine",
@@ -204,6 +206,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            & ~given("no_load_optim")),
     refuse("--non-persistent-ckpt-type local", ALWAYS, "use global: nothing checks the classes in checkpoints of "
            "nvidia_resiliency_ext before they are loaded", equals("non_persistent_ckpt_type", "local")),
+    refuse("--ckpt-pg-tensors-cache-path", ALWAYS, "remove it: Megatron runs the pickles in this folder"),
     refuse("--inprocess-restart", ALWAYS, _OTHER_SCRIPT),
     refuse("--perform-rl-step", ALWAYS, "use Megatron's own train_rl.py"),
     refuse("--vision-pretraining", ALWAYS, "train a GPT without it"),

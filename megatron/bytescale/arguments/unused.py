@@ -68,6 +68,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
     *_belong("--group-query-attention", given("group_query_attention"), ["--num-query-groups"]),
     *_belong("--swiglu", _IS_GATED, ["--glu-linear-offset", "--activation-func-clamp-value"]),
     *_belong("--qk-layernorm", given("qk_layernorm"), ["--apply-wd-to-qk-layernorm"]),
+    *_belong("--batch-invariant-mode", given("batch_invariant_mode"), ["--batch-invariant-backend"]),
     *_belong("--qk-clip", given("qk_clip"), ["--qk-clip-alpha", "--qk-clip-threshold"]),
     *_belong(
         "--multi-latent-attention",
@@ -92,8 +93,15 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
         given("hybrid_layer_pattern"),
         ["--is-hybrid-model", "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-groups",
          "--mamba-num-heads", "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype",
-         "--mtp-hybrid-override-pattern"],
+         "--mtp-hybrid-override-pattern", "--gdp-num-householder", "--gdp-num-chunk-states-to-recompute",
+         "--gdp-cutedsl-kernel"],
         NO_MAMBA,
+    ),
+    *_belong(
+        "--enable-mhc-connections",
+        given("enable_mhc_connections"),
+        ["--mhc-num-residual-streams", "--mhc-sinkhorn-iterations", "--mhc-init-gating-factor",
+         "--mhc-recompute-layer-num"],
     ),
     *_belong("--position-embedding-type mrope", equals("position_embedding_type", "mrope"), ["--mrope-section"]),
     *_belong(
@@ -134,6 +142,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
         given("mtp_num_layers"),
         ["--mtp-loss-scaling-factor", "--mtp-use-repeated-layer", "--mtp-detach-heads"],
     ),
+    *_belong("--mtp-num-layers 2", above("mtp_num_layers", 1), ["--mtp-hsm"]),
     *_belong(
         "--fp8-format",
         given("fp8"),
@@ -174,7 +183,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
         ["--muon-momentum", "--muon-no-split-qkv", "--muon-nesterov",
          "--muon-scale-mode", "--muon-fp32-matmul-prec", "--muon-coefficient-type",
          "--muon-num-ns-steps", "--muon-tp-mode", "--muon-extra-scale-factor",
-         "--muon-scalar-optimizer"],
+         "--muon-scalar-optimizer", "--muon-use-syrk"],
     ),
     *_belong("--optimizer lion", ~_IS_PLAIN_OPTIMIZER, ["--lion-beta1", "--lion-beta2"]),
     *_belong(
@@ -226,7 +235,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
          "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype",
          "--megatron-fsdp-enable-fine-grained-param-gather", "--megatron-fsdp-max-pool-double-buffer",
          "--fsdp-db-use-persist-buf-on-alloc-fail", "--suggested-communication-unit-size",
-         "--keep-fp8-transpose-cache", "--enable-full-sharding-in-hsdp"],
+         "--keep-fp8-transpose-cache", "--enable-full-sharding-in-hsdp", "--megatron-fsdp-version"],
     ),
     *_belong(
         "--use-torch-fsdp2", given("use_torch_fsdp2"), ["--torch-fsdp2-no-reshard-after-forward"]
@@ -281,6 +290,20 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
         ["--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-warmup-steps"],
     ),
     *_belong("--moe-use-upcycling", given("moe_use_upcycling"), ["--moe-upcycling-granularity"]),
+    *_belong(
+        "--tensor-parallel-num-weight-shards",
+        above("tensor_parallel_num_weight_shards", 1) | above("expert_tensor_parallel_num_weight_shards", 1),
+        ["--gtp-remat-nccl-ub", "--gtp-expert-remat-nccl-ub", "--gtp-remat-opt-in-modules",
+         "--gtp-remat-reduce-scatter-with-fp32-accumulation"],
+        "remove it: only tensor parallelism divides weights",
+    ),
+    *_belong(
+        "--ckpt-pg-tensors-cache-path",
+        given("ckpt_pg_tensors_cache_path"),
+        ["--ckpt-pg-tensors-cache-create"],
+        "remove it: Megatron runs the pickles in the folder of that cache",
+    ),
+    *_belong("--otel-enabled", given("otel_enabled"), ["--otel-service-name", "--otel-span-groups"]),
     *_belong("--replication", given("replication"), ["--replication-jump", "--replication-factor"]),
     *_belong("--dataloader-type cyclic", equals("dataloader_type", "cyclic"), ["--no-data-sharding"]),
     *_belong(

@@ -60,6 +60,8 @@ REFUSALS = (
     refuse("--mtp-num-layers without --hybrid-data-parallel", "loss_chunks", "add --hybrid-data-parallel, which "
            "also computes its losses in chunks", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
     refuse("--logits-save-dir", "loss_chunks"),
+    refuse("--output-logit-dtype", "loss_chunks", "remove it: chunks have the type of the output layer's input",
+           given("logit_dtype")),
 )  # fmt: skip
 
 LOSS_CHUNKS = Feature(

@@ -47,6 +47,7 @@ REFUSALS = (
     refuse("--experimental-attention-variant", "activations", _NOT_STANDARD),
     refuse("--heterogeneous-layers-config-path", "activations", _NOT_STANDARD),
     refuse("--heterogeneous-layers-config-encoded-json", "activations", _NOT_STANDARD),
+    refuse("--enable-mhc-connections", "activations", _NOT_STANDARD),
     refuse("--spec", "activations", _NOT_STANDARD),
     refuse("--apply-query-key-layer-scaling of local layers", "activations", _PLAIN_CAUSAL,
            IS_LOCAL & given("apply_query_key_layer_scaling")),

@@ -41,6 +41,8 @@ REFUSALS = (
     refuse("--experimental-attention-variant", "hdp slices"),
     refuse("--heterogeneous-layers-config-path", "hdp slices"),
     refuse("--heterogeneous-layers-config-encoded-json", "hdp slices"),
+    refuse("--enable-mhc-connections", "hdp slices", "remove it: layers have one residual stream here"),
+    refuse("--mtp-hsm", "hdp slices", "remove it: the tokens that it mixes would depend on the plan"),
     refuse("--spec", "hdp slices", "train Megatron's GPT without it: {} has its own layer spec"),
     refuse("--transformer-impl inference_optimized", "hdp slices", "use local or transformer_engine",
            equals("transformer_impl", "inference_optimized")),
