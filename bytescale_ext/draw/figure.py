@@ -46,6 +46,7 @@ _ARMS: Final = {
     "bytescale": Style("#2a9d8f", "^"),
     "naive": Style("#8c6bb1", "v", ":"),
     "hybrid": Style("#e08214", "D"),
+    "dynamic": Style("#e377a2", "d", "-."),
     "static": Style("#b2182b", "s"),
     "packed": Style("#7f7f7f", "P", "--"),
     "pipelines": Style("#d4a72c", "X", "--"),

@@ -23,6 +23,7 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 
 if TYPE_CHECKING:
+    from bytescale_ext.data.loading.planning import Planner
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
 
@@ -50,8 +51,15 @@ class HybridPlanner:
         return self(lengths)
 
 
-def place_groups(groups: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> PlacedRanks:
-    """Return the placement of the sequences ``groups[number][rank]``, one sequence per micro-batch.
+def place_groups(
+    groups: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], are_packs: bool = False
+) -> PlacedRanks:
+    """Return the placement of the sequences ``groups[number][rank]``.
+
+    Args:
+        groups: sequences of each rank in each group.
+        lengths: tokens of each sequence.
+        are_packs: whether the sequences of a rank in a group are one micro-batch, instead of one micro-batch each.
 
     Raises:
         ValueError: the ranks of a sequence are not contiguous, or a rank of a group has no sequence.
@@ -61,7 +69,8 @@ def place_groups(groups: Sequence[Sequence[Sequence[int]]], lengths: Sequence[in
         for rank, seqs in enumerate(group):
             if not seqs:
                 raise ValueError(f"rank {rank} has no sequence in group {number}")
-            for order, seq in enumerate(seqs, number * _GROUP):
+            for index, seq in enumerate(seqs):
+                order = number * _GROUP + (0 if are_packs else index)
                 if not widths[seq]:
                     firsts[seq], orders[seq] = rank, order
                 if orders[seq] != order or firsts[seq] + widths[seq] != rank:
@@ -105,11 +114,16 @@ def use_hybrid_plans(training: Training, runtime: Runtime) -> Training:
     import torch.distributed as dist
 
     from megatron.bytescale.core.parallel_state import hdp_group
+
+    forward = with_barriers(training.forward_step, runtime, lambda: dist.barrier(hdp_group()))
+    return replace(use_planner(training, runtime, HybridPlanner(runtime.run.cluster)), forward_step=forward)
+
+
+def use_planner(training: Training, runtime: Runtime, planner: Planner) -> Training:
+    """Return the training with the plans of another planner."""
     from megatron.bytescale.features.hdp.build import dataset_provider
 
-    provider = dataset_provider(runtime, planner=HybridPlanner(runtime.run.cluster))
-    forward = with_barriers(training.forward_step, runtime, lambda: dist.barrier(hdp_group()))
-    return replace(training, dataset_provider=provider, forward_step=forward)
+    return replace(training, dataset_provider=dataset_provider(runtime, planner=planner))
 
 
 def main() -> None:

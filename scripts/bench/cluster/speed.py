@@ -256,6 +256,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and tokens (%(default)s)")
     parser.add_argument("--device-times", metavar="NAME", help="train without the emulated cluster, and replay what "
                         "the ranks do in the times of a device: h100, h200, or a file of timings")  # fmt: skip
+    parser.add_argument("--megatron", type=Path, metavar="PATH", help="source tree of Megatron's development branch, "
+                        "whose dynamic context parallelism is the arm dynamic; needs --device-times")  # fmt: skip
     parser.add_argument("--results", type=Path, metavar="FILE",
                         help="file of results; logs are in its folder (runs/cluster/results.json, with --device-times "
                         "runs/cluster/virtual/NAME.json)")  # fmt: skip
@@ -287,6 +289,8 @@ def main() -> int:
         if args.device_times is not None:
             virtual.run(args)
             return 0
+        if args.megatron is not None:
+            raise ValueError("--megatron: its plans run with --device-times only")
         planned = with_names(QUICK if args.quick else FULL, args.cases, args.arms)
         check(args, planned)
         path = args.results or ROOT / "runs" / "cluster" / "results.json"

@@ -73,7 +73,7 @@ class Arm:
         title: name in tables.
         flags: flags of the training.
         width: static width of every document; 0: the plan decides; -1: all ranks.
-        is_hybrid: whether Megatron's hybrid plan and its barriers run.
+        megatrons: plans of Megatron that run in place of ours: "hybrid", with its barriers, or "dynamic".
         num_stages: stages of its pipelines.
         slicing: slices of micro-batches.
     """
@@ -81,7 +81,7 @@ class Arm:
     title: str
     flags: tuple[str, ...] = ()
     width: int = 0
-    is_hybrid: bool = False
+    megatrons: str = ""
     num_stages: int = 1
     slicing: Slicing = ONE_SLICE
 
@@ -115,19 +115,21 @@ class Planned:
     arms: tuple[str, ...]
 
 
+DYNAMIC: Final = "dynamic"
 ARMS: Final = {
     "ours": Arm("hybrid data parallelism", ("--hdp-hierarchical-rings", "auto")),
     "bytescale": Arm("Algorithm 2 as published", ("--hdp-balance", "bytescale", "--hdp-hierarchical-rings", "off")),
     "naive": Arm("naive HDP (Algorithm 1)", ("--hdp-balance", "none", "--hdp-hierarchical-rings", "off")),
     "static": Arm("static context parallelism over all ranks", ("--hdp-hierarchical-rings", "off"), -1),
-    "hybrid": Arm("Megatron's hybrid plan, its barriers", ("--hdp-hierarchical-rings", "off"), is_hybrid=True),
+    "hybrid": Arm("Megatron's hybrid plan, its barriers", ("--hdp-hierarchical-rings", "off"), megatrons="hybrid"),
+    DYNAMIC: Arm("Megatron's dynamic plan", ("--hdp-hierarchical-rings", "off"), megatrons=DYNAMIC),
     "packed": Arm("plain data parallelism with packing", ("--hdp-hierarchical-rings", "off"), 1),
     "stages": Arm("4 stages, 1F1B", num_stages=4),
     "slices": Arm("4 stages, 4 slices (Seq1F1B)", num_stages=4, slicing=Slicing(4)),
     "eager": Arm("4 stages, 4 eager slices", num_stages=4, slicing=Slicing(4).in_eager_order()),
 }
 
-_MAIN: Final = ("ours", "bytescale", "naive", "static", "hybrid")
+_MAIN: Final = ("ours", "bytescale", "naive", "static", "hybrid", DYNAMIC)
 QUICK: Final = (
     Planned(Case("byted"), (*_MAIN, "stages", "slices", "eager")),
     Planned(Case("github"), _MAIN),

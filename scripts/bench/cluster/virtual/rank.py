@@ -1,6 +1,7 @@
 """The program of one rank of a recording: pretrain_gpt_hdp.py with the hooks of ``record.py``.
 
-``BYTESCALE_RECORD`` names the folder of the recording. With ``BYTESCALE_HYBRID=1`` Megatron's hybrid plan runs.
+``BYTESCALE_RECORD`` names the folder of the recording. ``BYTESCALE_PLANS=hybrid`` runs Megatron's hybrid plan, and
+``BYTESCALE_PLANS=dynamic`` the dynamic plan of the source tree ``BYTESCALE_MEGATRON``.
 """
 
 from __future__ import annotations
@@ -57,15 +58,19 @@ def record(training: Training, runtime: Runtime, recorder: Recorder) -> Training
 def main() -> None:
     """Train with the flags of the command line and write the events."""
     from megatron.bytescale import train
-    from scripts.bench.cluster.hybrid import use_hybrid_plans
+    from scripts.bench.cluster.dynamic import DynamicPlanner
+    from scripts.bench.cluster.hybrid import use_hybrid_plans, use_planner
     from scripts.bench.cluster.virtual.events import write_events
     from scripts.bench.cluster.virtual.record import Recorder
 
     recorder = Recorder()
 
     def adapt(training: Training, runtime: Runtime) -> Training:
-        if os.environ.get("BYTESCALE_HYBRID") == "1":
+        if os.environ["BYTESCALE_PLANS"] == "hybrid":
             training = use_hybrid_plans(training, runtime)
+        elif os.environ["BYTESCALE_PLANS"] == "dynamic":
+            planner = DynamicPlanner(runtime.run.cluster, Path(os.environ["BYTESCALE_MEGATRON"]))
+            training = use_planner(training, runtime, planner)
         return record(training, runtime, recorder)
 
     train.main(adapt)

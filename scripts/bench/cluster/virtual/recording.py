@@ -51,12 +51,14 @@ class Recording:
         device: device whose times the plans follow.
         num_steps: steps of a run; the first does not count.
         seed: seed of lengths and tokens.
+        megatron: source tree of Megatron whose dynamic plans run.
     """
 
     folder: Path
     device: DeviceTimes
     num_steps: int
     seed: int = 0
+    megatron: Path | None = None
 
     def times(self, case: Case, arm: Arm) -> ModelTimes:
         """Return the times of the modelled model."""
@@ -101,7 +103,8 @@ class Recording:
         ranks = []
         for number in range(case.num_ranks):
             environment = rank_environment(case, number, port)
-            environment |= {"BYTESCALE_RECORD": str(folder), "BYTESCALE_HYBRID": str(int(arm.is_hybrid))}
+            environment |= {"BYTESCALE_RECORD": str(folder), "BYTESCALE_PLANS": arm.megatrons}
+            environment |= {"BYTESCALE_MEGATRON": str(self.megatron)}
             with new_log(folder / f"rank{number}.log", is_binary=True) as log:
                 ranks.append(fork(lambda: run_warm(command, environment, log.fileno(), lambda: None)))  # noqa: B023
         failed = first_failure(ranks)
