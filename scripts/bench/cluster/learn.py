@@ -1,6 +1,7 @@
 """Plans that learn, in virtual time: steps are planned, replayed under true costs, and learned from.
 
-    python -m scripts.bench.cluster.learn --quick --json
+    python -m scripts.bench.cluster.learn --quick --json    # about 2 minutes of processor time
+    python -m scripts.bench.cluster.learn                   # 8 nodes: many times as long
 
 Each step is planned with the costs learned so far, as in training: ranks exchange statistics every few steps, and
 plans that are made ahead keep their costs. The replay under the true costs and speeds gives the step's time and the
@@ -56,6 +57,7 @@ class Case:
         steps: number of steps.
         learns: whether costs are learned.
         stages: pipeline stages of each HDP rank.
+        context: most tokens of a document.
     """
 
     nodes: int
@@ -64,6 +66,7 @@ class Case:
     steps: int
     learns: bool = True
     stages: int = 1
+    context: int = CONTEXT
 
     @property
     def cluster(self) -> Cluster:
@@ -81,7 +84,7 @@ class Case:
     def lengths(self, step: int) -> npt.NDArray[np.int64]:
         """Return the lengths of the documents of a step, by its number from 0: [n]."""
         cluster = self.cluster
-        return sample_lengths("github", CONTEXT, PACKS * cluster.tokens_per_rank * cluster.num_ranks, seed=step)
+        return sample_lengths("github", self.context, PACKS * cluster.tokens_per_rank * cluster.num_ranks, seed=step)
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,11 @@ def over(steps: Sequence[Step], others: Sequence[Step], last: int) -> list[float
     return [mine.seconds / theirs.seconds for mine, theirs in zip(steps[-last:], others[-last:], strict=True)]
 
 
+def of_equal(steps: Sequence[Step], equal: Sequence[Step], last: int) -> list[float]:
+    """Return ``of_bound`` over the ``of_bound`` of ranks of equal speed: pipelines fill and drain at any speed."""
+    return [mine / theirs for mine, theirs in zip(of_bound(steps, last), of_bound(equal, last), strict=True)]
+
+
 def predicted(steps: Sequence[Step], last: int) -> list[float]:
     """Return predicted over measured time of the last steps."""
     return [step.predicted / step.seconds for step in steps[-last:]]
@@ -192,6 +200,9 @@ def figures(quick: bool) -> Figures:
     fixed = run(Case(nodes, right, always(equal), steps, learns=False))
     unlearned = run(Case(nodes, wrong, always(equal), steps, learns=False))
     aware, unaware = (run(Case(nodes, right, always(half), steps, learns=on)) for on in (True, False))
+    long, long_unaware = (
+        run(Case(nodes, right, always(one), steps, learns=on, context=nodes * CONTEXT)) for on in (True, False)
+    )
     stall, plain = (run(Case(nodes, right, stalled, steps, learns=on)) for on in (True, False))
     return {
         "wrong_costs": {
@@ -208,9 +219,16 @@ def figures(quick: bool) -> Figures:
             "of_bound": of_bound(aware, last),
             "predicted_over_measured": predicted(aware, last),
         },
+        "slow_rank_long_documents": {
+            "over_unaware": over(long_unaware, long, last),
+            "of_bound": of_bound(long, last),
+            "predicted_over_measured": predicted(long, last),
+        },
         "stalled_rank": {
             "over_unaware": over(plain[10:14], stall[10:14], 4),
+            "of_bound": of_bound(stall[11:14], 3),
             "after_recovery": over(stall, fixed, last),
+            "of_bound_after_recovery": of_bound(stall, last),
             "predicted_over_measured": predicted(stall, last),
         },
         **pipelines(nodes, steps, last),
@@ -229,6 +247,7 @@ def pipelines(nodes: int, steps: int, last: int) -> Figures:
         found[name] = {
             "over_unaware": over(unaware, aware, last),
             "of_bound": of_bound(aware, last),
+            "of_equal": of_equal(aware, even, last),
             "predicted_over_measured": predicted(aware, last),
         }
     return found

@@ -24,8 +24,9 @@ LINKS: Final = (PLANNED_GBPS, 200.0, 100.0)
 """Gbit/s of each device between nodes."""
 
 type CaseResult = dict[str, dict[str, Any]]
-"""Results of the arms of a case by name: ``losses``, ``tokens`` and ``bounds`` of the steps, ``minutes``, and ``steps``
-by the speed of the links: seconds and seconds by kind of each step. The first step does not count and is left out."""
+"""Results of the arms of a case by name: ``losses``, ``predicted`` seconds (not in older results), ``tokens`` and
+``bounds`` of the steps, ``minutes``, and ``steps`` by the speed of the links: seconds and seconds by kind of each step.
+The first step does not count and is left out."""
 
 
 @dataclass
@@ -79,11 +80,18 @@ def run_arm(recording: Recording, case: Case, arm_name: str) -> dict[str, Any]:
         del step["lengths"]
     return {
         "losses": list(programs.losses[1:]),
+        "predicted": predicted_seconds(folder),
         "tokens": [sum(of_step) * SCALE for of_step in lengths],
         "bounds": [bound(recording, case, of_step) for of_step in lengths],
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "steps": steps,
     }
+
+
+def predicted_seconds(folder: Path) -> list[float]:
+    """Return the seconds that the log of a recording predicts for each step, without the first."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["predicted_over_measured"] * row["step_seconds"] for row in rows[1:]]
 
 
 def bound(recording: Recording, case: Case, lengths: Sequence[int]) -> float:

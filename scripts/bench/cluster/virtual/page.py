@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # so that it also runs as a file
 
@@ -75,11 +76,46 @@ def targets(cases: Mapping[str, CaseResult]) -> list[Target]:
     for arm, limit in (("hybrid", 1.15), ("bytescale", 1.05)):
         if ("ours", arm) in values:
             rows.append(Target(f"ours over {ARMS[arm].title}, median", statistics.median(values["ours", arm]), limit))
+    errors = prediction_errors(cases)
+    if errors:
+        text = (
+            f"error of the predicted time, {planned} Gbit/s: median of {len(errors)} steps (highest {max(errors):.3f})"
+        )
+        rows.append(Target(text, statistics.median(errors), 0.05, at_most=True))
+    rows += matched_targets([arm_figures(arms, planned) for arms in cases.values()])
     rows += [
         Target(f"{ARMS[first].title} over 1F1B, lowest step", min(of_pair), 0.98)
         for (first, second), of_pair in values.items()
         if second == FIRST_PIPELINE
     ]
+    return rows
+
+
+def prediction_errors(cases: Mapping[str, CaseResult]) -> list[float]:
+    """Return the errors of predicted times on the links that plans are made for, of all steps of arms that plan."""
+    arms = [arm for of_case in cases.values() for arm in of_case.values() if "predicted" in arm]
+    return [
+        abs(predicted / step["seconds"] - 1)
+        for arm in arms
+        for predicted, step in zip(arm["predicted"], arm["steps"][f"{PLANNED_GBPS:g}"], strict=True)
+    ]
+
+
+def matched_targets(cases: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Target]:
+    """Return the targets of learned plans on the links that plans are made for. ``cases``: figures of arms by name."""
+    at = f"{PLANNED_GBPS:g} Gbit/s"
+    shares = [arms["ours"]["share"] for arms in cases]
+    waiting, computing = max(share["waiting"] for share in shares), min(share["computing"] for share in shares)
+    rows = [
+        Target(f"ours, {at}: waiting over time, highest case", waiting, 0.05, at_most=True),
+        Target(f"ours, {at}: time over mean computing, which bounds the imbalance, highest case", 1 / computing, 1.05,
+               at_most=True),
+    ]  # fmt: skip
+    for arm, limit in (("bytescale", 1.08), ("naive", 1.15)):
+        medians = [arms[arm]["over"][1] for arms in cases if arm in arms]
+        if medians:
+            value = statistics.median(medians)
+            rows.append(Target(f"ours over {ARMS[arm].title}, {at}, median of cases", value, limit))
     return rows
 
 
