@@ -17,7 +17,7 @@ import torch
 from pyarrow import parquet
 
 from bytescale_ext.data.clean.readers import documents_of
-from bytescale_ext.data.clean.recipe import Source
+from bytescale_ext.data.clean.recipe import Source, read_recipe
 from bytescale_ext.data.corpus.windows_file import WindowsHeader, load_windows, sha256_of
 from bytescale_ext.data.samples.chats import conversations
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
@@ -118,6 +118,10 @@ def read_documents(path: Path) -> object:
     return list(contents(file_entries(path), "text"))
 
 
+def read_recipe_file(path: Path) -> object:
+    return read_recipe(path, [f"more={path}"], {})
+
+
 def read_windows(path: Path) -> object:
     """Read a table of windows whose header has the hash of the table."""
     header = WindowsHeader(8, "none", 1, "0" * 64, sha256_of(path))
@@ -194,6 +198,7 @@ READERS = {
     "pages": Reader("rank.pages", check_replaceable, page_file()),
     "parquet": Reader("d.parquet", read_documents, table({"text": ["one", "two"], "stars": [1, 2]})),
     "list": Reader("e.json", read_documents, b'[{"text": "x"}, {"text": "y"}]'),
+    "recipe": Reader("r.toml", read_recipe_file, b"[[source]]\nname = 'docs'\npath = 'r.toml'\n"),
     "packed list": Reader("e.json.xz", read_documents, lzma.compress(b'[{"text": "x"}, {"text": "y"}]')),
     "pickle": Reader("x.pickle", lambda path: check_pickle(path.read_bytes()), b"\x80\x04K\x01."),
     "archive": Reader("x.pt", read_archive, archive({"weight": torch.arange(3), "name": "x"})),

@@ -123,6 +123,12 @@ TABLE: list[tuple[str, bytes, str]] = [
        b'[{"text": "x"}, bad, {"text": "y"}]', b'[{"text": "x"}, {"text": "\xff', b'[{"text": "x"}\0')),
     *(("list", b'[{"text": "x"}, ' + content, "no text under") for content in
       (b"5]", b'{"text": 5}]', b"null]", b"[[]]]")),
+    *(("recipe", content, "not a recipe in TOML") for content in
+      (b"a = " + DEEP, b"a = " + b"9" * 5_000, b"\xff", b"{}", b"a = ", b"a = 1\na = 2", b"\0", b"a" * 9)),
+    *(("recipe", content, ".") for content in
+      (b"step = 'x'", b"[[step]]\nuse = 'os'", b"[[step]]\nuse = 5", b"tasks = true", b"jaccard = nan",
+       b"jaccard = inf", b"filters = ['x']", b"text_key = 5", b"weight_key = [1]", b"tasks = 99999999999999999999",
+       b"a = 1979-05-27", b"max_weight = 1e308", b"[filters]\nx = {}")),
     *(("packed list", content, "cannot read|packed twice") for content in
       (READERS["packed list"].valid[:-9], READERS["packed list"].valid[:30], b"\xfd7zXZ\x00" + b"\xff" * 30,
        gzip.compress(READERS["packed list"].valid), b"BZh9" + b"\0" * 30, b"\x1f\x8b" + b"\0" * 30)),

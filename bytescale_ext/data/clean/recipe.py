@@ -18,6 +18,7 @@ import numpy.typing as npt
 from bytescale_ext.data.clean.repositories import repositories_in, repository_files
 from bytescale_ext.data.samples.sources import shown_files
 
+_MOST: Final = 1_000_000  # tasks, hashes and other counts of a recipe
 FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc", "repositories")
 STEPS: Final = ("filters", "pii", "exact", "near", "sentences")
 FILTERS: Final = ("gopher-quality", "gopher-repetition", "c4", "fineweb")
@@ -235,8 +236,9 @@ def shards_of(sizes: Sequence[int]) -> np.ndarray:
 def _parsed(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a recipe in TOML ({error})") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, and int() raises others
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: not a recipe in TOML ({reason})") from error
 
 
 def _named(words: str) -> dict[str, object]:
@@ -313,10 +315,11 @@ def _check(recipe: Recipe) -> None:
             raise ValueError(f"{name} {getattr(recipe, name)}: give one of {', '.join(known)}")
     for name in ("tasks", "ngram", "buckets", "hashes", "sentences", "min_words"):
         value = getattr(recipe, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} {value}: give a whole number of 1 or more")
-    if not isinstance(recipe.weight_key, str):
-        raise ValueError(f"weight_key {recipe.weight_key}: give the name of a key")
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise ValueError(f"{name} {value}: give a whole number of 1 or more, at most {_MOST:,}")
+    for name in ("weight_key", "text_key"):
+        if not isinstance(getattr(recipe, name), str):
+            raise ValueError(f"{name} {getattr(recipe, name)}: give the name of a key")
     for name, least, most in (("jaccard", 0.0, 1.0), ("max_weight", 1.0, 100.0)):
         value = getattr(recipe, name)
         if not isinstance(value, (int, float)) or not least <= value <= most:
