@@ -29,6 +29,9 @@ class SaveFailed(RuntimeError):
 
 
 _SECONDS_TO_AGREE: Final = 5.0
+_OF_SETTINGS: Final = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+"""Errors of a save that come from settings; torch and the system report files by RuntimeError and OSError."""
+
 _EXPLAINED: Final = (PeerLost, SaveFailed, PagesDamaged)
 """Errors whose message says everything that a user needs."""
 
@@ -118,11 +121,34 @@ def _save_text(error: BaseException) -> str:
     if cause.startswith("CheckpointException"):  # it omits the errors of the ranks that failed to write
         cause = "the log of another rank has the cause"
     folder = current(Interruptions).save or "."
+    if wrong := _first_of_settings(error):
+        cause = cause if str(wrong) else f"{type(wrong).__name__} at this check: {_last_line(wrong)}"
+        return (
+            f"saving the checkpoint in {folder} failed: {cause}. Megatron cannot save these settings; the file system "
+            f"is not the reason: change the settings, such as --ckpt-format or --optimizer ({TRACEBACK} prints the "
+            "calls). Start again: the run resumes from the last whole checkpoint"
+        )
     free = shutil.disk_usage(folder).free
     return (
         f"saving the checkpoint in {folder} failed: {cause}. {free / 1e6:,.1f} MB are free "
         "there; check the file system and start again: the run resumes from the last whole checkpoint"
     )
+
+
+def _first_of_settings(error: BaseException) -> BaseException | None:
+    """Return the first error of a rank that files do not cause; None if all errors may come from files.
+
+    ``error``: error of a save. torch's CheckpointException holds the errors of all ranks.
+    """
+    failures = getattr(error, "failures", None) or {0: (error, None)}
+    errors = [failure[0] for _, failure in sorted(failures.items())]
+    return next((one for one in errors if isinstance(one, _OF_SETTINGS)), None)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the source line that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line if frames else None) or "no source line"
 
 
 def _when() -> str:

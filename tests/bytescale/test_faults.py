@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 CLOSED = "[pair.cc:553] Connection closed by peer [10.0.0.7]:58513.\nGood luck"
 
 
-def unsaved(error: Exception) -> str:
+def unsaved(error: BaseException) -> str:
     """Return the error that a patched Megatron function raises for its own error."""
 
     def save_checkpoint() -> None:
@@ -28,6 +28,7 @@ def unsaved(error: Exception) -> str:
 def last_lines(rank: int, world: int) -> dict[str, str]:
     """Return the replacement of each error, by the name of the case."""
     import megatron.training
+    from torch.distributed.checkpoint.api import CheckpointException
 
     args: Any = SimpleNamespace(distributed_timeout_minutes=10)
     megatron.training.get_args = lambda: args
@@ -47,6 +48,11 @@ def last_lines(rank: int, world: int) -> dict[str, str]:
     said["exchange"] = str(found.value)
     args.save = "/"
     said["save"] = unsaved(OSError(28, "No space left on device"))
+    said["save of settings"] = unsaved(AssertionError("the states have no keys"))
+    said["save of settings without a message"] = unsaved(AssertionError())
+    errors: Any = {1: (RuntimeError("writing failed"), None), 2: (KeyError("optimizer"), None)}
+    said["save of a rank's settings"] = unsaved(CheckpointException("save", errors))
+    said["save of a rank's file"] = unsaved(CheckpointException("save", {1: errors[1]}))
     said["save of another rank"] = unsaved(RuntimeError(CLOSED))
     said["other"] = raised(RuntimeError("shapes differ"))
     said["value"] = raised(ValueError("gloo is the name of a file"))
@@ -73,6 +79,18 @@ def test_a_failed_save_names_its_folder_and_what_is_free_there(said: dict[str, s
     assert said["save"].startswith(failed)
     assert "MB are free there; check the file system and start again: the run resumes from the last" in said["save"]
     assert said["save of another rank"].startswith("PeerLost: rank 0, step 12: ")
+
+
+@pytest.mark.ranks
+def test_a_save_that_fails_on_settings_does_not_blame_the_file_system(said: dict[str, str]) -> None:
+    settings = "Megatron cannot save these settings; the file system is not the reason"
+    failed = "SaveFailed: rank 0, step 12: saving the checkpoint in / failed: "
+    assert said["save of settings"].startswith(f"{failed}the states have no keys. {settings}")
+    assert said["save of settings without a message"].startswith(
+        f"{failed}AssertionError at this check: raise error. {settings}"
+    )
+    assert settings in said["save of a rank's settings"]
+    assert "check the file system" in said["save of a rank's file"]
 
 
 @pytest.mark.ranks
