@@ -18,6 +18,7 @@ from typing import Final
 from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
 from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.arguments.schedules import Schedules
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
 POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train-samples")
@@ -112,12 +113,13 @@ class TokenizerChoice:
 
 
 def check_values(args: argparse.Namespace) -> None:
-    """Check sizes, shares, folders and the tokenizer, before anything is built.
+    """Check sizes, schedules, shares, folders and the tokenizer, before anything is built.
 
     Raises ``Refused`` with every reason, each naming a flag.
     """
     reasons = Reasons()
     reasons.add(*_wrong_sizes(options_of(args, Sizes)), *_wrong_folders(options_of(args, Folders)))
+    reasons.add(*options_of(args, Schedules).wrong())
     with reasons.collect():
         _check_split(options_of(args, Split).split)
     with reasons.collect():

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 OVERRIDDEN_ARGUMENTS = {
-    "sft": False, "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1,
+    "sft": False, "hybrid_data_parallel": True, "lr": 1.0, "min_lr": 0.0, "cost_file": None, "global_batch_size": 1,
+    "train_iters": 1,
     "train_samples": None, "eval_iters": 0, "eval_global_batch_size": None, "lr_decay_iters": None,
     "lr_decay_samples": None, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None,
     "lr_warmup_init": 0.0, "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "save": None, "load": None,

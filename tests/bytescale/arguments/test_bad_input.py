@@ -135,7 +135,7 @@ def test_data_arguments_in_a_file_that_is_missing(tmp_path: Path) -> None:
         ("--expert-model-parallel-size 2", ["--expert-model-parallel-size without --num-experts"]),
         ("--hdp-attention-kernel torch_flash", ["'torch_flash'", "runs on cuda, not on cpu"]),
         ("--yaml-cfg settings.yaml", ["--yaml-cfg", "command line"]),
-        ("--min-lr 1", ["Megatron refuses", "min_lr"]),
+        ("--min-lr 1", ["--min-lr 1", "--lr"]),
         ("--data-path 0.3 a b", ["0.3.idx: no such file"]),
     ],
 )
