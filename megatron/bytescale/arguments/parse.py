@@ -90,9 +90,11 @@ def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
 NEVER = 1 << 40
 """Steps between evaluations if there are none; Megatron divides by this number."""
 
+ENGINE = "transformer_engine"
+
 # Settings that Megatron turns on by default, and the modules that they need.
 NEEDS = {
-    "apply_rope_fusion": "transformer_engine",
+    "apply_rope_fusion": ENGINE,
     "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",  # from Apex; the output layer has no fallback
     "masked_softmax_fusion": "scaled_masked_softmax_cuda",  # from Apex
 }
@@ -127,7 +129,11 @@ def set_device_defaults(
     def can_use(module: str) -> bool:
         return not on_cpu and has(module)
 
-    if args.transformer_impl == "transformer_engine" and not can_use("transformer_engine"):
+    if on_cpu:
+        args.distributed_backend = "gloo"
+        args.use_cpu_initialization = True
+        args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
+    if args.transformer_impl == ENGINE and not can_use(ENGINE):
         if "--transformer-impl" in argv:
             reason = "there is no GPU" if on_cpu else "TransformerEngine is not installed (pip install .[gpu])"
             raise ValueError(f"--transformer-impl transformer_engine: {reason}; use --transformer-impl local")
@@ -137,10 +143,6 @@ def set_device_defaults(
     vars(args).update({name: getattr(args, name) and can_use(module) for name, module in NEEDS.items()})
     if not can_use("apex"):  # without Apex, Megatron's own norm refuses it
         args.no_persist_layer_norm = True
-    if on_cpu:
-        args.distributed_backend = "gloo"
-        args.use_cpu_initialization = True
-        args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
     if args.tensor_model_parallel_size > 1:  # Megatron requires it on GPUs before Blackwell
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -190,6 +192,8 @@ def check(
     """
     from megatron.training.arguments import validate_args
 
+    from megatron.bytescale.arguments.model_config import check_configurations
+
     trust_checkpoints(args.trust_checkpoint)
     reasons = Reasons()
     with reasons.collect():
@@ -205,6 +209,9 @@ def check(
     with refusals_of_megatron(), _unprinted_arguments():
         validate_args(args)
         features.check_after(args)
+    engine_is_elsewhere = args.transformer_impl == ENGINE and not is_installed(ENGINE)
+    with refusals_of_megatron():
+        check_configurations(args, engine_is_elsewhere)
 
 
 @contextlib.contextmanager

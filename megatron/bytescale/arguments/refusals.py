@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron.bytescale.arguments.bad_input import Refused
-from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, chosen, equals, given, where
+from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, chosen, equals, given, includes, where
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ _IS_ON_CPU = equals("distributed_backend", "gloo")
 _IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
 _LACKS_GROUPED = Condition(lambda _: _capability() < 8)
+_LACKS_DEEP_EP = Condition(lambda _: importlib.util.find_spec("deep_ep") is None)
+_RECOMPUTES_MODULES = equals("recompute_granularity", "selective") | given("recompute_activations")
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _UNREAD = "remove it: no code of Megatron 0.19.2 reads it"
 _OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
@@ -237,8 +239,24 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--init-model-with-meta-device without FSDP", ALWAYS, "remove it: it needs --use-megatron-fsdp or "
            "--use-torch-fsdp2",
            given("init_model_with_meta_device") & ~(given("use_megatron_fsdp") | given("use_torch_fsdp2"))),
+    refuse("--moe-router-topk 1 without --moe-router-pre-softmax", ALWAYS, "add --moe-router-pre-softmax: otherwise "
+           "the router would have no gradient", given("num_experts") & equals("moe_router_topk", 1)
+           & equals("moe_router_score_function", "softmax") & ~given("moe_router_pre_softmax")
+           & ~equals("moe_router_load_balancing_type", "sinkhorn", ["sinkhorn"])),
+    *(refuse(f"{flag} on CPU", ALWAYS, "remove it: it needs a GPU", _IS_ON_CPU & given(name))
+      for flag, name in (("--moe-permute-fusion", "moe_permute_fusion"), ("--moe-router-fusion", "moe_router_fusion"),
+                         ("--use-nccl-ub", "nccl_ub"))),
+    refuse("--moe-token-dispatcher-type flex on CPU", ALWAYS, "use alltoall: DeepEP needs a GPU",
+           _IS_ON_CPU & equals("moe_token_dispatcher_type", "flex") & _LACKS_DEEP_EP),
     refuse("--moe-grouped-gemm on CPU", ALWAYS, "remove it: it needs a GPU",
            _IS_ON_CPU & given("moe_grouped_gemm") & _LACKS_GROUPED),
+    refuse("--recompute-modules moe_act without --moe-grouped-gemm", ALWAYS, "leave moe_act out: only grouped experts "
+           "recompute their activation function",
+           _RECOMPUTES_MODULES & includes("recompute_modules", "moe_act") & ~given("moe_grouped_gemm")),
+    *(refuse(f"--recompute-modules {module} without TransformerEngine", ALWAYS, f"leave {module} out: Megatron 0.19.2 "
+             "asks TransformerEngine (pip install .[gpu]) in each forward pass",
+             _RECOMPUTES_MODULES & includes("recompute_modules", module) & IS_LOCAL & _LACKS_ENGINE)
+      for module in ("layernorm", "moe_act", "gdn_norm_out")),
     refuse("--ckpt-format fsdp_dtensor without --use-megatron-fsdp", ALWAYS, "use --ckpt-format torch_dist",
            equals("ckpt_format", "fsdp_dtensor") & ~given("use_megatron_fsdp")),
     refuse("--use-sharp", ALWAYS, "remove it: its process groups cannot be created here"),

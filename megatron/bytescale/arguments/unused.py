@@ -231,7 +231,7 @@ UNUSED_REFUSALS: Final[tuple[Refusal, ...]] = (
         "--use-megatron-fsdp",
         given("use_megatron_fsdp"),
         ["--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy",
-         "--fsdp-double-buffer", "--megatron-fsdp-main-params-dtype",
+         "--fsdp-double-buffer", "--fsdp-manual-registration", "--megatron-fsdp-main-params-dtype",
          "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype",
          "--megatron-fsdp-enable-fine-grained-param-gather", "--megatron-fsdp-max-pool-double-buffer",
          "--fsdp-db-use-persist-buf-on-alloc-fail", "--suggested-communication-unit-size",

@@ -78,6 +78,20 @@ EXAMPLES = {
         "--result-rejected-tracker-filename no/such/folder/tracker.txt"
     ),
     "--moe-routing-trace-path": "--moe-routing-trace-path trace",
+    "--moe-router-topk 1 without --moe-router-pre-softmax": "--moe-router-topk 1 --num-experts 4",
+    "--moe-permute-fusion on CPU": "--moe-permute-fusion --num-experts 4",
+    "--moe-router-fusion on CPU": "--moe-router-fusion --num-experts 4",
+    "--use-nccl-ub on CPU": "--use-nccl-ub",
+    "--moe-token-dispatcher-type flex on CPU": "--moe-token-dispatcher-type flex --num-experts 4",
+    "--recompute-modules moe_act without --moe-grouped-gemm": (
+        "--recompute-modules moe_act --recompute-granularity selective"
+    ),
+    **{
+        f"--recompute-modules {module} without TransformerEngine": (
+            f"--recompute-modules {module} --recompute-granularity selective --moe-grouped-gemm"
+        )
+        for module in ("layernorm", "moe_act", "gdn_norm_out")
+    },
     "--moe-grouped-gemm on CPU": "--moe-grouped-gemm --num-experts 4 --disable-bias-linear",
     "--ckpt-format fsdp_dtensor without --use-megatron-fsdp": "--ckpt-format fsdp_dtensor",
     "--moe-routing-trace-path on CPU": "--moe-routing-trace-path trace",

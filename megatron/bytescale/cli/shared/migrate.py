@@ -23,7 +23,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import reasons_of, refusals_of_megatron
 from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import options_of
-from megatron.bytescale.arguments.parse import named_or_installed, set_device_defaults, whole_parser
+from megatron.bytescale.arguments.parse import ENGINE, named_or_installed, set_device_defaults, whole_parser
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
@@ -38,6 +38,7 @@ _DROP: Final = re.compile(
 _UNREAD: Final = re.compile(r"add (.+), or remove (--[a-z0-9-]+|it)$")
 _ADD: Final = re.compile(r"add (--[a-z0-9-]+)(?: (\w+))?(?=$|[,:]| \()")
 _INSTEAD: Final = re.compile(r"use (--[a-z0-9-]+)(?: (\w+))?(?! or)(?!, or)(?=$|[,:]| in its place)")
+_LEAVE_OUT: Final = re.compile(r"leave (\w+) out")
 _VALUE: Final = re.compile(r"use (\w+)(?=:|$)")
 _SAME_TRAINING: Final = ("--moe-token-dispatcher-type", "--transformer-impl", "--ckpt-format")
 """Flags whose values train the same model in the same way."""
@@ -108,6 +109,14 @@ class _Line:
         del self.flags[slice(*place)]
         self.changes.append(LineChange("remove", shlex.join(words), why))
         return True
+
+    def leave_out(self, flag: str, value: str, why: str) -> bool:
+        """Remove one of the values of a flag, and a flag without values; return whether the line had the value."""
+        place = self.place(flag)
+        if place is None or value not in (words := self.flags[slice(*place)]):
+            return False
+        left = [word for word in words if word != value]
+        return self.put(left, why) if len(left) > 1 else self.remove(flag, why)
 
     def put(self, words: list[str], why: str) -> bool:
         """Set the value of a flag; return True."""
@@ -221,6 +230,7 @@ class _Given:
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
     sequence_parallel: bool
+    transformer_impl: str
     seq_length: int | None
     hdp_tokens_per_rank: int | None
     hdp_global_tokens: int | None
@@ -268,6 +278,8 @@ def _replace_mesh(line: _Line, given: _Given) -> None:
         line.put(["--hybrid-data-parallel"], "each document gets as many ranks as it needs")
     line.remove("--context-parallel-size", "--hybrid-data-parallel gives each document its own width")
     line.remove("--micro-batch-size", DONE_BY_PLAN)
+    if line.on_cpu and given.transformer_impl == ENGINE and line.place("--transformer-impl") is not None:
+        line.put(["--transformer-impl", "local"], "TransformerEngine needs a GPU")
     if given.seq_length is None:
         line.changes.append(
             LineChange("decide", "--seq-length", "give the longest sample: longer documents are cut there")
@@ -362,6 +374,8 @@ def _follow(line: _Line, setting: str, advice: str) -> bool:
     if (added := _ADD.match(advice)) and (words := _words(added[1], added[2])):
         line.put(words, advice)
         return True
+    if left := _LEAVE_OUT.match(advice):
+        return line.leave_out(flag, left[1], advice)
     if (value := _VALUE.match(advice)) and flag in _SAME_TRAINING:
         line.put([flag, value[1]], advice)
         return True

@@ -131,7 +131,7 @@ LINES: Final[dict[str, PublicLine]] = {
         f"--moe-grouped-gemm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 {BASE} {SAMPLED} --bf16 {DDP} "
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttmL "
         "--recompute-granularity selective --recompute-modules moe_act mlp",
-        "? --train-samples, = --moe-token-dispatcher-type, ? --pipeline-model-parallel-layout",
+        "? --train-samples, ? --pipeline-model-parallel-layout",
     ),
     "qwen2.5-7b": PublicLine(
         "examples/post_training/modelopt/conf/Qwen/Qwen2.5-7B-Instruct.sh",
@@ -183,7 +183,8 @@ LINES: Final[dict[str, PublicLine]] = {
         f"2 --num-layers 2 {LLAMA} --attention-backend fused --apply-layernorm-1p {BASE} {SAMPLED} --bf16 {DDP} {FSDP} "
         f"--fsdp-manual-registration {MOCK} --no-check-for-nan-in-loss-and-grad",
         "? --train-samples, - --use-megatron-fsdp, - --attention-backend, ? --mock-data, "
-        "- --init-model-with-meta-device, = --ckpt-format, - --fsdp-double-buffer, - --tiktoken-pattern",
+        "- --init-model-with-meta-device, = --ckpt-format, - --fsdp-double-buffer, - --fsdp-manual-registration, "
+        "- --tiktoken-pattern",
     ),
     "deepseek-v3-fsdp": PublicLine(
         "examples/megatron_fsdp/sbatch_mfsdp_deepseek_v3.sh",
@@ -193,7 +194,7 @@ LINES: Final[dict[str, PublicLine]] = {
         f"--expert-tensor-parallel-size 1 {BASE} {SAMPLED} --bf16 {DDP} {FSDP} --megatron-fsdp-grad-comm-dtype bf16 "
         "--megatron-fsdp-main-grads-dtype bf16 --recompute-granularity selective --recompute-modules mlp moe layernorm "
         "--lr-warmup-init 3.9e-7 --enable-experimental",
-        "? --train-samples, = --moe-token-dispatcher-type, - --use-megatron-fsdp, "
+        "? --train-samples, - --use-megatron-fsdp, "
         "- --init-model-with-meta-device, = --ckpt-format, - --fsdp-double-buffer, - --megatron-fsdp-main-grads-dtype, "
         "- --megatron-fsdp-grad-comm-dtype",
     ),

@@ -22,11 +22,10 @@ SIGNS = {"remove": "-", "add": "+", "replace": "=", "decide": "?"}
 # Flags that a user removes who trains a line on CPU, with documents, and without the settings that HDP refuses.
 NOT_HERE = """
 --train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size --step-batch-size-schedule --mock-data
---tokenizer-type --tokenizer-model --vocab-size --bf16 --fp16 --transformer-impl --fp8-format --fp8-param-gather
---fp8-amax-history-len --fp8-amax-compute-algo --use-checkpoint-args --fim-data --optimizer --muon-momentum
---pipeline-model-parallel-layout --hybrid-layer-pattern --spec --mamba-num-heads --sft --use-flash-attn
---num-distributed-optimizer-instances --fine-grained-activation-offloading --offload-modules --grad-reduce-in-bf16
---cross-entropy-loss-fusion --moe-permute-fusion --save --load --train-iters --no-load-optim
+--tokenizer-type --tokenizer-model --vocab-size --fp8-format --fp8-param-gather --fp8-amax-history-len
+--fp8-amax-compute-algo --use-checkpoint-args --fim-data --optimizer --muon-momentum --pipeline-model-parallel-layout
+--hybrid-layer-pattern --spec --mamba-num-heads --num-distributed-optimizer-instances
+--fine-grained-activation-offloading --offload-modules --sft --save --load --train-iters --no-load-optim
 """.split()
 SMALL = (
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --train-iters 4 --lr 1e-3 --eval-iters 0 --split 100,0,0 "
