@@ -176,7 +176,7 @@ LINES: Final[dict[str, PublicLine]] = {
         f"--recompute-activations --pipeline-model-parallel-size 2 --context-parallel-size 1 --sequence-parallel {FP8} "
         "--no-create-attention-mask-in-dataloader --no-mmap-bin-files --accumulate-allreduce-grads-in-fp32",
         "- --export-force-local-attention, - --enable-gpt-oss, - --context-parallel-size, ? --train-samples, "
-        "? --fp8-recipe, ? --num-experts, - --rope-type",
+        "? --fp8-recipe, - --rope-type",
     ),
     "llama3-fsdp-fp8": PublicLine(
         "examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh",
