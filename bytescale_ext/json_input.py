@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 _LARGEST = 1 << 63
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escape sequences and bytes
 Pairs = Callable[[list[tuple[str, object]]], object]
 """Makes the value of a JSON object from its (name, value) pairs."""
 
@@ -23,6 +25,21 @@ def json_value(text: str | bytes, object_pairs_hook: Pairs | None = None, is_str
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def check_characters(line: bytes, value: object) -> None:
+    """Raise ValueError if the value of a line of JSON has half of a surrogate pair, which is no character.
+
+    JSON allows it and UTF-8 does not.
+    """
+    if not _SURROGATE.search(line):
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{error.object[error.start]!a} is half of a surrogate pair") from None
 
 
 def json_settings(text: str | bytes) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from bytescale_ext.data.samples.texts import json_text
-from bytescale_ext.json_input import json_value, lines_of_text
+from bytescale_ext.json_input import check_characters, json_value, lines_of_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEP = '{"text": ' + "[" * 200_000 + "]" * 200_000 + "}"
@@ -18,6 +19,25 @@ def test_deep_nesting_is_an_error_of_the_text() -> None:
         json_value(DEEP)
     with pytest.raises(ValueError, match=r"^deep\.jsonl:3: not JSON \(nested too deeply\)"):
         json_text(DEEP.encode(), "text", "deep.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "half"),
+    [
+        (rb'{"text": "a\ud83d\ude00"}', None),
+        (rb'{"text": "a\uD800b"}', r"\ud800"),
+        (rb'{"text": "a", "more": [{"\udc00": 1}]}', r"\udc00"),
+        (b'{"text": "a\xed\xa0\x80"}', r"\ud800"),
+        (rb'{"text": "a\\ud800"}', None),  # a backslash, and no escape sequence
+    ],
+)
+def test_half_of_a_surrogate_pair_is_no_character(line: bytes, half: str | None) -> None:
+    value = json_value(line)
+    if half is None:
+        check_characters(line, value)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"'{half}' is half of a surrogate pair")):
+        check_characters(line, value)
 
 
 @pytest.mark.parametrize(

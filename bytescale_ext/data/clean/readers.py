@@ -29,7 +29,7 @@ from bytescale_ext.data.samples.records import (
     parquet_rows,
     records,
 )
-from bytescale_ext.json_input import finite, json_value
+from bytescale_ext.json_input import check_characters, finite, json_value
 
 _TOO_LONG: Final = f"a document of more than {MOST_BYTES >> 20} MiB"
 _HTML: Final = ("text/html", "application/xhtml+xml")
@@ -214,6 +214,7 @@ def _json_lines(path: Path, source: Source, key: str, kind: Kind | None = None) 
 def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
     try:
         value = json_value(line, is_strict=True)
+        check_characters(line, value)
     except (ValueError, RecursionError) as error:
         return BadRecord("broken", where, f"not JSON ({error})")
     if not isinstance(value, dict) or not isinstance(value.get(key), str):

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import check_characters, json_value
 
 Message = dict[str, object]
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -75,6 +75,7 @@ def conversations(line: bytes, where: str) -> list[Conversation]:
         return []
     try:
         value = json_value(line, is_strict=True)
+        check_characters(line, value)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     messages = value.get("messages") if isinstance(value, dict) else None

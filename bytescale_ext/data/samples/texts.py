@@ -98,6 +98,10 @@ def encoder(tokenizer: Tokenizer | None) -> Encode:
     def as_bytes(raw: bytes) -> tuple[np.ndarray, bool]:
         tokens = np.full(len(raw) + 1, BYTE_LEVEL_EOD, dtype=np.uint16)
         tokens[:-1] = np.frombuffer(raw, dtype=np.uint8)
+        try:
+            raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return tokens, False
         return tokens, True
 
     def by_tokenizer(raw: bytes) -> tuple[np.ndarray, bool]:

@@ -135,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"documents  {summary.num_documents:,}")
     print_sizes(args, summary)
     print(f"skipped    {summary.num_skipped_empty:,} empty{too_long(summary)}")
-    if tokenizer is not None:
-        print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
+    print(f"not UTF-8  {summary.num_not_utf8:,} ({'bad bytes replaced' if tokenizer else 'each byte is a token'})")
     print(f"train with {' '.join(flags)}")
     return 0
 

@@ -38,6 +38,7 @@ def test_the_report(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[
         "length     median 5  p90 10  p99 10  max 10",
         "files      3",
         "skipped    2 empty",
+        "not UTF-8  1 (each byte is a token)",
         f"train with --data-path {out} --tokenizer-type NullTokenizer --vocab-size 257",
     ]
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.bin", "out.idx"]

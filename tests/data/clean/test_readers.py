@@ -46,7 +46,8 @@ LINES = [
     '{"text": "other key"}',
     '{"body": 7}',
     '{"body": "  "}',
-    '{"body": "last \\ud800"}',
+    '{"body": "half \\ud800"}',
+    '{"body": "last \\ud83d\\ude00"}',
 ]
 
 
@@ -56,11 +57,11 @@ def test_lines_of_json(packed: bool, tmp_path: Path) -> None:
     raw = "\n".join(LINES).encode()
     path.write_bytes(gzip.compress(raw) if packed else raw)
     found = read(path, "jsonl", "body")
-    assert kinds(found) == ["one", "two", "broken", "broken", "broken", "broken", "empty", "last \ud800"]
+    assert kinds(found) == ["one", "two", "broken", "broken", "broken", "broken", "empty", "broken", "last \U0001f600"]
     assert [one.id for one in found if isinstance(one, Document)] == [
         "first",
         f"docs/{path.name}#3",
-        f"docs/{path.name}#9",
+        f"docs/{path.name}#10",
     ]
     broken = [one for one in found if isinstance(one, BadRecord)]
     assert broken[0].where == f"{path}:4"

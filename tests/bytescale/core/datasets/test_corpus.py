@@ -115,6 +115,10 @@ def test_text_that_is_not_utf8_is_replaced_and_counted_for_a_tokenizer(tmp_path:
     assert data[0].tolist() == data[1].tolist() == [97, 0xFFFD, 98, 0]
     assert summary.num_not_utf8 == 2
     assert summary.num_documents == 3
+    summary = corpus.write_corpus(str(tmp_path / "bytes"), entries)
+    data = IndexedDataset(str(tmp_path / "bytes"))
+    assert data[0].tolist() == [97, 255, 98, 256]
+    assert summary.num_not_utf8 == 2
 
 
 @pytest.mark.parametrize(
