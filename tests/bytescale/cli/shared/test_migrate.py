@@ -27,7 +27,8 @@ LINES = {
         "--context-parallel-size=3 --train-iters 10"
     ),
     "replaced": f"{START} {MODEL} --global-batch-size 8 --use-megatron-fsdp --hybrid-context-parallel",
-    "a second change": f"{START} {MODEL} --global-batch-size 8 --num-experts 4 --tensor-model-parallel-size 2",
+    "a second change": f"{START} {MODEL} --global-batch-size 8 --num-experts 4 --tensor-model-parallel-size 2 "
+    "--disable-bias-linear",
     "dropped": f"{START} {MODEL} --global-batch-size 8 --enable-cuda-graph --odd 1 2 --max-seqlen-per-dp-cp-rank 9",
     "decision": f"{START} {MODEL} --global-batch-size 8 --fim-data --micro-batch-size 4",
     "a weighted blend": f"{START} {MODEL} --global-batch-size 8 --data-path 0.5 a 0.5 b --train-samples 80",
