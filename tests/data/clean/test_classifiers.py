@@ -126,7 +126,12 @@ def test_a_folder_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return {"text": text[:max_length]}
 
     def loader(found: object) -> SimpleNamespace:
-        return SimpleNamespace(from_pretrained=lambda path, local_files_only: found)
+        def load(path: Path, local_files_only: bool, trust_remote_code: bool) -> object:
+            assert local_files_only
+            assert not trust_remote_code
+            return found
+
+        return SimpleNamespace(from_pretrained=load)
 
     fake = SimpleNamespace(AutoTokenizer=loader(Tokenizer()), AutoModelForSequenceClassification=loader(Model()))
     monkeypatch.setitem(sys.modules, "transformers", fake)

@@ -14,7 +14,7 @@ from tests.plan.experts.test_trace import written
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-router-topk 1 "
-    "--moe-ffn-hidden-size 64 --swiglu"
+    "--moe-router-pre-softmax --moe-ffn-hidden-size 64 --swiglu"
 )
 
 

@@ -67,7 +67,7 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "account_for_loss_in_pipeline_split": False, "data_parallel_size": 1, "global_batch_size": 64, "seed": 1234,
         "accumulate_allreduce_grads_in_fp32": True, "use_distributed_optimizer": False, "recompute_method": None,
         "recompute_num_layers": None, "overlap_grad_reduce": False, "overlap_param_gather": False,
-        "expert_tensor_parallel_size": None, "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None, "expert_model_parallel_size": 1, "moe_token_dispatcher_type": "allgather",
         "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
@@ -146,7 +146,7 @@ def test_micro_batches_have_plans_of_their_own() -> None:
     config = config_of(*MEMO)
     loads = []
     for length, width in ((8192, 1), (65536, 8)):
-        shard = SimpleNamespace(num_tokens=8192, ring=tuple(range(width)))
+        shard = SimpleNamespace(num_tokens=8192, ring=tuple(range(width)), shares=())
         packed = SimpleNamespace(micro_batch=SimpleNamespace(shards=(shard,), offload=0.0), num_rows=8192)
         loads.append(load_of_micro_batch(config, packed)[0])
         assert loads[-1].forward_seconds == pytest.approx(
