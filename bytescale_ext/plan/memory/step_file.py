@@ -175,7 +175,8 @@ class StepMemory:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a memory plan ({error}); `bytescale memory-plan --output` writes one") from None
         except PlanError as error:
-            raise ValueError(f"an invalid memory plan: {error}") from None
+            fault = str(error).partition("\n")[0]  # without the picture of the plan
+            raise ValueError(f"an invalid memory plan: {fault}") from None
 
     def check_serves(self, step: StepRecord, where: object) -> None:
         """Raise ValueError, which names all differences, unless the plan serves this step."""
