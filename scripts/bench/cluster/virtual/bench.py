@@ -13,7 +13,7 @@ from typing import Any, Final
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.step.sizes import Cluster
-from scripts.bench.cluster.virtual.cases import ARMS, SCALE, Case, Planned
+from scripts.bench.cluster.virtual.cases import ARMS, DYNAMIC, SCALE, Case, Planned
 from scripts.bench.cluster.virtual.links import Links
 from scripts.bench.cluster.virtual.recording import PLANNED_GBPS, Recording
 from scripts.bench.cluster.virtual.replay import model_steps
@@ -26,7 +26,7 @@ LINKS: Final = (PLANNED_GBPS, 200.0, 100.0)
 type CaseResult = dict[str, dict[str, Any]]
 """Results of the arms of a case by name: ``losses``, ``predicted`` seconds (not in older results), ``tokens`` and
 ``bounds`` of the steps, ``minutes``, and ``steps`` by the speed of the links: seconds and seconds by kind of each step.
-The first step does not count and is left out."""
+The first step does not count and is left out. Dynamic plans have ``megatron``, their source."""
 
 
 @dataclass
@@ -79,6 +79,7 @@ def run_arm(recording: Recording, case: Case, arm_name: str) -> dict[str, Any]:
     for step in (step for replayed in steps.values() for step in replayed):
         del step["lengths"]
     return {
+        **source_of_plans(recording, arm_name),
         "losses": list(programs.losses[1:]),
         "predicted": predicted_seconds(folder),
         "tokens": [sum(of_step) * SCALE for of_step in lengths],
@@ -92,6 +93,15 @@ def predicted_seconds(folder: Path) -> list[float]:
     """Return the seconds that the log of a recording predicts for each step, without the first."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["predicted_over_measured"] * row["step_seconds"] for row in rows[1:]]
+
+
+def source_of_plans(recording: Recording, arm_name: str) -> dict[str, str]:
+    """Return the file that makes dynamic plans under the key ``megatron``; nothing for the other arms."""
+    if arm_name != DYNAMIC or recording.megatron is None:
+        return {}
+    from megatron.bytescale.cli.shared.megatron_dynamic import source_of
+
+    return {"megatron": source_of(recording.megatron)}
 
 
 def bound(recording: Recording, case: Case, lengths: Sequence[int]) -> float:

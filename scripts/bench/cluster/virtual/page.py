@@ -121,6 +121,7 @@ def matched_targets(cases: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Ta
 
 def how(results: Results) -> list[str]:
     """Return the paragraphs on what is recorded, modelled and left out."""
+    sources = sorted({arm["megatron"] for arms in results.cases.values() for arm in arms.values() if "megatron" in arm})
     return [
         "## How", "",
         "Each rank is a CPU process that runs the whole training: loader, planner, Megatron's schedules, rings, "
@@ -141,6 +142,9 @@ def how(results: Results) -> list[str]:
         "- All documents of a pack, or of a block of a ring, are one launch of variable length, in every arm. Static "
         "context parallelism, packing and Megatron's hybrid plan run with the same rings and kernels as ours, so only "
         "plans and barriers differ.",
+        *(f"- Megatron's dynamic plan comes from Megatron-LM's development branch, {source} (first digits of its "
+          "SHA-256). Its runtime needs TransformerEngine, so its plan runs with our runtime."
+          for source in sources),
         "- Not modelled: memory and recomputation, the processors that NCCL takes from kernels, and planning, which "
         "runs in processes of its own.",
         f"- {MOST_REPEATS // 2} and {MOST_REPEATS} of the 32 equal layers are replayed; their difference is extended "
