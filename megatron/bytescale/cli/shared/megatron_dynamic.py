@@ -45,7 +45,7 @@ def check_source(megatron: Path) -> None:
 def source_of(megatron: Path) -> str:
     """Return the name and the hash of the scheduler's file."""
     digest = hashlib.sha256((megatron / SCHEDULER).read_bytes()).hexdigest()
-    return f"{SCHEDULER} {digest[:12]}"
+    return f"{SCHEDULER.name} {digest[:12]}"
 
 
 @functools.cache
