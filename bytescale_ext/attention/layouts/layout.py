@@ -248,11 +248,10 @@ def attention_layout(
             f"a micro-batch of {micro_batch.num_tokens} tokens does not fit in {num_rows} rows; give it more rows"
         )
     groups: dict[tuple[Route, bool], list[int]] = {}
-    shares: dict[int, tuple[int, ...]] = {}
+    shares = {shard.seq: shard.shares for shard in shared}
     for shard in shared:
         route = Route(shard.ring, shard.ring.index(rank), shard.inner_rings)
         groups.setdefault((route, is_limited(lengths[shard.seq], window)), []).append(shard.seq)
-        shares[shard.seq] = shard.shares or even_shares(lengths[shard.seq], route.width)
         if shard.shares and is_limited(lengths[shard.seq], window):
             raise PlanError(f"sequence {shard.seq} has uneven shares, which attention windows cannot have")
     offsets = CuSeqlens.of_lengths([shard.num_tokens for shard in shared])
@@ -265,8 +264,8 @@ def attention_layout(
             sequences = [WindowSequence(seq, (lengths[seq],), intervals[seq][0]) for seq in seqs]
             windows.append(window_pass(sequences, route, rows, window))
         else:
-            of_seqs = tuple(zip(*(shares[seq] for seq in seqs), strict=True))
-            passes.append(ring_pass([lengths[seq] for seq in seqs], route, seqs, rows, shares=of_seqs))
+            of_seqs = [shares[seq] for seq in seqs]
+            passes.append(ring_pass([lengths[seq] for seq in seqs], route, seqs, rows, uneven=of_seqs))
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
     start = offsets.num_tokens
     rows_of_local = [(start + first, start + last) for first, last in pairwise(documents.offsets)]
@@ -281,7 +280,7 @@ def ring_pass(
     seqs: Sequence[int] | None = None,
     in_micro_batch: Rows | None = None,
     prefix: PrefixKeys | None = None,
-    shares: tuple[tuple[int, ...], ...] | None = None,
+    uneven: Sequence[tuple[int, ...]] = (),
 ) -> RingPass:
     """Return the ring pass of one member of a ring.
 
@@ -291,12 +290,13 @@ def ring_pass(
         seqs: indices of the sequences; by default they are numbered from 0.
         in_micro_batch: rows of the member's queries in the micro-batch; by default the first rows.
         prefix: keys before the slice; by default there are none, and the keys have the rows of the queries.
-        shares: number of queries of each member, by sequence; by default even shares.
+        uneven: queries of each member, by sequence; empty for even shares, which all sequences have by default.
     """
     width, index = route.width, route.index
     before = [0] * len(lengths) if prefix is None else [tokens // width for tokens in prefix.tokens]
-    if shares is None:
-        shares = tuple(tuple(zigzag_share(length, width, member) for length in lengths) for member in range(width))
+    given = uneven or [()] * len(lengths)
+    of_seqs = [own or even_shares(length, width) for own, length in zip(given, lengths, strict=True)]
+    shares = tuple(zip(*of_seqs, strict=True))
     sources = map(route.source, range(width))
     pairs = [_blocks(index, source, shares[index], shares[source], before) for source in sources]
     in_micro_batch = Rows.of([(0, sum(shares[index]))]) if in_micro_batch is None else in_micro_batch
