@@ -206,7 +206,10 @@ def _check_shares(plan: StepPlan, table: PlanTable) -> None:
     """Check the zigzag by its definition: front parts ascend in ring order, back parts descend, and sizes are even."""
     num_ranges = table.num_ranges
     is_ring = table.ring_widths > 1
-    for shard in table.shares:
+    first_shards: dict[int, int] = {}
+    for shard in sorted(table.shares):
+        first_shards.setdefault(int(table.seqs[shard]), shard)
+    for shard in first_shards.values():
         _check_uneven(plan, table, shard)
     bad = _first(num_ranges > np.where(is_ring, 2, 1))
     if bad is not None:
