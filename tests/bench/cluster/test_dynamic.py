@@ -12,7 +12,7 @@ from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.cli.shared.megatron_dynamic import SCHEDULER, check_source, source_of
 from scripts.bench.cluster.dynamic import DynamicPlanner
 
-# Two ranks take the longest sequence and the next that fits beside it; two ranks take one sequence each.
+# Two ranks share a pack of the longest sequence and all that fit with it; two ranks take one sequence each.
 SOURCE = """
 from megatron.core.extensions.transformer_engine import get_thd_partitioned_indices
 

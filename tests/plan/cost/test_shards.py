@@ -66,7 +66,7 @@ def test_coupled_groups_are_joined_by_rings(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_micro_batches_coupled_with_a_rank(seed: int) -> None:
-    """They are those of the rank's coupled groups, with the same shards and costs in the same order."""
+    """They are the micro-batches of the rank's coupled groups, with the same shards and costs in the same order."""
     plan = plan_of(seed)
     table = ShardTable.of(plan)
     for rank in range(plan.num_ranks):

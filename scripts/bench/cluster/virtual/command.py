@@ -19,14 +19,14 @@ FOLDER = ROOT / "runs" / "cluster" / "virtual"
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for options of ``speed.py`` that mean nothing in virtual time."""
+    """Raise ValueError for options of ``speed.py`` that mean nothing in virtual time, or a wrong ``--megatron``."""
+    for name, value in (("--plot", args.plot), ("--rounds", args.rounds != 1), ("--cases", args.cases)):
+        if value:
+            raise ValueError(f"{name} is not for --device-times, whose cases and figures do not vary")
     if args.megatron is not None:
         from megatron.bytescale.cli.shared.megatron_dynamic import check_source
 
         check_source(args.megatron)
-    for name, value in (("--plot", args.plot), ("--rounds", args.rounds != 1), ("--cases", args.cases)):
-        if value:
-            raise ValueError(f"{name} is not for --device-times, whose cases and figures do not vary")
 
 
 def planned(quick: bool, arms: list[str] | None, has_dynamic: bool) -> tuple[Planned, ...]:
