@@ -32,7 +32,7 @@ class PairLoss:
 
     Attributes:
         name, beta: the loss.
-        sums: sum and number of the weights of each sequence's labels times log-probability, float64 [sequences, 2],
+        sums: sum and number of the weights of each document's labels times log-probability, float64 [documents, 2],
             while the first pass runs; else None.
         losses: loss of each pair in the second pass: float64 [pairs].
     """
@@ -119,8 +119,9 @@ def weigh_pairs(
         chunks: model of this process.
         run: runs all units forward.
     """
+    assert step.references is not None, "the loader reads pairs"
     device = next(chunks[0].parameters()).device
-    loss.sums = torch.zeros(len(step.lengths), 2, dtype=torch.float64, device=device)
+    loss.sums = torch.zeros(len(step.references), 2, dtype=torch.float64, device=device)
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
@@ -132,7 +133,6 @@ def weigh_pairs(
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return step.micro_batches
     torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    assert step.references is not None, "the loader reads pairs"
     weights = loss.weigh(sums, step.references)
     return tuple(with_pair_weights(packed, weights) for packed in step.micro_batches)
 

@@ -289,13 +289,13 @@ def step_loader(
 
 
 def computes_prompts_once(runtime: Runtime) -> bool:
-    """Return whether a run of GRPO may compute the prompt of a group once for all answers.
+    """Return whether a run with ``--loss`` may compute the prompt of a group once for all answers.
 
     Each rank of a pipeline then runs whole micro-batches. Experts would see fewer tokens than with copies; windows,
     n-grams, latents and activation policies of such groups are not tested.
     """
-    run, preferences = runtime.run, runtime.run.find(PreferenceConfig)
-    if preferences is None or preferences.loss != "grpo":
+    run = runtime.run
+    if run.find(PreferenceConfig) is None:
         return False
     others = (DocumentSliceConfig, TablesConfig, ActivationConfig)
     is_plain = not run.shape.num_experts and run.shape.window is None and run.shape.latent is None
