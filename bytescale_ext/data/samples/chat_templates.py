@@ -14,11 +14,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol, TypedDict, cast
 
 import numpy as np
 
+from bytescale_ext.data.samples.chat_answers import ANY_TEXT, Answer, Render, answer_at, equal_characters
 from bytescale_ext.data.samples.chats import Conversation, Encoded, Message, text_of, unwritten_notes
 from bytescale_ext.data.samples.template_limits import LimitedFunction, check_template
 from bytescale_ext.json_input import json_value
@@ -27,18 +27,7 @@ BY_MARKS: Final = "generation marks of the chat template"
 BY_PROMPTS: Final = "rendering with and without each answer"
 AS_INFERENCE: Final = "rendering each answer as inference does"
 _MARK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_OPENING: Final = re.compile(r"\s*<(\w+)>(\s*)")
-_REASONS: Final = re.compile("think|thought|reason", re.IGNORECASE)
-_TAG: Final = re.compile(r"<[^<>\s]+>")
-_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
-_Told = tuple[Counter[str], Counter[str], int, int]
-_ANY_ANSWER: Final = "\N{BLACK SQUARE}"
-
-
-class Render(Protocol):
-    """Writes messages with a chat template, with or without the prompt for an answer."""
-
-    def __call__(self, messages: Sequence[Message], prompt: bool = False) -> str: ...
+_Told = tuple[Counter[str], Counter[str], Counter[str], int, int]
 
 
 class EncodedText(TypedDict):
@@ -66,21 +55,6 @@ class TemplateTokenizer(Protocol):
     def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> EncodedText: ...
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The texts around an answer.
-
-    Attributes:
-        prompt: text that inference shows to the model.
-        text: the prompt, the answer, and what the template writes after a last answer.
-        stop: end of the answer in ``text``.
-    """
-
-    prompt: str
-    text: str
-    stop: int
-
-
 class TemplateEncoder:
     """Encodes conversations with the chat template of a tokenizer.
 
@@ -105,6 +79,7 @@ class TemplateEncoder:
         self._unwritten: Counter[str] = Counter()
         self._without_end = 0
         self._without_reasoning = 0
+        self._modes: Counter[str] = Counter()
         self._limited = LimitedFunction(self._told_documents)
 
     def __call__(self, conversation: Conversation) -> list[Encoded]:
@@ -113,19 +88,19 @@ class TemplateEncoder:
         Raises ValueError if an answer cannot be located, or the template exceeds its limits of time and memory.
         """
         documents, told = self._limited(conversation)
-        self._methods, self._unwritten, self._without_end, self._without_reasoning = told
+        self._methods, self._unwritten, self._modes, self._without_end, self._without_reasoning = told
         return documents
 
     def _told_documents(self, conversation: Conversation) -> tuple[list[Encoded], _Told]:
         """Return the documents of a conversation, and the counts of all conversations; runs in a process of its own."""
         documents = self._documents(conversation)
-        return documents, (self._methods, self._unwritten, self._without_end, self._without_reasoning)
+        return documents, (self._methods, self._unwritten, self._modes, self._without_end, self._without_reasoning)
 
     def _documents(self, conversation: Conversation) -> list[Encoded]:
         settings = dict(conversation.settings)
 
-        def render(messages: Sequence[Message], prompt: bool = False) -> str:
-            given = {**settings, "tokenize": False, "add_generation_prompt": prompt}
+        def render(messages: Sequence[Message], prompt: bool = False, mode: Mapping[str, object] = {}) -> str:
+            given = {**mode, **settings, "tokenize": False, "add_generation_prompt": prompt}
             return str(self._tokenizer.apply_chat_template(list(messages), **given))
 
         messages = _suited(conversation.messages, render)
@@ -138,7 +113,11 @@ class TemplateEncoder:
         if marked is not None:
             self._methods[BY_MARKS] += 1
             return [marked]
-        documents = list(self._by_prompts(messages, text, render))
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = {turn: answer_at(messages, turn, settings, render) for turn in turns}
+        self._modes.update(answer.mode for answer in answers.values() if answer.mode)
+        self._without_reasoning += sum(answer.lacks_reasoning for answer in answers.values())
+        documents = list(self._by_prompts(messages, text, answers, render))
         is_plain = len(documents) == 1 and documents[0][2]
         self._methods[BY_PROMPTS if is_plain else AS_INFERENCE] += 1
         return [(tokens, answers) for tokens, answers, _ in documents]
@@ -159,6 +138,7 @@ class TemplateEncoder:
                 f"{self._without_reasoning:,} answers have no reasoning, which the template's prompt begins: an empty "
                 "one is trained"
             )
+        lines += [f"{count:,} answers follow the template's prompt with {mode}" for mode, count in self._modes.items()]
         if self._without_end:
             lines.append(f"WARNING: {self._without_end:,} answers end without a token that ends a turn")
         return lines + unwritten_notes(self._unwritten, "chat template")
@@ -179,13 +159,14 @@ class TemplateEncoder:
         return tokens, answers
 
     def _by_prompts(
-        self, messages: list[Message], whole: str, render: Render
+        self, messages: list[Message], whole: str, answers: Mapping[int, Answer], render: Render
     ) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-        """Yield (token ids [n], answers [n], whether the text is the template's) of documents with all answers."""
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        remaining = {turn: self._answer(messages, turn, render) for turn in turns}
-        documents = [] if turns else [(*self._encoded(whole, [], None), True)]
-        text, is_plain = whole, True
+        """Yield (token ids [n], answers [n], whether the text is the template's) of documents with all answers.
+
+        ``answers``: texts of the answer at each turn of the assistant.
+        """
+        documents = [] if answers else [(*self._encoded(whole, [], None), True)]
+        text, is_plain, remaining = whole, True, dict(answers)
         while remaining:
             last = max(remaining)
             spans = self._spans(text, remaining)
@@ -198,45 +179,12 @@ class TemplateEncoder:
             remaining = {turn: answer for turn, answer in remaining.items() if turn not in spans}
         yield from reversed(documents)
 
-    def _spans(self, text: str, answers: dict[int, _Answer]) -> dict[int, tuple[int, int]]:
+    def _spans(self, text: str, answers: dict[int, Answer]) -> dict[int, tuple[int, int]]:
         """Return the ranges of the answers that a text shows as inference does."""
         found = ((turn, self._span(text, answer)) for turn, answer in answers.items())
         return {turn: span for turn, span in found if span is not None}
 
-    def _answer(self, messages: list[Message], turn: int, render: Render) -> _Answer:
-        """Return the texts of the answer at ``messages[turn]``. Raises ValueError if the prompt does not fit."""
-        prompt, text = render(messages[:turn], True), render(messages[: turn + 1])
-        if text.startswith(prompt):
-            return _Answer(prompt, text, len(text))
-        common = _common(prompt, text)
-        tag = prompt.rfind("<", 0, common)
-        if tag >= 0 and ">" not in prompt[tag:common]:  # two tags may begin with the same letters
-            common = tag
-        opened, rest = prompt[common:], text[common:]
-        opening = _OPENING.fullmatch(opened)
-        if opened.isspace() or _is_complete(opened, rest, text_of(messages[turn].get("content"))):
-            return _Answer(prompt, prompt + rest, len(prompt) + len(rest))
-        if opening is None:
-            raise ValueError(
-                f"the chat template ends the prompt for message {turn + 1} with {opened[-40:]!r} and writes the "
-                f"message as {rest[:40]!r}, so the answer cannot be located: use another template"
-            )
-        reasoning = self._reasoning(messages[turn], opening, rest)
-        return _Answer(prompt, prompt + reasoning + rest, len(prompt) + len(reasoning) + len(rest))
-
-    def _reasoning(self, message: Message, opening: re.Match[str], rest: str) -> str:
-        """Return the reasoning of a message after its ``opening``, with the closing tag, if the template drops it."""
-        tag, blank = opening.groups()
-        closing = f"</{tag}>" + blank * 2
-        content = text_of(message.get("content"))
-        inside, closed, _ = content.partition(f"</{tag}>")
-        given = next((value for key in _REASONING if isinstance(value := message.get(key), str)), "")
-        if closed and f"</{tag}>" not in rest:
-            given = inside.strip().removeprefix(f"<{tag}>")
-        self._without_reasoning += not given.strip()
-        return f"{given.strip()}{blank}{closing}"
-
-    def _span(self, text: str, answer: _Answer) -> tuple[int, int] | None:
+    def _span(self, text: str, answer: Answer) -> tuple[int, int] | None:
         """Return the range of an answer in a text, or None if the text does not show the answer as inference does.
 
         What the template writes only after a last answer may be missing, if a token before it ends the turn.
@@ -246,7 +194,7 @@ class TemplateEncoder:
             return None
         if text.startswith(answer.text[: answer.stop]):
             return start, answer.stop
-        common = _common(text, answer.text)
+        common = equal_characters(text, answer.text)
         last, is_end = 0, False
         for token, (begin, stop) in zip(*self._tokens(answer.text), strict=True):
             if begin >= start and stop <= common and answer.text[begin:stop].strip():
@@ -267,7 +215,7 @@ class TemplateEncoder:
     def _following(self, messages: list[Message], text: str, render: Render) -> int | None:
         """Return the token that the template writes before a next message of the user; None if there is no token."""
         try:
-            longer = render([*messages, {"role": "user", "content": _ANY_ANSWER}])
+            longer = render([*messages, {"role": "user", "content": ANY_TEXT}])
         except Exception:  # templates raise their own error types
             return None
         if not longer.startswith(text):
@@ -302,47 +250,49 @@ class TemplateEncoder:
         return np.array(tokens, dtype=np.int64), answers
 
 
-def _is_complete(opened: str, rest: str, content: str) -> bool:
-    """Return whether an answer as it is written can follow a prompt that the template ends with further text.
-
-    The further text is a begun and ended reasoning, or no reasoning at all, such as a mark of the role after a tool.
-
-    Args:
-        opened: further text at the end of the prompt.
-        rest: text that the template writes for the message.
-        content: content of the message.
-    """
-    if _REASONS.search(opened):
-        return len(_TAG.findall(opened)) == 2 and not _TAG.sub("", opened).strip().replace("thought", "")
-    return bool(content.strip()) and rest.lstrip().startswith(content.strip())
-
-
-def _common(a: str, b: str) -> int:
-    """Return the number of equal characters at the beginning of two texts."""
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _suited(messages: list[Message], render: Render) -> list[Message]:
-    """Return the messages in the first form that the template can write: as given, or with contents as plain texts,
-    or with arguments of calls as objects or as texts. Raises the template's error if it refuses all forms.
+    """Return the messages in the form that lets the template write the most contents; the first of equal forms.
+
+    The forms: as given; contents as plain texts; arguments of calls as objects or as texts; contents as lists of parts.
+    Raises the template's error if it refuses all forms.
     """
     plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
     forms = [messages, plain]
     forms += [[_with_arguments(message, as_text) for message in form] for as_text in (False, True) for form in forms]
+    forms += [[_with_parts(message) for message in form] for form in (plain, forms[2], forms[4])]
+    contents = [text for message in messages for part in _parts(message) if (text := text_of([part]).strip())]
     first: Exception | None = None
+    best, most = None, -1
     for number, form in enumerate(forms):
-        if number and form in forms[:number]:
+        if form in forms[:number]:
             continue
         try:
             text = render(form)
         except Exception as error:  # templates raise their own error types
             first = first or error
             continue
-        if not any(_leaks(message.get("content"), text) for message in form):
-            return form
+        num_written = sum(content in text for content in contents)
+        if num_written > most and not any(_leaks(message.get("content"), text) for message in form):
+            best, most = form, num_written
+        if most == len(contents):
+            break
+    if best is not None:
+        return best
     if first is None:
         raise ValueError("the chat template writes lists of parts as Python code: give contents as text")
     raise first
+
+
+def _parts(message: Message) -> list[object]:
+    """Return the parts of a message's content; a text is one part."""
+    content = message.get("content")
+    return content if isinstance(content, list) else [content or ""]
+
+
+def _with_parts(message: Message) -> Message:
+    """Return a message whose content is a list of one part, or of none without a text."""
+    content = text_of(message.get("content"))
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
 
 
 def _leaks(content: object, text: str) -> bool:
@@ -381,7 +331,7 @@ def _unwritten_keys(messages: list[Message], settings: dict[str, object], text: 
                 continue
             if key == "content" and isinstance(value, str) and value.strip() in text:
                 continue
-            other: Message = {**message, "content": _ANY_ANSWER} if key == "content" else _without(message, key)
+            other: Message = {**message, "content": ANY_TEXT} if key == "content" else _without(message, key)
             try:
                 if render([*messages[:turn], other, *messages[turn + 1 :]]) == text:
                     yield key if key != "content" else f"content of {message['role']}"

@@ -165,3 +165,27 @@ def test_a_template_that_refuses_says_why() -> None:
     encode = TemplateEncoder(tokenizer("{{ raise_exception('no system') }}"))
     with pytest.raises(Exception, match="no system"):
         encode(Conversation(chat("one", "two", system="s")))
+
+
+def test_a_template_of_parts_takes_texts() -> None:
+    template = (
+        "{% for m in messages %}<|h|>{{ m.role }}<|/h|>{% for p in m.content %}{{ p.text }}{% endfor %}<|eot|>"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|h|>assistant<|/h|>{% endif %}"
+    )
+    model = tokenizer(template)
+    encode = TemplateEncoder(model)
+    ((tokens, mask),) = encode(Conversation(chat("one", "two")))
+    assert model.decode(tokens) == "<|h|>user<|/h|>one<|eot|><|h|>assistant<|/h|>two<|eot|>"
+    assert [model.decode(run) for run in answers_of((tokens, mask))] == ["two<|eot|>"]
+    assert not any("WARNING" in line for line in encode.notes())
+
+
+def test_prompts_in_another_mode_are_counted() -> None:
+    encode = TemplateEncoder(tokenizer(
+        "{% for m in messages %}<|h|>{{ m.role }}<|/h|>{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
+        "{{ m.content }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|h|>assistant<|/h|><think>"
+        "{% if not thinking %}</think>{% endif %}{% endif %}"
+    ))  # fmt: skip
+    encode(Conversation([message("user", "one"), {"role": "assistant", "content": "two", "reasoning": "abc"}]))
+    assert "1 answers follow the template's prompt with thinking=True" in encode.notes()

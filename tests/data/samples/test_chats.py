@@ -110,9 +110,17 @@ def test_templates_that_hide_the_answers_are_refused() -> None:
                 conversation[-2:], tokenize=tokenize, add_generation_prompt=add_generation_prompt
             )
 
-    with pytest.raises(ValueError, match=r"ends the prompt for message 4 with .* so the answer cannot be located"):
-        encoded(Forgets(), chat("a", "b", "c", "d"))
-    assert encoded(Forgets(), chat("a", "b"))[0][1].any()
+    class Asks(Letters):
+        def apply_chat_template(
+            self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool
+        ) -> str:
+            text = super().apply_chat_template(conversation, tokenize=tokenize, add_generation_prompt=False)
+            return text + "[?]" * add_generation_prompt
+
+    shown = ["".join(map(chr, tokens)) for tokens, _ in encoded(Forgets(), chat("a1", "b2", "c3", "d4"))]
+    assert shown == ["[]1[]2", "[]2[]3[]4"]  # every second letter of "[u]a1.[a]b2." and "[a]b2.[u]c3.[a]d4."
+    with pytest.raises(ValueError, match=r"ends the prompt for message 2 with .* so the answer cannot be located"):
+        encoded(Asks(), chat("a", "b"))
     without, slow = Letters(), Letters()
     without.chat_template, slow.is_fast = None, False
     with pytest.raises(ValueError, match="the tokenizer has no chat template: add one"):
