@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final, cast
 
 import numpy as np
 from datatrove.data import Document, DocumentsPipeline
-from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
 from bytescale_ext.data.clean.recipe import Recipe, Source, files_of, shards_of, size_of
@@ -29,9 +30,14 @@ from bytescale_ext.data.samples.records import (
     parquet_rows,
     records,
 )
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import check_characters, finite, json_value
 
+if TYPE_CHECKING:
+    from warcio.recordloader import ArcWarcRecord
+
 _TOO_LONG: Final = f"a document of more than {MOST_BYTES >> 20} MiB"
+_MOST_HEADER_BYTES: Final = 1 << 20  # of a record of WARC
 _HTML: Final = ("text/html", "application/xhtml+xml")
 _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
 
@@ -191,11 +197,6 @@ def _document(raw: bytes, where: str, name: str) -> Read:
         return BadRecord("binary", where, f"not UTF-8 ({error.reason} at byte {error.start})")
 
 
-def _opened(path: Path, compression: str | None) -> IO[bytes]:
-    stream: IO[bytes] = DataFolder(str(path.parent)).open(path.name, "rb", compression=compression)
-    return stream
-
-
 def _json_lines(path: Path, source: Source, key: str, kind: Kind | None = None) -> Iterator[Read]:
     """Yield the documents and unreadable records of a file of JSON; without its kind, the file tells it."""
     number = 0
@@ -254,23 +255,71 @@ def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
         yield BadRecord("broken", f"{path}, row {number + 1}", str(error).removeprefix(f"{path}: "))
 
 
+def _archived_records(stream: IO[bytes]) -> Iterator[ArcWarcRecord]:
+    """Yield the records of an unpacked WARC file, whose headers have at most ``_MOST_HEADER_BYTES`` each."""
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.bufferedreaders import BufferedReader
+
+    class BoundedReader(BufferedReader):  # type: ignore[misc]  # warcio has no types
+        """A reader whose lines without content between them have a limit. ``left``: bytes up to the limit."""
+
+        left = _MOST_HEADER_BYTES
+
+        def _fillbuff(self, block_size: int | None = None) -> None:
+            try:
+                super()._fillbuff(block_size)
+            except EOFError:  # warcio takes it as the end of the records
+                raise ValueError("it is cut short") from None
+
+        def read(self, length: int | None = None) -> bytes:
+            self.left = _MOST_HEADER_BYTES
+            return cast(bytes, super().read(length))
+
+        def readline(self, length: int | None = None) -> bytes:
+            line: bytes = super().readline(min(length or self.left, self.left))
+            self.left -= len(line)
+            if not self.left:
+                raise ValueError(f"the headers of a record have more than {_MOST_HEADER_BYTES >> 20} MiB")
+            return line
+
+    class Archive(ArchiveIterator):  # type: ignore[misc]
+        INC_RECORD = ""  # no lines on standard error
+
+    archive = Archive(stream)
+    archive.reader = BoundedReader(stream)
+    yield from archive
+
+
+def _content(record: ArcWarcRecord) -> bytes:
+    """Return the content of a record of WARC, or its first ``MOST_BYTES + 1`` bytes."""
+    encoding = record.http_headers.get_header("Content-Encoding", "") if record.http_headers else ""
+    if encoding.strip().lower() == "br":
+        raise ValueError("its content is packed with Brotli, whose size cannot be limited")
+    with contextlib.redirect_stderr(io.StringIO()):  # warcio writes about damaged packing
+        return cast(bytes, record.content_stream().read(MOST_BYTES + 1))
+
+
 def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
     from datatrove.pipeline.extractors import Trafilatura
-    from warcio.archiveiterator import ArchiveIterator
 
     extractor = Trafilatura()
     try:
-        with _opened(path, None) as stream:
-            for number, record in enumerate(ArchiveIterator(stream), 1):
+        with opened(path) as stream:
+            for number, record in enumerate(_archived_records(stream), 1):
                 if record.rec_type not in ("response", "conversion"):
                     continue
                 kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else "text/plain"
-                where, raw = f"{path}, record {number}", record.content_stream().read(MOST_BYTES + 1)
-                if len(raw) > MOST_BYTES:
-                    yield BadRecord("broken", where, _TOO_LONG)
-                    continue
                 is_page = kind.startswith(_HTML)
                 if not is_page and not kind.startswith("text/plain"):
+                    continue
+                where = f"{path}, record {number}"
+                try:
+                    raw = _content(record)
+                except ValueError as error:
+                    yield BadRecord("broken", where, str(error))
+                    continue
+                if len(raw) > MOST_BYTES:
+                    yield BadRecord("broken", where, _TOO_LONG)
                     continue
                 page = _document(raw, where, record.rec_headers.get_header("WARC-Record-ID", where))
                 if isinstance(page, Document):
@@ -282,4 +331,4 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                 is_empty = isinstance(page, Document) and not page.text
                 yield BadRecord("empty", where, "a page without text") if is_empty else page
     except Exception as error:  # warcio, gzip and the extractor raise many types
-        yield BadRecord("broken", str(path), f"not a WARC file ({error})")
+        yield BadRecord("broken", str(path), f"not a WARC file ({one_line(_reason(error, path), 300)})")

@@ -12,6 +12,7 @@ from datatrove.data import Document
 
 from bytescale_ext.data.clean.readers import BadRecord, Collect, documents_of
 from bytescale_ext.data.clean.recipe import Recipe, Source
+from bytescale_ext.data.samples import records
 from tests.data.cleaning import folder_of, run_steps, told
 
 PAGE = (
@@ -114,6 +115,37 @@ def test_pages_of_archives(tmp_path: Path) -> None:
     assert found[1:] == ["empty", "Plain words of a page."]
     (tmp_path / "b.warc.gz").write_bytes(b"no archive")
     assert kinds(read(tmp_path / "b.warc.gz", "warc")) == ["broken"]
+
+
+def response(encoding: str, content: bytes) -> bytes:
+    """Return a record of WARC with a page whose content is packed."""
+    page = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Encoding: {encoding}\r\n\r\n".encode() + content
+    head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a/\r\nContent-Length: {len(page)}\r\n\r\n"
+    return head.encode() + page + b"\r\n\r\n"
+
+
+def test_archives_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged or hostile record is counted; the records before it are kept."""
+    path = tmp_path / "a.warc.gz"
+    good, words = response("identity", b"words of a page"), "words of a page"
+
+    def found(content: bytes) -> list[str]:
+        path.write_bytes(content)
+        return [record.why if isinstance(record, BadRecord) else record.text for record in read(path, "warc")]
+
+    assert found(gzip.compress(good) * 3) == found(gzip.compress(good * 3)) == [words] * 3
+    assert found(gzip.compress(response("gzip", gzip.compress(b"packed")) + good)) == ["packed", words]
+    assert found(gzip.compress(response("br", b"x") + good))[1:] == [words]
+    assert "cut short" in found(gzip.compress(good)[:-9])[-1]
+    for headers in (b"X: " + b"a" * (2 << 20), b"X: a\r\n" * (1 << 19)):
+        assert "the headers of a record have more than 1 MiB" in found(gzip.compress(b"WARC/1.0\r\n" + headers))[0]
+    assert "the headers of a record" in found(gzip.compress(good + b"\r\n" * (1 << 20)))[1]
+    monkeypatch.setattr(records, "MOST_UNPACKED", 500_000)
+    monkeypatch.setattr(records, "MOST_RATIO", 1)
+    request = b"WARC/1.0\r\nWARC-Type: metadata\r\nContent-Length: %d\r\n\r\n%b\r\n\r\n" % (400_000, b"a" * 400_000)
+    assert found(gzip.compress(good + request)) == [words]
+    assert "unpacks to more than" in found(gzip.compress(good + request * 2))[-1]
+    assert all("\n" not in why and "\x1b" not in why for why in found(b"\x1b[31m none\n" * 9))
 
 
 def recipe_of(tmp_path: Path, on_bad: str = "skip") -> Recipe:
