@@ -150,13 +150,18 @@ def main(words: Sequence[str] | None = None) -> int:
     follow_ranks(progress)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     arguments = run.parse_args(list(words))
     if arguments.module:  # ranks must not import modules of the current folder
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        run.main([*listen_on_own_network(arguments), *words])
+        vars(arguments).update(listen_on_own_network(arguments))
+    except ValueError as error:
+        print(f"bytescale launch: error: {error}", file=sys.stderr)
+        return REFUSED
+    try:
+        record(run.run)(arguments)
     except SignalException as error:
         if error.sigval != signal.SIGTERM:
             return 128 + error.sigval
@@ -170,25 +175,36 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def listen_on_own_network(arguments: Namespace) -> list[str]:
-    """Bind the stores of the rendezvous to the job's network; return further arguments for torchrun.
+def listen_on_own_network(arguments: Namespace) -> dict[str, str]:
+    """Bind the stores of the rendezvous to the job's network; return arguments of torchrun to replace.
 
     The network of a job on one machine is the loopback interface. With several nodes it is the network that leads to
     the host of the rendezvous.
+
+    Raises:
+        ValueError: this machine hosts the rendezvous, and its address in the network is unknown.
     """
     is_one_node = arguments.standalone or arguments.nnodes in ("1", "1:1")
     endpoint = "" if arguments.standalone else arguments.rdzv_endpoint
-    if not endpoint and not is_one_node:
+    is_static = not endpoint and not is_one_node
+    if is_static:
         endpoint = arguments.master_addr or ""
-    host = endpoint.rpartition(":")[0] or endpoint or stores.LOOPBACK
-    address = stores.own_address(host.strip("[]"))
+    host = (endpoint.rpartition(":")[0] or endpoint or stores.LOOPBACK).strip("[]")
+    address = arguments.local_addr or stores.hosting_address(host, is_one_node)
     stores.bind_rendezvous(is_one_node)
-    if is_one_node and (address is None or stores.is_loopback(address)):
-        stores.use_loopback()
+    if address is None and is_one_node:
         address = stores.LOOPBACK
-    if address is None or arguments.local_addr or (not is_one_node and stores.is_loopback(address)):
-        return []
-    return ["--local-addr", address]
+    if address is None:
+        return {}
+    if stores.is_loopback(address):
+        stores.use_loopback()
+        address = address if arguments.local_addr else stores.LOOPBACK
+    else:
+        stores.use_interface_of(address)
+    replaced = {"local_addr": address}
+    if is_static and stores.is_own(host):  # the name can mean another address here than on other nodes
+        replaced["master_addr"] = address
+    return replaced
 
 
 def _end_before_ranks(*_: object) -> None:
