@@ -117,7 +117,10 @@ def word_counts(texts: Iterable[str]) -> csr_matrix:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of two letters or more of a text; runs of letters in scripts without spaces between words."""
+    """Return the words of two letters or more of a text; runs of letters in scripts without spaces between words.
+
+    Runs do not cross blanks: in a text of such a script that has blanks between words, they are words.
+    """
     from bytescale_ext.data.clean.words import RULES, letters_per_word, normal
 
     lower = normal(text)
@@ -126,8 +129,11 @@ def _words(text: str) -> list[str]:
         return (
             _WORD.findall(lower) if lower.isascii() else [word for word in RULES.word_tokenize(lower) if len(word) > 1]
         )
-    segments = [word for word in RULES.word_tokenize(lower) if word[0].isalnum()]
-    return ["".join(segments[place : place + size]) for place in range(len(segments) - size + 1)]
+    found: list[str] = []
+    for part in lower.split():
+        segments = [word for word in RULES.word_tokenize(part) if word[0].isalnum()]
+        found += ["".join(segments[place : place + size]) for place in range(max(len(segments) - size + 1, 1))]
+    return [run for run in found if run]
 
 
 def token_counts(pieces: Iterable[np.ndarray]) -> csr_matrix:

@@ -35,6 +35,23 @@ def test_documents_of_a_topic_are_alike(tmp_path: Path) -> None:
     assert other < 0.1
 
 
+@pytest.mark.parametrize(
+    ("text", "spaced"),
+    [
+        ("\u4eca\u5929\u5929\u6c14\u3002", "\u4eca\u5929 \u5929\u6c14\u3002"),
+        ("\u0e2d\u0e32\u0e01\u0e32\u0e28\u0e14\u0e35", "\u0e2d\u0e32\u0e01\u0e32\u0e28 \u0e14\u0e35"),
+    ],
+    ids=["Chinese", "Thai"],
+)
+def test_runs_of_letters_do_not_cross_blanks(text: str, spaced: str) -> None:
+    def features(given: str) -> set[int]:
+        return set(word_counts([given]).indices.tolist())
+
+    words = spaced.rstrip("\u3002").split()
+    assert features(spaced) == set.union(*map(features, words))
+    assert features(text) - features(spaced)
+
+
 def test_token_ids_stand_for_words(tmp_path: Path) -> None:
     made, topics = texts()
     number = {word: 300 + i for i, word in enumerate(" ".join(TOPICS).split())}
