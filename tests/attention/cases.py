@@ -15,6 +15,7 @@ from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.table import Kernel, kernel_table
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
+from bytescale_ext.attention.layouts.parts import with_parts
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.ring import attention_backward, attention_forward
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
@@ -41,6 +42,7 @@ class Case:
         window: number of earlier keys that a token attends to; None for all.
         sinks: whether each head has a sink.
         uneven: whether the members of rings have unlike shares.
+        parts: sequences that are groups, and the lengths of their parts (``layouts/parts.py``).
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +56,7 @@ class Case:
     window: int | None = None
     sinks: bool = False
     uneven: bool = False
+    parts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def shares(self, seq: int, ring: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shares of the members of an uneven ring, each at least 1; empty for even shares."""
@@ -83,7 +86,9 @@ class Case:
 
     def layout(self, number: int, rank: int) -> AttentionLayout:
         micro_batch = self.micro_batch(number, rank)
-        return attention_layout(micro_batch, rank, self.lengths, micro_batch.num_tokens + self.num_padding, self.window)
+        num_rows = micro_batch.num_tokens + self.num_padding
+        layout = attention_layout(micro_batch, rank, self.lengths, num_rows, self.window)
+        return with_parts(layout, micro_batch.shards, layout.num_tokens, dict(self.parts))
 
     def sink(self) -> torch.Tensor | None:
         """Return the sink of each head, float64, or None."""
@@ -148,7 +153,11 @@ def dense_answers(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, ..
     for seq, length in enumerate(case.lengths):
         q, k, v, dout = (x.double() for x in case.values(seq, dtype))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = dense_attention(q, k, v, (length,), case.scale, case.window, case.sink())
+        of_group = dict(case.parts).get(seq)
+        if of_group is None:
+            out = dense_attention(q, k, v, (length,), case.scale, case.window, case.sink())
+        else:
+            out = group_attention((q, k, v), of_group, case.scale)
         answers.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     return answers
 
@@ -227,6 +236,19 @@ def dense_attention(
         scores = torch.cat((scores, sink[:, None, None].expand(-1, t, 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :t].masked_fill(~seen, 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def group_attention(qkv: Sequence[torch.Tensor], parts: Sequence[int], scale: float) -> torch.Tensor:
+    """Attention of a group: each document after the first part attends to a copy of that part, and to itself.
+
+    ``qkv``: queries [t, heads, dim], keys and values [t, kv_heads, dim] of the parts, end to end.
+    """
+    (q0, *of_q), (k0, *of_k), (v0, *of_v) = (tensor.split(list(parts)) for tensor in qkv)
+    out = [dense_attention(q0, k0, v0, (len(q0),), scale)]
+    for rest in zip(of_q, of_k, of_v, strict=True):
+        copy = [torch.cat(pair) for pair in zip((q0, k0, v0), rest, strict=True)]
+        out.append(dense_attention(*copy, (len(copy[0]),), scale)[len(q0) :])
+    return torch.cat(out)
 
 
 def run_round(

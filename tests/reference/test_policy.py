@@ -19,7 +19,9 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.once import once
 from tests.reference.kinds import KINDS, flags
 from tests.reference.model import Document, Model, Weights
+from tests.reference.settings import Settings
 from tests.reference.training import OPTIMIZERS, SCALE, STEPS, Sizes, gradient_errors, make_optimizer, place_of, run
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -29,6 +31,7 @@ PROMPTS = (20, 5, 40, 2, 30, 6, 1, 1, 12, 20, 5, 9)
 BATCH = 4
 BETA, LOW, HIGH = 0.3, 0.2, 0.4
 SETTINGS = replace(KINDS["plain"], length=192)
+EXPERTS = replace(KINDS["softmax before"], length=192)
 KEPT = [min(length, SETTINGS.length) for length in LENGTHS]
 
 
@@ -40,6 +43,7 @@ class Layout:
     words: str
     sizes: Sizes
     normalization: str
+    settings: Settings = SETTINGS
 
 
 LAYOUTS = {
@@ -57,6 +61,25 @@ LAYOUTS = {
         "--make-vocab-size-divisible-by 64",
         Sizes(tensor=2, stages=2),
         "tokens",
+    ),
+    "experts, prompts computed once": Layout(
+        1,
+        "--hdp-tokens-per-rank 640",
+        Sizes(),
+        "groups",
+        EXPERTS,
+    ),
+    "experts on two ranks": Layout(
+        2, "--hdp-tokens-per-rank 192 --expert-model-parallel-size 2", Sizes(expert=2), "documents", EXPERTS
+    ),
+    "pages of states": Layout(
+        2,
+        "--hdp-tokens-per-rank 192 --state-policy paged --state-page-mb 0.00390625 --state-host-gb 1",
+        Sizes(),
+        "tokens",
+    ),
+    "activations in host memory": Layout(
+        2, "--hdp-tokens-per-rank 192 --activation-policy memo --host-memory-gb 0.05", Sizes(), "groups"
     ),
 }
 
@@ -136,10 +159,10 @@ def write(folder: Path) -> tuple[Path, list[Rollout]]:
 
 
 def train_plainly(
-    rollouts: Sequence[Rollout], steps: Sequence[Sequence[int]], normalization: str
+    rollouts: Sequence[Rollout], steps: Sequence[Sequence[int]], layout: Layout
 ) -> tuple[list[float], Weights]:
     """Return the loss of each step, and the gradients of the first; ``steps``: documents of each step."""
-    model = PolicyModel(SETTINGS, SCALE)
+    model = PolicyModel(layout.settings, SCALE)
     update = make_optimizer(model, "adam")
     losses, first = [], {}
     for documents in steps:
@@ -151,7 +174,7 @@ def train_plainly(
             has_loss = one.is_answer[1:kept]
             model.numbers = one.numbers[1:kept][has_loss]
             document: Document = one.tokens[:kept], one.tokens[1:kept], has_loss
-            unit = {"tokens": 0, "documents": number, "groups": one.group}[normalization]
+            unit = {"tokens": 0, "documents": number, "groups": one.group}[layout.normalization]
             sums[unit] = sums.get(unit, torch.zeros(())) + model.document(document)[0]
             counts[unit] = counts.get(unit, 0) + int(has_loss.sum())
         mean = torch.stack([sums[unit] / counts[unit] for unit in sums]).mean()
@@ -164,27 +187,27 @@ def train_plainly(
     return losses, first
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, list(LAYOUTS)[:4]))
 def test_three_steps_of_a_policy_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
     layout, (prefix, rollouts) = LAYOUTS[name], once(write, "rollouts")
     words = ["--sft", "--loss", f"grpo:{BETA}:{LOW},{HIGH}", "--reference-logprobs", f"{prefix}.base"]
     words += ["--loss-normalization", layout.normalization, *OPTIMIZERS["adam"], *layout.words.split()]
-    losses, names = run(tmp_path, prefix, layout.ranks, BATCH, [*flags(SETTINGS), *words])
+    losses, names = run(tmp_path, prefix, layout.ranks, BATCH, [*flags(layout.settings), *words])
     steps = [[place_of(one)[0] for one in step] for step in names]
     assert sorted(number for step in steps for number in step) == list(range(len(LENGTHS)))
     for step in steps:
         groups = {rollouts[number].group for number in step}
         assert len(groups) == BATCH
         assert len(step) == sum(GROUPS[group] for group in groups), "a group is divided"
-    wanted, gradients = train_plainly(rollouts, steps, layout.normalization)
+    wanted, gradients = train_plainly(rollouts, steps, layout)
     assert len(losses) == STEPS
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     shared = sum((size - 1) * (prompt - 1) for size, prompt in zip(GROUPS, PROMPTS, strict=True))
     if "once" in name:
         assert last["tokens_so_far"] == sum(KEPT) - shared
-    elif "slices" in name:
-        assert last["tokens_so_far"] == sum(KEPT)
+    else:
+        assert sum(KEPT) - shared <= last["tokens_so_far"] <= sum(KEPT)
     assert losses == pytest.approx(wanted, rel=2e-5, abs=2e-6)
-    errors = gradient_errors(tmp_path, layout.sizes, SETTINGS, gradients)
+    errors = gradient_errors(tmp_path, layout.sizes, layout.settings, gradients)
     assert errors.keys() == gradients.keys()
     assert {key: error for key, error in errors.items() if error > 2e-5} == {}

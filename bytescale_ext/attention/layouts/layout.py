@@ -83,7 +83,8 @@ class RingPass:
         rows: number of keys of each member, including the prefix.
         shares: number of queries of each member, by sequence.
         blocks: block of each hop 0 .. D-1; block 0 has the triangles of this rank's own rows.
-        prefix_blocks: additional block of each hop over prefixes; empty without prefixes.
+        prefix_blocks: additional block of each hop over prefixes, or over the tokens that a group shares
+            (``parts.py``); empty without either.
         kept: see ``PrefixKeys``.
     """
 
@@ -160,10 +161,11 @@ class AttentionLayout:
         local_keys: rows of the local documents' keys among the keys of the micro-batch.
         local_prefix: block of the local documents that began in an earlier slice, over their keys in earlier slices;
             None without such documents.
+        local_shared: block of documents of groups over the tokens that the group shares (``parts.py``); None without.
         local_window: the only block of all local documents in a layout with a window; else None.
         windows: passes of the sequences that a window limits, in the order of their first sequences. They run before
             ``passes``.
-        local_blocks: blocks of the local documents: their triangles, then their prefixes.
+        local_blocks: blocks of the local documents: their triangles, then their prefixes and shared tokens.
         all_passes: all passes in execution order.
     """
 
@@ -175,6 +177,7 @@ class AttentionLayout:
     local_prefix: PlacedBlock | None = None
     local_window: PlacedBlock | None = None
     windows: tuple[WindowPass, ...] = ()
+    local_shared: PlacedBlock | None = None
     local_blocks: tuple[PlacedBlock, ...] = field(init=False, compare=False, repr=False)
     all_passes: tuple[WindowPass | RingPass, ...] = field(init=False, compare=False, repr=False)
 
@@ -212,7 +215,7 @@ class AttentionLayout:
             return (self.local_window,)
         rows = Rows.of([(self.local_start, self.num_tokens)])
         triangles = PlacedBlock(rows, self.local_keys, True, self.local, self.local)
-        return (triangles,) if self.local_prefix is None else (triangles, self.local_prefix)
+        return tuple(block for block in (triangles, self.local_prefix, self.local_shared) if block is not None)
 
 
 def attention_layout(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.planning import PlanMaker
-from bytescale_ext.data.loading.prompts import PlannedSequence, PromptSource, unit_of_documents
+from bytescale_ext.data.loading.prompts import PlannedSequence, PromptSource, units_of_documents
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
 from bytescale_ext.data.samples.answers import PairSource
 from bytescale_ext.data.samples.packed import TokenSource, lengths_of
@@ -200,7 +200,7 @@ class _LocalSteps:
         planned = time.perf_counter()
         units = self.settings.units(plan)
         if groups is not None:
-            units = tuple(unit_of_documents(unit, groups, self.settings.rank) for unit in units)
+            units = units_of_documents(units, groups, plan, self.settings.rank)
         micro_batches = self.settings.read(units, self.source, sequences, lengths)
         return StepBatch(
             step_index=step_index,
@@ -225,13 +225,15 @@ class _LocalSteps:
         prompts = self.settings.prompts
         assert prompts is not None, f"{self.settings=}"
         assert isinstance(self.source, PromptSource), f"{self.source=}"
-        groups = prompts.sequences(self.source, documents, copies.lengths)
-        if len(groups) == len(documents):
-            return copies, False, None
-        plan, fell_back = plans(tuple(group.num_tokens for group in groups))
-        if fell_back:
-            return (*plans.simple(copies.lengths), None)
-        return (plan, False, groups) if prompts.pays(plan, groups, copies) else (copies, False, None)
+        found: tuple[StepPlan, bool, tuple[PlannedSequence, ...] | None] = (copies, False, None)
+        least = prompts.seconds(copies, None)
+        for groups in prompts.choices(self.source, documents, copies.lengths):
+            plan, fell_back = plans(tuple(group.num_tokens for group in groups))
+            if fell_back:
+                return (*plans.simple(copies.lengths), None)
+            if prompts.can_run(plan, groups) and (seconds := prompts.seconds(plan, groups)) < least:
+                found, least = (plan, False, groups), seconds
+        return found
 
 
 def _make_steps(maker: StepMaker, shared: _Shared, consumed_samples: int, step_index: int) -> None:

@@ -51,8 +51,8 @@ class LoaderSettings:
         weighs_future: whether to read the weights of their losses too (multi-token prediction).
         grams: rule of the model's n-gram memory; None without one.
         normalization: divisor of the loss of a step, one of ``NORMALIZATIONS``.
-        prompts: rule for groups whose prompt is computed once; None computes it with each answer. It needs whole
-            micro-batches without windows and n-grams, and a ``PromptSource``.
+        prompts: rule for groups whose prompt is computed once; None computes it with each answer. It needs a
+            ``PromptSource``, and a model without windows and n-grams; groups in slices have no rings.
 
     Raises:
         ValueError: a number is out of range.

@@ -48,6 +48,21 @@ class Balancing:
 
 
 @dataclass(frozen=True)
+class RouterChanges:
+    """Losses and updates of routers that count tokens."""
+
+    moe_aux_loss_coeff: float | list[float] = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_router_enable_expert_bias: bool = False
+
+    def any(self) -> bool:
+        """Return whether the tokens of a step change a router other than by the loss of the labels."""
+        balancing = self.moe_aux_loss_coeff
+        coefficients = [self.moe_z_loss_coeff, *(balancing if isinstance(balancing, list) else [balancing])]
+        return any(coefficients) or self.moe_router_enable_expert_bias
+
+
+@dataclass(frozen=True)
 class AttentionChoice:
     """Megatron's implementation of attention."""
 

@@ -13,6 +13,7 @@ from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
 from bytescale_ext.attention.backend import Exchanges
+from bytescale_ext.attention.layouts.parts import with_parts
 from bytescale_ext.attention.layouts.slices import SliceLayout, slice_layouts
 from bytescale_ext.attention.ring import attention_backward_into, attention_forward
 from bytescale_ext.attention.slices import LayerPrefix
@@ -38,7 +39,14 @@ LONG = Case(
 def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[DocumentSlices, tuple[SliceLayout, ...]]:
     cut = rule(case.micro_batch(number, rank), case.lengths)
     rows = [cut.slice(index, rank).num_tokens + 2 for index in range(rule.slicing.num_slices)]
-    return cut, slice_layouts(cut, rank, rows, case.window)
+    layouts = slice_layouts(cut, rank, rows, case.window)
+    if not case.parts:
+        return cut, layouts
+    return cut, tuple(
+        replace(one, attention=with_parts(one.attention, cut.slice(one.index, rank).shards, end, dict(case.parts)))
+        for one in layouts
+        for end in [max((stop for _, stop in one.own.intervals), default=0)]
+    )
 
 
 def num_keys(layouts: Sequence[SliceLayout]) -> int:
@@ -105,6 +113,14 @@ def test_slices_give_the_whole(
     for number in range(len(case.rounds)):
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 4, 9])
+def test_slices_of_groups_give_the_whole(num_slices: int) -> None:
+    """A slice may end in the shared tokens, in a document, or between documents. The group is beside rings."""
+    case = replace(LONG, parts=((2, (40, 1, 20, 9)), (6, (2, 1, 2)), (5, (1, 40, 7))))
+    rule = SliceRule(Slicing(num_slices), COST)
+    run_in_turn([run_slices(case, 0, comm, rule) for comm in mailbox_comms(case.num_ranks)])
 
 
 def test_prefix_blocks_of_a_ring() -> None:

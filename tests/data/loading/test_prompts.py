@@ -13,13 +13,14 @@ import torch
 from bytescale_ext.attention.virtual import mailbox_comms
 from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.planning import PlanMaker
-from bytescale_ext.data.loading.prompts import PlannedSequence, SharedPrompts, unit_of_documents
+from bytescale_ext.data.loading.prompts import PlannedSequence, SharedPrompts, units_of_documents
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch
 from bytescale_ext.data.samples.units import units_of
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.attention.cases import Case, dense_attention, run_round
 from tests.data.sources import MemorySource
@@ -53,9 +54,10 @@ def test_attention_is_that_of_the_copies_beside_rings() -> None:
         q, k, v, dout = (one.requires_grad_() for one in values_of(document))
         out = dense_attention(q, k, v, (length,), DOCUMENTS.scale)
         answers.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())))
+    plan = StepPlan(2, 64, LENGTHS, tuple((MicroBatch(shards),) for shards in RANKS))
     units = [
-        unit_of_documents(units_of([MicroBatch(shards)], LENGTHS, rank, 4, None)[0], SEQUENCES, rank)
-        for rank, shards in enumerate(RANKS)
+        units_of_documents(units_of(plan.ranks[rank], LENGTHS, rank, 4, None), SEQUENCES, plan, rank)[0]
+        for rank in range(2)
     ]
     assert [unit.counted_lengths for unit in units] == [(11, 6, 5, 4, 2, 7), (3, 5, 1)]
     inputs = []
@@ -155,21 +157,28 @@ def num_tokens(steps: Sequence[StepBatch]) -> int:
 
 
 @pytest.mark.parametrize("normalization", ["tokens", "documents", "groups"])
-@pytest.mark.parametrize(("num_ranks", "most"), [(1, 512), (2, 200), (4, 100)])
-def test_rows_with_a_loss_are_those_of_the_copies(num_ranks: int, most: int, normalization: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "most", "widest"), [(1, 512, 1), (2, 200, 1), (4, 100, 1), (4, 100, 4)])
+def test_rows_with_a_loss_are_those_of_the_copies(num_ranks: int, most: int, widest: int, normalization: str) -> None:
     copies = steps_of(num_ranks, most, None, normalization)
-    shared = steps_of(num_ranks, most, SharedPrompts(most, COST), normalization)
+    shared = steps_of(num_ranks, most, SharedPrompts(most, widest, COST), normalization)
     assert losses_of(shared) == losses_of(copies)
     assert len({step.plan.lengths for step in shared}) == 1
     assert num_tokens(copies) == sum(copies[0].plan.lengths)
-    saved = sum(
-        (len(answers) - 1) * (prompt - 1)
-        for prompt, answers in GROUPS
-        if len(answers) > 1 and prompt - 1 + sum(answers) + len(answers) <= most
-    )
-    assert saved > 0
-    assert num_tokens(shared) in (num_tokens(copies) - saved, num_tokens(copies))
-    assert num_ranks > 1 or num_tokens(shared) == num_tokens(copies) - saved
+    saved = [
+        sum(
+            (len(answers) - 1) * (prompt - 1)
+            for prompt, answers in GROUPS
+            if len(answers) > 1 and prompt - 1 + sum(answers) + len(answers) <= limit
+        )
+        for limit in (most, most * widest)
+    ]
+    assert 0 < saved[0] <= saved[1]
+    assert num_tokens(shared) in (num_tokens(copies) - saved[0], num_tokens(copies) - saved[1], num_tokens(copies))
+    assert num_ranks > 1 or num_tokens(shared) == num_tokens(copies) - saved[0]
+    in_rings = [shard for step in shared for row in step.plan.ranks for one in row for shard in one.shards]
+    if widest > 1:
+        assert num_tokens(shared) == num_tokens(copies) - saved[1]
+        assert any(len(shard.ring) > 1 for shard in in_rings)
 
 
 @pytest.mark.parametrize("num_answers", [8, 16])
@@ -182,15 +191,32 @@ def test_tokens_of_usual_group_sizes(num_answers: int) -> None:
 
 
 def test_a_plan_does_without_where_it_does_not_pay() -> None:
-    """Two answers on two ranks end sooner apart: together one rank has nearly all of the work."""
-    source, rule = Groups([(20, (300, 300))]), SharedPrompts(1000, COST)
-    documents = rule.sequences(source, (0, 1), (320, 320))
-    assert documents == (PlannedSequence(0, (320, 320), 19),)
-    tokens = [documents[0].num_tokens]
-    for num_ranks, most, pays in ((1, 1000, True), (2, 1000, False), (2, 400, False)):  # the last has a ring
-        planner = HdpPlanner(Cluster(num_ranks, most), (StageCost(COST, COST),))
-        assert rule.pays(planner(tokens), documents, planner([320, 320])) == pays
-    assert len(replace(rule, most_tokens=400).sequences(source, (0, 1), (320, 320))) == 2
+    """Two answers on two ranks end sooner apart: together one rank has all of the work."""
+    source, rule = Groups([(20, (300, 300))]), SharedPrompts(1000, 1, COST)
+    (groups,) = rule.choices(source, (0, 1), (320, 320))
+    assert groups == (PlannedSequence(0, (320, 320), 19),)
+    for num_ranks, pays in ((1, True), (2, False)):
+        plan = plan_naive([groups[0].num_tokens], num_ranks, 1000)
+        copies = HdpPlanner(Cluster(num_ranks, 1000), (StageCost(COST, COST),))([320, 320])
+        assert rule.can_run(plan, groups)
+        assert (rule.seconds(plan, groups) < rule.seconds(copies, None)) == pays
+    assert not list(replace(rule, tokens_per_rank=400).choices(source, (0, 1), (320, 320)))
+
+
+def test_slices_do_without_rings_of_groups() -> None:
+    ring = plan_naive([621], 2, 400)
+    groups = (PlannedSequence(0, (320, 320), 19),)
+    assert not SharedPrompts(400, 1, COST).can_run(ring, groups)
+    assert SharedPrompts(400, 2, COST).can_run(ring, groups)
+
+
+def test_long_groups_have_rings_or_copies() -> None:
+    """With rings all groups are tried first, then only the groups that fit on one rank."""
+    source = Groups([(20, (300, 300)), (30, (5, 6))])
+    lengths = tuple(map(source.length, range(4)))
+    both, short = SharedPrompts(400, 2, COST).choices(source, (0, 1, 2, 3), lengths)
+    assert [group.shared for group in both] == [19, 29]
+    assert [group.shared for group in short] == [0, 0, 29]
 
 
 def test_a_planner_without_time_plans_all_documents() -> None:
@@ -209,7 +235,7 @@ def test_a_planner_without_time_plans_all_documents() -> None:
             return plan_naive(lengths, 1, 512)
 
     source = Groups(GROUPS)
-    settings = LoaderSettings(0, len(source), prompts=SharedPrompts(512, COST))
+    settings = LoaderSettings(0, len(source), prompts=SharedPrompts(512, 1, COST))
     loader = StepLoader(source, PlanMaker(Late(), plan_seconds=100.0), settings)
     step = next(loader)
     assert step.fell_back

@@ -20,6 +20,7 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.config.experts import PlacementConfig
 from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.memory.tables import TablesConfig
 from bytescale_ext.config.multi_token import MultiTokenConfig
@@ -42,6 +43,7 @@ from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.data import DataArguments
+from megatron.bytescale.arguments.layer_settings import RouterChanges
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import Batches, LossChecks
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
@@ -279,7 +281,9 @@ def step_loader(
         plans = replace(plan_maker(runtime, planner), predict=predict)
         return RemoteStepLoader(source, plans, process, settings, reads_tokens=is_end)
     if computes_prompts_once(runtime) and isinstance(source, PromptSource):
-        rule = SharedPrompts(runtime.hdp.cluster.tokens_per_rank, runtime.hdp.cost.both)
+        cluster, has_slices = runtime.hdp.cluster, runtime.run.find(DocumentSliceConfig) is not None
+        widest = 1 if has_slices else cluster.num_ranks
+        rule = SharedPrompts(cluster.tokens_per_rank, widest, runtime.hdp.cost.both)
         settings = replace(settings, prompts=rule)
     loads = None if settings.cyclic else runtime.parts.load_history
     learner = None if settings.cyclic else runtime.parts.learner
@@ -291,14 +295,14 @@ def step_loader(
 def computes_prompts_once(runtime: Runtime) -> bool:
     """Return whether a run with ``--loss`` may compute the prompt of a group once for all answers.
 
-    Each rank of a pipeline then runs whole micro-batches. Experts would see fewer tokens than with copies; windows,
-    n-grams, latents and activation policies of such groups are not tested.
+    Losses and biases of routers would count fewer tokens than with copies; replicas of experts, windows, n-grams,
+    latents and activation policies of such groups are not tested. In slices, such groups have no rings.
     """
     run = runtime.run
     if run.find(PreferenceConfig) is None:
         return False
-    others = (DocumentSliceConfig, TablesConfig, ActivationConfig)
-    is_plain = not run.shape.num_experts and run.shape.window is None and run.shape.latent is None
+    others = (TablesConfig, ActivationConfig, PlacementConfig)
+    is_plain = run.shape.window is None and run.shape.latent is None and not current(RouterChanges).any()
     return is_plain and all(run.find(kind) is None for kind in others)
 
 
