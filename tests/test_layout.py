@@ -41,6 +41,7 @@ SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",
     "megatron/bytescale/cpu.py",
     "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",  # on a separate layer spec
+    "scripts/bench/cluster/virtual/rank.py",  # other plans, in a bench
     "scripts/bench/cluster/virtual/record.py",  # records calls, in a bench
 }
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

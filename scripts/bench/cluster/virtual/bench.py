@@ -13,7 +13,7 @@ from typing import Any, Final
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.step.sizes import Cluster
-from scripts.bench.cluster.virtual.cases import ARMS, DYNAMIC, SCALE, Case, Planned
+from scripts.bench.cluster.virtual.cases import ARMS, DYNAMIC, SCALE, Arm, Case, Planned
 from scripts.bench.cluster.virtual.links import Links
 from scripts.bench.cluster.virtual.recording import PLANNED_GBPS, Recording
 from scripts.bench.cluster.virtual.replay import model_steps
@@ -67,8 +67,24 @@ class Results:
 
 def run_arm(recording: Recording, case: Case, arm_name: str) -> dict[str, Any]:
     """Record and replay one arm; see ``CaseResult``. Raises RuntimeError if a rank fails."""
-    begun, arm, device = time.monotonic(), ARMS[arm_name], recording.device
     folder = recording.folder / str(case).replace(" ", "-").replace(",", "") / arm_name
+    result, lengths = replay_arm(recording, case, ARMS[arm_name], folder)
+    return {
+        **source_of_plans(recording, arm_name),
+        **result,
+        "predicted": predicted_seconds(folder),
+        "bounds": [bound(recording, case, of_step) for of_step in lengths],
+    }
+
+
+def replay_arm(
+    recording: Recording, case: Case, arm: Arm, folder: Path
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """Record and replay one arm: losses, tokens, minutes and steps of ``CaseResult``, and the lengths of each step.
+
+    Lengths are of the sequences of the plan, in recorded tokens. Raises RuntimeError if a rank fails.
+    """
+    begun, device = time.monotonic(), recording.device
     programs, times = recording.run(case, arm, folder), recording.times(case, arm)
     steps = {}
     for gbps in LINKS:
@@ -78,15 +94,13 @@ def run_arm(recording: Recording, case: Case, arm_name: str) -> dict[str, Any]:
     lengths = [step["lengths"] for step in steps[f"{LINKS[0]:g}"]]
     for step in (step for replayed in steps.values() for step in replayed):
         del step["lengths"]
-    return {
-        **source_of_plans(recording, arm_name),
+    result = {
         "losses": list(programs.losses[1:]),
-        "predicted": predicted_seconds(folder),
         "tokens": [sum(of_step) * SCALE for of_step in lengths],
-        "bounds": [bound(recording, case, of_step) for of_step in lengths],
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "steps": steps,
     }
+    return result, lengths
 
 
 def predicted_seconds(folder: Path) -> list[float]:

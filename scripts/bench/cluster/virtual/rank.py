@@ -1,7 +1,9 @@
 """The program of one rank of a recording: pretrain_gpt_hdp.py with the hooks of ``record.py``.
 
 ``BYTESCALE_RECORD`` names the folder of the recording. ``BYTESCALE_PLANS=hybrid`` runs Megatron's hybrid plan, and
-``BYTESCALE_PLANS=dynamic`` the dynamic plan of the source tree ``BYTESCALE_MEGATRON``.
+``BYTESCALE_PLANS=dynamic`` the dynamic plan of the source tree ``BYTESCALE_MEGATRON``. ``BYTESCALE_PLANS=copies``
+computes the prompt of a group with each of its documents, and so does ``BYTESCALE_PLANS=equal``, with plans of ranks
+with equally many documents.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # so that it also runs as a file
+
+COPIES, EQUAL = "copies", "equal"
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +68,14 @@ def main() -> None:
     from scripts.bench.cluster.virtual.record import Recorder
 
     recorder = Recorder()
+
+    if os.environ["BYTESCALE_PLANS"] in (COPIES, EQUAL):
+        from megatron.bytescale.features.hdp import build
+        from scripts.bench.cluster.virtual.equal import EqualPlanner
+
+        build.computes_prompts_once = lambda runtime: False
+        if os.environ["BYTESCALE_PLANS"] == EQUAL:
+            build.planner_of = lambda decision: EqualPlanner(decision.setup.cluster, decision.setup.cost.whole())
 
     def adapt(training: Training, runtime: Runtime) -> Training:
         if os.environ["BYTESCALE_PLANS"] == "hybrid":
