@@ -14,7 +14,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Buffer, Callable
+from collections.abc import Buffer, Callable, Sized
 from typing import IO, Any, ClassVar, Final, cast
 
 from bytescale_ext.errors import one_line
@@ -56,7 +56,16 @@ _BY_MODULE: Final = {
 ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split())
 """Classes and functions by module and name. They open no file, import no module, and call only each other."""
 _SIZED: Final = frozenset(("builtins.bytearray", "builtins.bytes", "torch.Tensor", "torch.nn.parameter.Parameter"))
-"""Names that allocate memory if they are called with a number."""
+"""Names that allocate memory if they are called with a number, or with the result of a call, which can be a number."""
+_UNCALLED: Final = frozenset(("numpy.ndarray", "torch.storage.TypedStorage", "torch.storage.UntypedStorage")).union(
+    f"torch.{name}Storage" for name in _STORAGES.split()
+)
+"""Classes that checkpoints name and never call: a call allocates any number of bytes."""
+_REBUILD: Final = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
+_SHORT: Final = 64
+"""Length of a text or list whose copies are not counted."""
+_COPIES: Final = 16
+"""Most bytes and items that calls may copy together, as a multiple of the pickle's bytes."""
 _ZIP: Final = b"PK\x03\x04"
 _DEPTH: Final = 3  # of tuples in keys
 
@@ -73,7 +82,11 @@ class _Name:
 
 
 class _Made:
-    """Placeholder of an object that a class or function made."""
+    """Placeholder of an object that a class or function made of ``size`` bytes or items."""
+
+    def __init__(self, name: str = "", size: int = 0) -> None:
+        self.name = name
+        self.size = size
 
 
 _Step = Callable[[Any], None]
@@ -91,6 +104,7 @@ class _Scanner(pickle._Unpickler):
         """Scan the first pickle in ``data``, whose strings of Python 2 have this encoding."""
         super().__init__(io.BytesIO(data), encoding=encoding)
         self._size = len(data)
+        self._copied = 0
 
     def find_class(self, module: str, name: str) -> _Name:
         if self.proto < 3:  # names of Python 2, as Python's unpickler maps them
@@ -108,13 +122,23 @@ class _Scanner(pickle._Unpickler):
         """Push the placeholder of a call's result."""
         if not isinstance(function, _Name) or not isinstance(args, tuple):
             raise pickle.UnpicklingError("it calls an object")
-        if function.name in _SIZED and any(isinstance(arg, int) for arg in args):
+        if function.name in _UNCALLED:
+            raise pickle.UnpicklingError(f"it calls {function.name}")
+        if function.name in _SIZED and any(map(_may_be_number, args)):
             raise pickle.UnpicklingError(f"it calls {function.name} with a number")
         if function.name == "_codecs.encode" and args[1:] != ("latin1",):
             raise pickle.UnpicklingError("it encodes text")
         if function.name.endswith("._reconstruct") and args[1:2] != ((0,),):
             raise pickle.UnpicklingError("it allocates an array")
-        self.stack.append(_Made())
+        if function.name.endswith("multiarray.scalar") and len(args) != 2:  # without bytes it allocates them
+            raise pickle.UnpicklingError("it makes a scalar without its bytes")
+        if function.name == "torch._tensor._rebuild_from_type_v2" and not _is_rebuild(args[:1]):
+            raise pickle.UnpicklingError("it calls a function by another")
+        size = sum(map(_size_of, args))
+        self._copied += size
+        if self._copied > _COPIES * self._size:
+            raise pickle.UnpicklingError("it copies its data many times")
+        self.stack.append(_Made(function.name, size))
 
     def _reduce(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
@@ -207,8 +231,28 @@ class _Scanner(pickle._Unpickler):
     }
 
 
+def _may_be_number(arg: object) -> bool:
+    return isinstance(arg, int) or (isinstance(arg, _Made) and arg.name != "_codecs.encode")
+
+
+def _is_rebuild(functions: tuple[object, ...]) -> bool:
+    return all(isinstance(function, _Name) and function.name in _REBUILD for function in functions)
+
+
+def _size_of(arg: object) -> int:
+    """Return the bytes or items that a call may copy from an argument, 0 for a few."""
+    size = arg.size if isinstance(arg, _Made) else len(arg) if isinstance(arg, Sized) else 0
+    return size if size > _SHORT else 0
+
+
 def _check_key(key: object, depth: int = _DEPTH) -> None:
-    """Raise UnpicklingError for nested tuples: the time to hash them grows exponentially with their depth."""
+    """Raise UnpicklingError for keys that are slow to hash or to tell apart.
+
+    The time to hash nested tuples grows exponentially with their depth. Integers of more than 64 bits can all have one
+    hash, and the time to look them up grows with their number.
+    """
+    if isinstance(key, int) and key.bit_length() > 64:
+        raise pickle.UnpicklingError("it has a key of more than 64 bits")
     if isinstance(key, tuple):
         if not depth or len(key) > 64:
             raise pickle.UnpicklingError("it has deep keys")

@@ -49,6 +49,13 @@ def test_a_function_that_is_not_allowed_is_named_and_not_called(tmp_path: Path, 
     assert not (tmp_path / "made").exists()
 
 
+def copies(*functions: str) -> bytes:
+    """Return a pickle that copies 1 MB of its bytes 1,000 times by calls of these functions, one on the other."""
+    calls = b"".join(b"cbuiltins\n%b\n" % name.encode() for name in reversed(functions))
+    data = b"B" + (1 << 20).to_bytes(4, "little") + b"x" * (1 << 20)
+    return b"\x80\x04" + data + b"\x94(" + (calls + b"h\x00" + b"\x85R" * len(functions)) * 1000 + b"t."
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -60,6 +67,19 @@ def test_a_function_that_is_not_allowed_is_named_and_not_called(tmp_path: Path, 
         b"\x80\x02Nr\xff\xff\xff\xff.",  # a memo that needs 64 GB
         b"Np4000000000\n.",
         b"\x80\x04cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.",  # bytearray(2**31 - 1)
+        b"\x80\x04cbuiltins\nbytearray\ncbuiltins\nint\nV4000000000\n\x85R\x85R.",  # bytearray(int("4000000000"))
+        b"\x80\x04cbuiltins\nbytes\ncbuiltins\nfloat\nV4\n\x85R\x85R.",
+        b"\x80\x04ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nNJ\xff\xff\xff\x7f\x85}tR.",
+        b"\x80\x04cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R.",
+        b"\x80\x04cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x81.",
+        b"\x80\x04ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R.",
+        b"\x80\x04ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.",
+        b"\x80\x04cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\nVV2000000000\n\x85R\x85R.",
+        copies("bytearray"),
+        copies("list"),
+        copies("list", "list"),
+        pickle.dumps({number * (2**61 - 1): 0 for number in range(1, 1000)}),
+        pickle.dumps({number << 64 for number in range(1, 1000)}),
         b"\x80\x04cargparse\nNamespace\n}\x8c\x01xNsb.",  # changes the class
         b"\x80\x04\x82\x01.",  # the registry of extensions
         b"\x80\x04)q\x00" + b"h\x00h\x00\x86q\x000" * 60 + b"}h\x00Ns.",  # hashed for ever
