@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, BinaryIO, Final, Literal, cast
 
-from bytescale_ext.data.samples.parquet_pages import MOST_RATIO, check_pages
+from bytescale_ext.data.samples.parquet_pages import MOST_RATIO, MOST_ROWS, check_pages
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import finite, json_value
+from bytescale_ext.json_input import check_stored, finite, json_value
 
 if TYPE_CHECKING:
     from pyarrow import Array
@@ -55,6 +55,7 @@ _BETWEEN: Final = {False: re.compile(r"[ \t\r\n]*"), True: re.compile(r"[ \t\r\n
 
 def packing_of(path: Path) -> str:
     """Return the compression of a file by its first bytes, "" without compression."""
+    check_stored(path)
     with path.open("rb") as stream:
         head = stream.read(6)
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
@@ -198,8 +199,16 @@ def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
     """Yield each record of a file as a line of JSON, blank lines included; damaged records are yielded as they are.
 
     A record of more than ``MOST_BYTES`` is None, and is never in memory as a whole. Raises an error of ``DAMAGED`` or
-    ValueError if the file cannot be read any further.
+    ValueError if the file cannot be read any further, or has more than ``MOST_ROWS`` records and 8 for each byte.
     """
+    most = max(MOST_ROWS, 8 * path.stat().st_size)
+    for number, record in enumerate(_records(path, kind), 1):
+        if number > most:
+            raise ValueError(f"{path}: has more than {most:,} records, blank ones included: unpack it yourself")
+        yield record
+
+
+def _records(path: Path, kind: Kind) -> Iterator[bytes | None]:
     if kind == "parquet":
         left = most_unpacked(path)
         for row in parquet_rows(path):

@@ -101,20 +101,22 @@ def file_entries(path: Path, key: str = "text") -> list[Entry]:
 
 
 def _plain_lines(path: Path) -> list[Entry]:
-    """Return an entry for each line of a plain file."""
+    """Return an entry for each line of a plain file, without blank lines."""
     entries, offset = [], 0
     with path.open("rb") as stream:
         for number, line in enumerate(lines(stream), start=1):
-            entries.append(Entry(path, number, offset, is_too_long=line is None))
+            if line is None or line.strip():
+                entries.append(Entry(path, number, offset, is_too_long=line is None))
             offset = stream.tell() if line is None else offset + len(line)
     return entries
 
 
 def _unpacked_records(path: Path, kind: Kind) -> list[Entry]:
-    """Return an entry for each record of a file, with its place in the file of ``_records_file``."""
+    """Return an entry for each record of a file, blank ones excepted, with its place in ``_records_file``."""
     entries, offset = [], 0
     for number, line in enumerate(records(path, kind), start=1):
-        entries.append(Entry(path, number, offset, kind, is_too_long=line is None))
+        if line is None or line.strip():
+            entries.append(Entry(path, number, offset, kind, is_too_long=line is None))
         offset += len(plain_line(line))
     return entries
 

@@ -16,7 +16,8 @@ from datatrove.data import Document
 from bytescale_ext.data.clean.readers import Collect, documents_of
 from bytescale_ext.data.clean.recipe import Recipe, Source, files_of, read_recipe
 from bytescale_ext.data.clean.tally import JSON_AS_TEXT
-from bytescale_ext.data.samples.records import kind_of, parquet_rows
+from bytescale_ext.data.samples import records as records_module
+from bytescale_ext.data.samples.records import kind_of, parquet_rows, records
 from bytescale_ext.data.samples.sources import contents, file_entries, source_entries, unread_json
 from tests.data.cleaning import run_steps, told
 
@@ -195,3 +196,15 @@ def test_other_formats_are_no_text(content: bytes, tmp_path: Path) -> None:
         file_entries(path)
     (found,) = documents_of(path, Source("docs", str(tmp_path), "auto", "*", ()), "text")
     assert getattr(found, "kind", "") == "broken"
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n"])
+def test_packed_files_have_a_limit_of_records(line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of blank lines take a few bytes when they are packed."""
+    monkeypatch.setattr(records_module, "MOST_ROWS", 1000)
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(line * 1000))
+    assert len(list(records(path, "lines"))) == 1000
+    path.write_bytes(gzip.compress(line * 100_000))
+    with pytest.raises(ValueError, match=r"has more than 1,000 records|has more than \d,\d+ records"):
+        list(records(path, "lines"))

@@ -162,7 +162,9 @@ def write_corpus(
         finally:
             builder.data_file.close()
         if not tally.lengths:
-            raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, choose other files")
+            long = sum(entry.is_too_long for entry in entries)
+            reason = f"{long} of them too long and the others empty" if long else "all of them empty"
+            raise ValueError(f"{len(entries)} documents, {reason}: nothing to write, choose other files")
         builder.finalize(partial + ".idx")
         if keys.weights:
             write_header(weights_of(partial), partial, WEIGHTS, "float32")
