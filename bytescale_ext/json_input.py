@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Callable, Mapping
-from typing import Any
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Final
 
 _LARGEST = 1 << 63
+_SMALL: Final = 16 << 20  # bytes of a file that may have holes
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escape sequences and bytes
 Pairs = Callable[[list[tuple[str, object]]], object]
 """Makes the value of a JSON object from its (name, value) pairs."""
+
+
+def check_stored(path: str | Path) -> None:
+    """Raise OSError for a pipe, and for a large file with holes, which may need more memory than it takes on its disk.
+
+    Pipes of a shell, below ``/dev``, pass.
+    """
+    status = os.stat(path)
+    if stat.S_ISFIFO(status.st_mode) and not os.fspath(path).startswith("/dev/"):
+        raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    if not stat.S_ISREG(status.st_mode) or status.st_size <= _SMALL or not hasattr(os, "SEEK_HOLE"):
+        return
+    with open(path, "rb") as file:
+        try:
+            first_hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        except OSError:  # the file system knows no holes
+            return
+    if first_hole < status.st_size:
+        raise OSError(errno.EINVAL, f"it has {status.st_size:,} bytes, of which not all are stored", str(path))
+
+
+def bytes_of(path: str | Path) -> bytes:
+    """Return the bytes of a file. Raises OSError as ``check_stored``."""
+    check_stored(path)
+    return Path(path).read_bytes()
+
+
+def text_of(path: str | Path, errors: str = "strict") -> str:
+    """Return the text of a file of UTF-8. Raises OSError as ``check_stored``."""
+    check_stored(path)
+    return Path(path).read_text(encoding="utf-8", errors=errors)
 
 
 def json_value(text: str | bytes, object_pairs_hook: Pairs | None = None, is_strict: bool = False) -> Any:
@@ -57,6 +94,20 @@ def _integer(text: str) -> int:
     if len(text) > 20 or abs(int(text)) > _LARGEST:
         raise ValueError(f"the number {text[:20]}{'...' * (len(text) > 20)} is larger than 2^63")
     return int(text)
+
+
+def whole(value: object) -> int:
+    """Return an integer of a JSON value. Raises TypeError for anything else: ``true``, a fraction, a text."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{json.dumps(value, default=repr)[:40]} is not a whole number")
+    return int(value)
+
+
+def real(value: object) -> float:
+    """Return a number of a JSON value. Raises TypeError for anything else: ``true``, a text."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{json.dumps(value, default=repr)[:40]} is not a number")
+    return float(value)
 
 
 def printable(text: str) -> str:

@@ -132,9 +132,7 @@ def line_of(error: BaseException, load: str | None) -> str | None:
     if isinstance(error, SystemExit):
         return None if error.code else _exit_line(frames, load)
     is_loading = any(frame.name == "load_checkpoint" for frame in frames)
-    is_checkpoint = is_loading and (
-        isinstance(error, (RuntimeError, FileNotFoundError)) or type(error).__name__.startswith("Checkpoint")
-    )
+    is_checkpoint = is_loading and (isinstance(error, Exception) or type(error).__name__.startswith("Checkpoint"))
     if not isinstance(error, _RAISED) and not is_checkpoint:
         return None
     if isinstance(error, ValueError) and _is_ours(frames[-1].filename):

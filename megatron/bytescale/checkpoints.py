@@ -11,6 +11,7 @@ classes that no checkpoint needs. It reads metadata and pickled objects, and no 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import pickle
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import bytes_of, json_value
 from bytescale_ext.new_file import new_file
 from bytescale_ext.pickles import FileSlice, UntrustedClass, check_archive, check_pickle
 from megatron.bytescale.launch import TRACKER
@@ -124,7 +125,7 @@ def _flaws(folder: Path) -> Iterator[str]:
 def _flaws_of_shards(folder: Path) -> Iterator[str]:
     """Yield the flaws of a sharded checkpoint; its metadata contain the minimum size of each file."""
     try:
-        json_value((folder / _WRITTEN_LAST).read_bytes())
+        json_value(bytes_of(folder / _WRITTEN_LAST))
     except (OSError, ValueError):
         yield f"{folder / _WRITTEN_LAST} is missing or cut short"
     try:
@@ -201,7 +202,7 @@ def read_metadata(path: Path) -> Metadata:
         ValueError: the file cannot be read, or describes more than its checkpoint can hold.
     """
     try:
-        data = path.read_bytes()
+        data = bytes_of(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     try:
@@ -225,6 +226,7 @@ def _check_metadata(metadata: Metadata) -> None:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     stored: dict[str, int] = {}
+    places = {(index.fqn, None if index.offset is None else tuple(index.offset)) for index in metadata.storage_data}
     for index, part in metadata.storage_data.items():
         if part.offset < 0 or part.length < 0 or Path(part.relative_path).name != part.relative_path:
             raise ValueError(f"part {str(index.fqn)[:40]!r} is outside the checkpoint")
@@ -238,6 +240,14 @@ def _check_metadata(metadata: Metadata) -> None:
             needed = math.prod(entry.size) * entry.properties.dtype.itemsize
             if needed > stored.get(name, 0):
                 raise ValueError(f"tensor {name[:40]!r} needs {needed:,} bytes of {stored.get(name, 0):,}")
+            for chunk in entry.chunks:
+                ends = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+                if not all(0 <= first <= first + number <= most for first, number, most in ends):
+                    raise ValueError(f"tensor {name[:40]!r} has a part outside it")
+                if (name, tuple(chunk.offsets)) not in places:
+                    raise ValueError(f"a part of tensor {name[:40]!r} is in no file")
+        elif (name, None) not in places:
+            raise ValueError(f"object {name[:40]!r} is in no file")
 
 
 @dataclass(frozen=True)
@@ -348,17 +358,29 @@ def arguments_in(folder: Path) -> argparse.Namespace | None:
     """
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-    try:
+    with one_line_if_damaged(folder):
         if not _TRUST.is_given:
             for archive in _common_state(folder):
                 _check_classes_in(*archive)
         state = load_common_state_dict(folder)
-    except UntrustedClass:
-        raise
-    except Exception as error:  # Megatron and torch raise many types for damaged files
-        raise ValueError(f"{folder} cannot be read ({one_line(error, 200)})") from None
     args = state.get("args") if isinstance(state, dict) else None
     return args if isinstance(args, argparse.Namespace) else None
+
+
+@contextlib.contextmanager
+def one_line_if_damaged(folder: Path) -> Iterator[None]:
+    """Turn the errors of Megatron and torch about a damaged checkpoint, which have many types, into a ValueError."""
+    from torch.distributed.checkpoint.api import CheckpointException  # it does not derive from Exception
+
+    try:
+        yield
+    except UntrustedClass:
+        raise
+    except (Exception, CheckpointException) as error:
+        failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+        cause = failures[0][0] if failures else error
+        reason = one_line(cause, 200) or type(cause).__name__
+        raise ValueError(f"{folder} cannot be read ({reason})") from None
 
 
 def _common_state(folder: Path) -> list[tuple[Path, int, int]]:

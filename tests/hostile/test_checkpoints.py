@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron.bytescale import cli
 from megatron.bytescale.checkpoints import (
@@ -24,11 +26,13 @@ from megatron.bytescale.checkpoints import (
     check_loaded,
     flaw_of,
     names_in,
+    one_line_if_damaged,
     read_metadata,
     to_load,
     trust_checkpoints,
     use_last_whole,
 )
+from megatron.bytescale.inference.load import check_arguments
 from megatron.bytescale.launch import TRACKER
 from megatron.bytescale.resumption import ExpertStates, check_expert_states
 from tests.harness import run_ranks
@@ -228,6 +232,13 @@ def changed(**fields: object) -> Callable[[Metadata], object]:
         lambda metadata: None,
         lambda metadata: vars(metadata).update(storage_data={"x": 1}) or metadata,
         lambda metadata: vars(metadata.state_dict_metadata["weight"]).update(size=torch.Size([1 << 40])) or metadata,
+        lambda metadata: metadata.storage_data.pop(MetadataIndex("args")) and metadata,
+        lambda metadata: vars(metadata.state_dict_metadata["weight"].chunks[0]).update(offsets=(-1,)) or metadata,
+        lambda metadata: vars(metadata.state_dict_metadata["weight"].chunks[0]).update(offsets=(1,)) or metadata,
+        lambda metadata: vars(metadata.state_dict_metadata["weight"].chunks[0]).update(sizes=(2000,)) or metadata,
+        lambda metadata: (
+            vars(metadata.state_dict_metadata["weight"].chunks[0]).update(offsets=(5,), sizes=(9,)) or metadata
+        ),
     ],
 )
 def test_metadata_describe_what_the_files_hold(change: Callable[[Metadata], object], tmp_path: Path) -> None:
@@ -236,6 +247,21 @@ def test_metadata_describe_what_the_files_hold(change: Callable[[Metadata], obje
     file.write_bytes(pickle.dumps(change(pickle.loads(file.read_bytes()))))
     with pytest.raises(ValueError, match=r"\.metadata cannot be read \("):
         read_metadata(file)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CheckpointException("read", {1: (KeyError("x"), traceback.StackSummary())}), "'x'"),
+        (CheckpointException("read", {}), "CheckpointException"),
+        (EOFError(), "EOFError"),
+        (RuntimeError("two\nlines"), "two lines"),
+    ],
+)
+def test_errors_about_damaged_tensors_are_one_line(error: BaseException, reason: str) -> None:
+    """torch's CheckpointException does not derive from Exception."""
+    with pytest.raises(ValueError, match=f"^x cannot be read .*{reason}"), one_line_if_damaged(Path("x")):
+        raise error
 
 
 def test_damaged_metadata(tmp_path: Path) -> None:
@@ -247,3 +273,15 @@ def test_damaged_metadata(tmp_path: Path) -> None:
             file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
             with contextlib.suppress(ValueError):
                 read_metadata(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_size", True), ("num_attention_heads", 0), ("num_layers", None), ("num_layers", "2"), ("kv_channels", -1),
+     ("seq_length", 1 << 45), ("num_layers", 1000)],
+)  # fmt: skip
+def test_sizes_of_a_model_in_a_checkpoint(name: str, value: object) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
+    check_arguments(Namespace(**sizes), 1000)
+    with pytest.raises(ValueError, match=rf"^its (argument )?{name}"):
+        check_arguments(Namespace(**{**sizes, name: value}), 1000)

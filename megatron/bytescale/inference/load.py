@@ -22,7 +22,14 @@ from megatron.bytescale import cpu
 from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import MOST
-from megatron.bytescale.checkpoints import arguments_in, check_classes, elements_in, names_in, sharded_at
+from megatron.bytescale.checkpoints import (
+    arguments_in,
+    check_classes,
+    elements_in,
+    names_in,
+    one_line_if_damaged,
+    sharded_at,
+)
 from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
@@ -53,6 +60,7 @@ CANNOT = {
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "max_position_embeddings",
          "ffn_hidden_size", "kv_channels", "num_query_groups", "seq_length")  # fmt: skip
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 KINDS: dict[object, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool, int, str)}
 """Type of a flag -> types of its values in checkpoints."""
 
@@ -96,10 +104,14 @@ def check_arguments(args: argparse.Namespace, elements: int) -> None:
             if item is None or kind is None or isinstance(item, KINDS[kind]):
                 continue
             raise ValueError(f"its argument {action.dest} is {str(item)[:40]!r}, not of type {kind.__name__}")
-    sizes = {name: getattr(args, name, None) or 1 for name in SIZES}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or not 1 <= size <= MOST:
+    sizes: dict[str, int] = {}
+    for name in SIZES:
+        size = getattr(args, name, None)
+        if size is None and name not in NEEDED:
+            size = 1
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
             raise ValueError(f"its argument {name} is {str(size)[:40]!r}")
+        sizes[name] = size
     products = [("num_layers", "hidden_size"), ("hidden_size", "padded_vocab_size")]
     if not getattr(args, "num_experts", None):
         products.append(("hidden_size", "ffn_hidden_size"))
@@ -247,10 +259,32 @@ def join_processes(on_cpu: bool) -> None:
 
 
 def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:
-    """Build Megatron's model from training arguments, with heads but without weights. Call it once per process."""
+    """Build Megatron's model from training arguments, with heads but without weights. Call it once per process.
+
+    Raises ValueError if the arguments make no model.
+    """
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    device = torch.device("cpu" if on_cpu else "cuda")
+    if not torch.distributed.is_initialized():
+        join_processes(on_cpu)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    of_process = {"tensor_model_parallel_size": ranks, "world_size": ranks, "rank": rank}
+    vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu, **of_process)
+    model_parallel_cuda_manual_seed(1)
+    try:
+        return _model_of(args, heads, device)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        reason = one_line(error, 200) or type(error).__name__  # Megatron and torch raise many types for bad sizes
+        raise ValueError(f"these settings make no model ({reason})") from None
+
+
+def _model_of(args: argparse.Namespace, heads: DraftConfig | None, device: torch.device) -> GPTModel:
+    """Return Megatron's model of training arguments, with heads but without weights."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder
 
     from bytescale_ext.attention.kernels.table import choose_kernel
@@ -263,15 +297,6 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
     from megatron.bytescale.inference.cache import CachedAttention
     from megatron.bytescale.runtime import Runtime
 
-    device = torch.device("cpu" if on_cpu else "cuda")
-    if not torch.distributed.is_initialized():
-        join_processes(on_cpu)
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-    of_process = {"tensor_model_parallel_size": ranks, "world_size": ranks, "rank": rank}
-    vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu, **of_process)
-    model_parallel_cuda_manual_seed(1)
     config = model_config(args)
     head_dim = config.transformer.kv_channels
     kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
@@ -310,10 +335,8 @@ def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
         tensors = (tensor for tensor in part.values() if isinstance(tensor, ShardedTensor | ShardedTensorFactory))
         if missing := sorted({tensor.key for tensor in tensors} - stored):
             raise ValueError(f"{folder}: tensors are missing, such as {missing[0]}")
-        try:
+        with one_line_if_damaged(folder):
             loaded = dist_checkpointing.load(part, str(folder)) if part else {}
-        except Exception as error:  # Megatron and torch raise many types for tensors of other shapes
-            raise ValueError(f"{folder} cannot be read ({one_line(error, 200)})") from None
         state.update({name: loaded[name] for name in part})
     result = model.load_state_dict(state, strict=not heads.on_their_own)
     assert all(name.startswith(f"{HEADS}.") for name in result.missing_keys), f"{result=}"

@@ -38,7 +38,7 @@ class Texts:
         options = argparse.Namespace(**{**vars(args), "trust_remote_code": trusts_code})
         try:
             self._tokenizer = build_tokenizer(options)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # each library of tokenizers raises errors of its own
             reason = f"cannot be read: {one_line(error)[-200:]}"
             if "trust_remote_code" in str(error):
                 reason = "runs Python code: --trust-remote-code"
