@@ -91,6 +91,8 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
     """
     with new_folder(output) as part, ExitStack() as opened:
         config = config_in(source)
+        weights = FolderWeights(source, opened)
+        weights.check_sizes(config)
         words = [
             *_model_flags(config, source),
             *_tokenizer_flags(source),
@@ -99,7 +101,6 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
         ]
         words += _dtype_flags(dtype or config["dtype"])
         args = _settled(words)
-        weights = FolderWeights(source, opened)
         model = build_model(args, None, on_cpu=True)
         tensors = to_megatron(layout_of(config), weights.read)
         _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in tensors))

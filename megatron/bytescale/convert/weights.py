@@ -6,13 +6,14 @@ each tensor. Other files of the folder (older shards, adapters, consolidated cop
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from bytescale_ext.json_input import json_value
+from bytescale_ext.json_input import json_value, text_of
 from megatron.bytescale.convert.library import library
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+SIZES: Final = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
 _SHOWN = 4  # names in a message
 
 
@@ -47,6 +52,20 @@ class FolderWeights:
             self._check(opened)
         else:
             raise ValueError(f"--input {source}: there is neither {WHOLE} nor {INDEX}")
+
+    def check_sizes(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError for a configuration of a model that the folder's files cannot hold."""
+        for name in SIZES:
+            value = config.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"--input {self._source / 'config.json'}: {name} is {str(value)[:40]}")
+        num_bytes = sum((self._source / file).stat().st_size for file in self._files)
+        layers, hidden, vocab = (config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        if layers > len(self._places) or hidden * vocab > num_bytes:
+            raise ValueError(
+                f"--input {self._source}: {len(self._places)} tensors of {num_bytes:,} bytes cannot hold {layers:,} "
+                f"layers and {vocab:,} tokens of {hidden:,} numbers"
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor [...] by name. Raises ValueError if the model lacks it."""
@@ -86,7 +105,7 @@ class FolderWeights:
 def _weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor. Raises ValueError for a damaged index and for files outside the folder."""
     try:
-        places = json_value(path.read_text("utf-8"), object_pairs_hook=_unique)["weight_map"]
+        places = json_value(text_of(path), object_pairs_hook=_unique)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"--input {path}: {error if isinstance(error, ValueError) else 'no weight_map'}") from None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):

@@ -81,3 +81,23 @@ def test_contradictions_are_one_line(weight_map: object, text: str | None, messa
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the tensor t is missing"):
         values(write(tmp_path, {WHOLE: {"w": 7.0}}), "t")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "3 tensors of 2?[0-9]+ bytes cannot hold 1,000,000,000 layers"),
+        ({"vocab_size": 10**6}, "cannot hold 1 layers and 1,000,000 tokens of 2 numbers"),
+        ({"hidden_size": -8}, "hidden_size is -8"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"intermediate_size": True}, "intermediate_size is True"),
+        ({"head_dim": 1.5}, "head_dim is 1.5"),
+    ],
+)
+def test_sizes_that_the_files_cannot_hold(change: dict[str, object], reason: str, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 3, "head_dim": None}
+    with ExitStack() as opened:
+        weights = FolderWeights(write(tmp_path, SHARDS, WEIGHT_MAP), opened)
+        weights.check_sizes(config)
+        with pytest.raises(ValueError, match=reason):
+            weights.check_sizes({**config, **change})
