@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from bytescale_ext.data.samples.texts import json_text
-from bytescale_ext.json_input import check_characters, json_value, lines_of_text
+from bytescale_ext.json_input import (
+    bytes_of,
+    check_characters,
+    check_stored,
+    json_value,
+    lines_of_text,
+    real,
+    text_of,
+    whole,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEP = '{"text": ' + "[" * 200_000 + "]" * 200_000 + "}"
@@ -51,6 +61,28 @@ def test_half_of_a_surrogate_pair_is_no_character(line: bytes, half: str | None)
 )
 def test_lines_end_at_newlines_alone(text: str, expected: list[str]) -> None:
     assert lines_of_text(text) == expected
+
+
+def test_pipes_and_holes_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "holes").write_text("{}")
+    os.truncate(tmp_path / "holes", 1 << 40)
+    for name, reason in (("pipe", "it is a pipe"), ("holes", "has 1,099,511,627,776 bytes, of which not all")):
+        for read in (check_stored, text_of, bytes_of):
+            with pytest.raises(OSError, match=reason):
+                read(tmp_path / name)
+    (tmp_path / "whole").write_bytes(b"[1]" + b" " * (17 << 20))
+    assert text_of(tmp_path / "whole").strip() == "[1]"
+
+
+@pytest.mark.parametrize("value", [True, "1", None, [1], 1.5])
+def test_whole_numbers_are_no_other_values(value: object) -> None:
+    with pytest.raises(TypeError, match="is not a whole number"):
+        whole(value)
+    if value != 1.5:
+        with pytest.raises(TypeError, match="is not a number"):
+            real(value)
+    assert (whole(3), real(3), real(0.5)) == (3, 3.0, 0.5)
 
 
 def test_files_of_users_are_read_through_these_functions() -> None:

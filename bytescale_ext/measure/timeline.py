@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
-from bytescale_ext.json_input import json_settings, lines_of_text
+from bytescale_ext.json_input import json_settings, lines_of_text, real, text_of, whole
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
@@ -207,7 +207,7 @@ def _rank_files(directory: Path) -> list[Path]:
 
 
 def _read_file(path: Path, rank: int) -> Iterator[Phase]:
-    for number, line in enumerate(lines_of_text(path.read_text(encoding="utf-8")), start=1):
+    for number, line in enumerate(lines_of_text(text_of(path)), start=1):
         if not line.strip():
             continue
         try:
@@ -223,21 +223,21 @@ def _phase_from_json(value: _PhaseJson) -> Phase:
     """Read one phase. Raises KeyError, TypeError, AttributeError or ValueError if the value is not a phase."""
     shards = tuple(
         PhaseShard(
-            seq=int(shard["seq"]),
-            length=int(shard["length"]),
-            tokens=int(shard["tokens"]),
-            ring=tuple(int(rank) for rank in shard["ring"]),
+            seq=whole(shard["seq"]),
+            length=whole(shard["length"]),
+            tokens=whole(shard["tokens"]),
+            ring=tuple(whole(rank) for rank in shard["ring"]),
         )
         for shard in value.get("shards", ())
     )
     micro_batch = value.get("micro_batch")
     phase = Phase(
-        step=int(value["step"]),
-        rank=int(value["rank"]),
+        step=whole(value["step"]),
+        rank=whole(value["rank"]),
         kind=str(value["kind"]),
-        micro_batch=None if micro_batch is None else int(micro_batch),
-        start=float(value["start"]),
-        stop=float(value["stop"]),
+        micro_batch=None if micro_batch is None else whole(micro_batch),
+        start=real(value["start"]),
+        stop=real(value["stop"]),
         shards=shards,
     )
     if phase.kind not in KINDS:

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import gzip
 import json
+import os
 import pickle
 import resource
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from bytescale_ext.json_input import printable
+from bytescale_ext.json_input import check_stored, printable
 from bytescale_ext.plan.sculpt.pieces import ROW
 from tests.hostile.readers import (
     PHASE,
@@ -69,10 +70,14 @@ TABLE: list[tuple[str, bytes, str]] = [
       (0, -1, 1 << 50, 10**300, "x", None, [], 1e300)),
     *(("plan", numbered(PLAN, lengths=[number]), "broken plan|not the output") for number in
       (0, -1, 1 << 62, "x", None, [], 10**30)),
+    *(("plan", numbered(PLAN, **change), "(true|1.5|\"8\") is not a whole number") for change in
+      ({"num_ranks": True}, {"lengths": [True]}, {"tokens_per_rank": 1.5}, {"lengths": ["8"]})),
     *(("plan", numbered(PLAN, ranks=ranks), "broken plan|not the output") for ranks in
       ([], [[]], [5], {}, None, "x", [[{}]], [[{"shards": 5}]])),
     *(("phases", numbered(PHASE, **{name: number}), "is not a phase|is a phase of") for name in
       ("step", "rank", "start", "stop") for number in (None, "x", [], 10**30)),
+    *(("phases", numbered(PHASE, **{name: True}), "true is not a") for name in
+      ("step", "rank", "start", "micro_batch")),
     ("phases", numbered(PHASE, kind="\x1b[31m"), "is not a phase"),
     ("phases", numbered(PHASE, shards=[{"tokens": -1}]), "is not a phase"),
     *(("trace", json.dumps({"experts": 4, "topk": 1, "ranks": ranks}).encode() + b'\n{"loads": {"1": [[1]]}}', "trace")
@@ -177,6 +182,33 @@ def test_each_file_ends_in_one_line(name: str, tmp_path: Path) -> None:
         if message == "read" or "\n" in message or not re.search(text, message):
             broken.append(f"row {number} ({content[:60]!r}): {message!r}, not {text!r}")
     assert not broken, "\n".join(broken)
+    assert time.process_time() - begun < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < BYTES >> 10
+
+
+UNPACKED = ("chat", "text", "pickle", "memory plan", "windows")
+PARTLY_READ = ("records", "packed records", "warc", "pages", "archive", "lengths", "windows")
+"""Readers that yield broken records, or that read only what the file's header names."""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_files_with_holes_are_not_read(name: str, tmp_path: Path) -> None:
+    """A file of 64 GiB that takes a page of the disk ends in one line before it is read."""
+    kept = READERS[name].valid
+    path = tmp_path / READERS[name].name
+    path.write_bytes(kept)
+    os.truncate(path, 64 << 30)
+    begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        if name in UNPACKED:  # they read the file's bytes themselves, or only what its header names
+            check_stored(path)
+        else:
+            READERS[name].read(path)
+        message = "read"
+    except (ValueError, OSError) as error:
+        message = str(error)
+    assert "\n" not in message
+    assert message != "read" or name in PARTLY_READ
     assert time.process_time() - begun < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < BYTES >> 10
 

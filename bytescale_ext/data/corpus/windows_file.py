@@ -19,7 +19,7 @@ import numpy as np
 
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_settings
+from bytescale_ext.json_input import check_stored, json_settings, text_of
 from bytescale_ext.new_file import new_file, private_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import ROW
 
@@ -87,7 +87,7 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
     """
     header_file = header_path(path)
     try:
-        values = json_settings(header_file.read_text(encoding="utf-8"))
+        values = json_settings(text_of(header_file))
         header = WindowsHeader(**values)
     except OSError as error:
         raise ValueError(f"{header_file}: {error.strerror}: {_AGAIN}") from error
@@ -96,6 +96,7 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
     if header.version != _VERSION:
         raise ValueError(f"{header_file}: version {header.version}, only version {_VERSION} is supported: {_AGAIN}")
     try:
+        check_stored(path)
         is_same = sha256_of(path) == header.table_sha256
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}: {_AGAIN}") from error

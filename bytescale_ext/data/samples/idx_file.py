@@ -26,6 +26,8 @@ from typing import Final
 
 import numpy as np
 
+from bytescale_ext.json_input import check_stored
+
 REBUILD: Final = "write the data set again (bytescale corpus, or Megatron's tools/preprocess_data.py)"
 """Remedy for a damaged data set, for error messages."""
 
@@ -120,6 +122,10 @@ def open_index(path: str | os.PathLike[str]) -> DocumentIndex:
     path = os.fspath(path).removesuffix(".idx") + ".idx"
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file: give the path of a Megatron data set without .idx and .bin")
+    try:
+        check_stored(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}: copy the file again") from None
     with Path(path).open("rb") as stream:
         header = stream.read(_HEADER.size)
         stat = os.fstat(stream.fileno())

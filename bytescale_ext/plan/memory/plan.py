@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from bytescale_ext.json_input import whole
+
 
 class MemoryPlanJson(TypedDict):
     """JSON format of a plan. A row of ``requests`` is name, bytes, start, stop and address."""
@@ -84,10 +86,10 @@ class MemoryPlan:
     @classmethod
     def from_json(cls, value: MemoryPlanJson) -> MemoryPlan:
         """Return the plan that ``to_json`` wrote, unchecked. Raises KeyError or TypeError for other values."""
-        requests = tuple(Request(str(name), int(size), int(start), int(stop))
+        requests = tuple(Request(str(name), whole(size), whole(start), whole(stop))
                          for name, size, start, stop, _ in value["requests"])  # fmt: skip
-        addresses = tuple(int(row[4]) for row in value["requests"])
-        return cls(requests, addresses, int(value["bound"]), bool(value["is_optimal"]))
+        addresses = tuple(whole(row[4]) for row in value["requests"])
+        return cls(requests, addresses, whole(value["bound"]), bool(value["is_optimal"]))
 
 
 @dataclass(frozen=True, slots=True)

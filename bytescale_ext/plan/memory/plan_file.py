@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
 
+from bytescale_ext.json_input import whole
 from bytescale_ext.plan.memory.step_file import StepMemory, StepMemoryJson, StepRecord
 
 
@@ -76,7 +77,7 @@ class PlanFile:
             return cls(((0,),), (StepMemory.from_json(cast(StepMemoryJson, value)),))
         try:
             plans = tuple(StepMemory.from_json(plan) for plan in value["plans"])
-            roles = tuple(tuple(int(number) for number in ranks) for ranks in value["roles"])
+            roles = tuple(tuple(whole(number) for number in ranks) for ranks in value["roles"])
         except TypeError as error:
             raise ValueError(f"not a memory plan ({error})") from None
         layouts = {plan.record.layout for plan in plans}

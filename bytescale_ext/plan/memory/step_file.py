@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from bytescale_ext.errors import PlanError
+from bytescale_ext.json_input import whole
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.entries import entries_of, from_entries
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -169,7 +170,7 @@ class StepMemory:
             layout = StepParallelism.from_json(known["layout"])
             made = {"shape": shape, "activations": activations, "traits": traits, "layout": layout}
             record = from_entries(StepRecord, {**known, **made})
-            memory = cls(record, int(value["buffer_bytes"]), TwoLevelPlan.from_json(value))
+            memory = cls(record, whole(value["buffer_bytes"]), TwoLevelPlan.from_json(value))
             check_two_level_plan(memory.plan)
             return memory
         except (KeyError, TypeError, AttributeError) as error:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NotRequired, TypedDict, cast
 
+from bytescale_ext.json_input import real, whole
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import table_of
@@ -96,23 +97,23 @@ class StepPlan:
     def from_json(cls, value: StepPlanJson) -> StepPlan:
         """Return the plan that ``to_json`` wrote."""
         return cls(
-            num_ranks=int(value["num_ranks"]),
-            tokens_per_rank=int(value["tokens_per_rank"]),
-            lengths=tuple(int(length) for length in value["lengths"]),
+            num_ranks=whole(value["num_ranks"]),
+            tokens_per_rank=whole(value["tokens_per_rank"]),
+            lengths=tuple(whole(length) for length in value["lengths"]),
             ranks=tuple(
                 tuple(
                     MicroBatch(
                         tuple(
                             Shard(
-                                seq=int(shard["seq"]),
-                                ranges=tuple((int(a), int(b)) for a, b in shard["ranges"]),
-                                ring=tuple(int(rank) for rank in shard["ring"]),
-                                inner_rings=int(shard.get("inner_rings", 1)),
-                                shares=tuple(int(share) for share in shard.get("shares", ())),
+                                seq=whole(shard["seq"]),
+                                ranges=tuple((whole(a), whole(b)) for a, b in shard["ranges"]),
+                                ring=tuple(whole(rank) for rank in shard["ring"]),
+                                inner_rings=whole(shard.get("inner_rings", 1)),
+                                shares=tuple(whole(share) for share in shard.get("shares", ())),
                             )
                             for shard in micro_batch["shards"]
                         ),
-                        float(micro_batch.get("offload", 0.0)),
+                        real(micro_batch.get("offload", 0.0)),
                     )
                     for micro_batch in rank
                 )

@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = "bytescale"
     warnings.simplefilter("ignore")  # Megatron warns on import about each missing optional package
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch about nvcc without a GPU
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings quote files as they are
     try:
         args = parse(argv)
         prog = args.prog
@@ -107,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # so that Python does not write again at exit
         return _refused(prog, f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+    except MemoryError:
+        return _refused(prog, "this machine has not enough memory for the input")
     except KeyboardInterrupt:
         print(f"{prog}: stopped", file=sys.stderr)
         return 130

@@ -113,13 +113,22 @@ def check_picture(flag: str, path: Path | None) -> None:
         check_writable(flag, path, PICTURES)
 
 
+_LARGEST_SPEED: Final = 1e4
+_MOST_RANKS: Final = 1 << 20
+
+
 def speeds_value(text: str) -> tuple[float, ...]:
     """Return the speeds of ``1x8,0.5x8``, one for each rank. Raises ArgumentTypeError for anything else."""
     speeds: list[float] = []
     for part in text.split(","):
         speed, _, number = part.partition("x")
         try:
-            speeds += [float(speed)] * (int(number) if number else 1)
+            count, value = int(number) if number else 1, float(speed)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{part!r} is no speed; write 0.5, or 0.5x8 for 8 ranks") from None
+        if not 1 / _LARGEST_SPEED <= value <= _LARGEST_SPEED or not 1 <= count <= _MOST_RANKS:
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: speeds are from {1 / _LARGEST_SPEED} to {_LARGEST_SPEED:g}, of 1 to {_MOST_RANKS:,} ranks"
+            )
+        speeds += [value] * count
     return tuple(speeds)
