@@ -178,7 +178,7 @@ class StepBatch:
         wait_seconds: time that ``next()`` waited.
         fell_back: whether this is the simple plan, because the planner ran out of time.
         places: locations of the samples, which the remote loader needs to read them again: ``PLACE`` [n], else None.
-        references: log-probability of each sequence under a reference model, 0 without one: [sequences]; None unless
+        references: log-probability of each document under a reference model, 0 without one: [documents]; None unless
             the source is a ``PairSource``.
         predicted: predicted time of the step; None if this process predicts nothing.
         num_tokens: tokens of the step on all ranks.

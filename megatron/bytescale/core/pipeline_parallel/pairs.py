@@ -63,11 +63,11 @@ class PairLoss:
         return total, count, {"lm loss": torch.stack([mine, count.to(total.dtype)])}
 
     def weigh(self, sums: torch.Tensor, references: np.ndarray) -> torch.Tensor:
-        """Return the weight of each sequence in the second pass: [sequences].
+        """Return the weight of each document in the second pass: [documents].
 
         Args:
-            sums: sums of all ranks: [sequences, 2].
-            references: log-probability of each sequence under the reference model: [sequences].
+            sums: sums of all ranks: [documents, 2].
+            references: log-probability of each document under the reference model: [documents].
         """
         answers = sums.cpu().view(-1, 2, 2)
         reference = torch.from_numpy(references).view(-1, 2)
@@ -78,7 +78,7 @@ class PairLoss:
 
 
 def sequence_of_rows(packed: PackedMicroBatch) -> tuple[np.ndarray, int]:
-    """Return the sequence of each row that is not padding, [rows], and their number."""
+    """Return the document of each row that is not padding, [rows], and their number."""
     shards = packed.micro_batch.shards
     sequences = np.repeat([shard.seq for shard in shards], [shard.num_tokens for shard in shards]).astype(np.int64)
     return sequences, len(sequences)
@@ -91,7 +91,7 @@ def counted_pairs(packed: PackedMicroBatch) -> list[int]:
 
 
 def with_pair_weights(packed: PackedMicroBatch, weights: torch.Tensor) -> PackedMicroBatch:
-    """Return a micro-batch or slice for the second pass; ``weights``: weight of each sequence, [sequences]."""
+    """Return a micro-batch or slice for the second pass; ``weights``: weight of each document, [documents]."""
     sequences, rows = sequence_of_rows(packed)
     mask, counts = packed.loss_mask.clone(), torch.zeros_like(packed.loss_mask)
     mask[:rows] *= weights[torch.from_numpy(sequences)].to(mask.dtype)
@@ -111,7 +111,7 @@ def weigh_pairs(
 ) -> tuple[PackedMicroBatch, ...]:
     """Run the first pass of a step, and return its micro-batches or slices with the weights of the second.
 
-    Collective on the ranks of the last stage: one all-reduce of two numbers for each sequence.
+    Collective on the ranks of the last stage: one all-reduce of two numbers for each document.
 
     Args:
         loss: loss of pairs.
