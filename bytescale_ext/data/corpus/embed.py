@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MODEL: Final = "hf:"
 _FEATURES: Final = 1 << 18
 _WORD: Final = re.compile(r"\b\w\w+\b")
+_RUNS: Final = {2: (1, 2), 4: (2, 3)}  # lengths of runs, by the usual number of letters of a word
 _DIMENSIONS: Final = 128
 FITTED: Final = 20_000  # pieces that the SVD is fitted to, at most
 
@@ -117,9 +118,10 @@ def word_counts(texts: Iterable[str]) -> csr_matrix:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of two letters or more of a text; runs of letters in scripts without spaces between words.
+    """Return the words of two letters or more of a text.
 
-    Runs do not cross blanks: in a text of such a script that has blanks between words, they are words.
+    A text without spaces between words gives short runs of letters, which do not cross blanks. If a text of such a
+    script has blanks between its words, it gives these words.
     """
     from bytescale_ext.data.clean.words import RULES, letters_per_word, normal
 
@@ -129,11 +131,11 @@ def _words(text: str) -> list[str]:
         return (
             _WORD.findall(lower) if lower.isascii() else [word for word in RULES.word_tokenize(lower) if len(word) > 1]
         )
-    found: list[str] = []
-    for part in lower.split():
-        segments = [word for word in RULES.word_tokenize(part) if word[0].isalnum()]
-        found += ["".join(segments[place : place + size]) for place in range(max(len(segments) - size + 1, 1))]
-    return [run for run in found if run]
+    parts = [[word for word in RULES.word_tokenize(part) if word[0].isalnum()] for part in lower.split()]
+    if len(parts) > 1 and sum(map(len, parts)) <= 2 * size * len(parts):
+        return ["".join(part) for part in parts if part]
+    places = ((part, place, run) for part in parts for run in _RUNS[size] for place in range(len(part) - run + 1))
+    return ["".join(part[place : place + run]) for part, place, run in places]
 
 
 def token_counts(pieces: Iterable[np.ndarray]) -> csr_matrix:

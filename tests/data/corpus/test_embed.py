@@ -35,21 +35,34 @@ def test_documents_of_a_topic_are_alike(tmp_path: Path) -> None:
     assert other < 0.1
 
 
-@pytest.mark.parametrize(
-    ("text", "spaced"),
-    [
-        ("\u4eca\u5929\u5929\u6c14\u3002", "\u4eca\u5929 \u5929\u6c14\u3002"),
-        ("\u0e2d\u0e32\u0e01\u0e32\u0e28\u0e14\u0e35", "\u0e2d\u0e32\u0e01\u0e32\u0e28 \u0e14\u0e35"),
-    ],
-    ids=["Chinese", "Thai"],
-)
-def test_runs_of_letters_do_not_cross_blanks(text: str, spaced: str) -> None:
-    def features(given: str) -> set[int]:
-        return set(word_counts([given]).indices.tolist())
+LETTERS = {"Chinese": range(0x4E00, 0x4F00), "Thai": range(0x0E01, 0x0E2F)}
 
-    words = spaced.rstrip("\u3002").split()
-    assert features(spaced) == set.union(*map(features, words))
-    assert features(text) - features(spaced)
+
+@pytest.mark.parametrize("script", LETTERS)
+def test_texts_without_spaces_are_as_near_as_with_spaces(script: str) -> None:
+    random = np.random.RandomState(5)
+    letters = list(map(chr, LETTERS[script]))
+    size = 2 if script == "Chinese" else 4
+    words = [["".join(random.choice(letters, size)) for _ in range(60)] for _ in range(7)]
+    topics = [topic for topic in range(1, 7) for _ in range(10)]
+    made = [[str(random.choice(words[topic if random.rand() < 0.4 else 0])) for _ in range(150)] for topic in topics]
+    shares = []
+    for blank in (" ", ""):
+        vectors = reduced(word_counts([blank.join(text) for text in made]), 1)
+        products = vectors @ vectors.T - 9 * np.eye(len(topics))
+        nearest = np.argsort(-products, axis=1)[:, :9]
+        shares.append(float((np.array(topics)[nearest] == np.array(topics)[:, None]).mean()))
+    assert min(shares) > 0.95
+
+
+def test_a_text_with_blanks_between_its_words_gives_these_words() -> None:
+    def features(text: str) -> set[int]:
+        return set(word_counts([text]).indices.tolist())
+
+    spaced = "\u4eca\u5929 \u5929\u6c14\u3002"
+    assert len(features(spaced)) == 2
+    assert len(features(spaced.replace(" ", ""))) == 3 + 3  # letters and pairs of letters
+    assert features(spaced) < features(spaced.replace(" ", ""))
 
 
 def test_token_ids_stand_for_words(tmp_path: Path) -> None:
