@@ -146,11 +146,15 @@ class PinnedBlock(mmap.mmap):
             self.unregister()
 
 
-def pinned_block(num_bytes: int) -> torch.Tensor:
-    """Return zeros [num_bytes], uint8, in pinned host memory. Raises RuntimeError if CUDA refuses."""
+def pinned_block(num_bytes: int, descriptor: int | None = None) -> torch.Tensor:
+    """Return zeros [num_bytes], uint8, in pinned host memory. Raises RuntimeError if CUDA refuses.
+
+    ``descriptor``: an open file with these bytes, which processes share; None: memory of this process.
+    """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    pages = PinnedBlock(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if descriptor is None else mmap.MAP_SHARED
+    pages = PinnedBlock(-1 if descriptor is None else descriptor, num_bytes, flags)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     pin(memory)
     pages.unregister = partial(_unregister, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr(), os.getpid())

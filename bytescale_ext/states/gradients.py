@@ -2,6 +2,7 @@
 
 A gradient is copied to slots of pinned memory, which overlaps with computation. One thread adds the slots to the sum in
 order of arrival. The order and precision of the additions are the same as on a device, so the sums are bitwise equal.
+Sums that the processes of a node share (``node_memory.py``) get the gradients of all of them in any order.
 
 Gradients arrive in hooks of autograd, whose current stream is the stream on which Megatron built its DDP modules. The
 copies take part in the order of the stream that computes instead: a gradient's memory is used again in this order.
@@ -14,16 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from bytescale_ext.activation.arena import HostArena, pinned_block
+from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.link import Ticket, make_link
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS as NUM_SLOTS
-
-
-def host_block(num_elements: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    """Allocate zeros [num_elements] in host memory as one block; ``pinned`` registers it with the GPU."""
-    num_bytes = num_elements * dtype.itemsize
-    memory = pinned_block(num_bytes) if pinned else torch.zeros(num_bytes, dtype=torch.uint8)
-    return memory.view(dtype)
+from bytescale_ext.states.node_memory import SharedBlock, host_block
 
 
 class GradientSums:
@@ -42,16 +37,21 @@ class GradientSums:
         self._additions: list[Future[None] | None] = [None] * NUM_SLOTS  # the last addition of each slot
         self._next = 0
 
-    def add(self, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start to add a gradient on the device to a contiguous sum of equal shape in host memory; see ``finish``."""
+    def add(self, total: torch.Tensor, gradient: torch.Tensor, shared: SharedBlock | None = None) -> None:
+        """Start to add a gradient on the device to a contiguous sum of equal shape in host memory; see ``finish``.
+
+        ``shared``: the memory of the sum if the processes of the node share it.
+        """
         sums, parts = total.view(-1), gradient.detach().reshape(-1)
         length = self.slots.shape[1] // gradient.element_size()
         starts = range(0, parts.numel(), length)
         for batch in range(0, len(starts), NUM_SLOTS):
             pieces = [slice(start, start + length) for start in starts[batch : batch + NUM_SLOTS]]
-            self._send([(sums[piece], parts[piece]) for piece in pieces], gradient)
+            self._send([(sums[piece], parts[piece]) for piece in pieces], gradient, shared)
 
-    def _send(self, pieces: list[tuple[torch.Tensor, torch.Tensor]], gradient: torch.Tensor) -> None:
+    def _send(
+        self, pieces: list[tuple[torch.Tensor, torch.Tensor]], gradient: torch.Tensor, shared: SharedBlock | None
+    ) -> None:
         """Start to copy (sum, gradient) pieces to slots and to add them; there are at most ``NUM_SLOTS`` pieces."""
         numbers = [(self._next + index) % NUM_SLOTS for index in range(len(pieces))]
         self._next = (self._next + len(pieces)) % NUM_SLOTS
@@ -63,7 +63,7 @@ class GradientSums:
         with self._computing():
             ticket = self._link.write(pairs, [gradient, *(part for _, part in pieces)])
         for number, target, (total, _) in zip(numbers, targets, pieces, strict=True):
-            self._additions[number] = self._thread.submit(_add, total, target, ticket)
+            self._additions[number] = self._thread.submit(_add, total, target, ticket, shared)
 
     def _computing(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that makes the computing stream current. This stream first waits for the hook's stream."""
@@ -86,8 +86,9 @@ class GradientSums:
 
 
 @torch.no_grad()
-def _add(total: torch.Tensor, part: torch.Tensor, ticket: Ticket) -> None:
+def _add(total: torch.Tensor, part: torch.Tensor, ticket: Ticket, shared: SharedBlock | None = None) -> None:
     """Add a slot [n] to a sum [n] once the copy to the slot is done."""
     if ticket is not None:
         ticket.synchronize()
-    total.add_(part)
+    with contextlib.nullcontext() if shared is None else shared.locked(total):
+        total.add_(part)

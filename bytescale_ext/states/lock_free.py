@@ -36,8 +36,8 @@ from bytescale_ext.states.adam import (
     take_adam_step,
     wait_on_host,
 )
-from bytescale_ext.states.gradients import host_block
 from bytescale_ext.states.group_counts import count_update, update_counts
+from bytescale_ext.states.node_memory import host_block
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ without ``wrap`` stay unchanged: slices run copies of the two pipeline schedules
 
 from __future__ import annotations
 
+from megatron.bytescale.core.distributed.host_build import wrap_param_and_grad_buffer
 from megatron.bytescale.core.distributed.ordered_reductions import OrderedBucketGroup
 from megatron.bytescale.core.distributed.param_and_grad_buffer import HostBucketGroup, HostBuffer, taking_gradients
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import wrap_mtp_block_spec
@@ -162,6 +163,13 @@ PATCHES: tuple[Patch, ...] = (
         sources=(Source("43ccd8c4a276", ALL),),
     ),
     Patch(
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        wrap=wrap_param_and_grad_buffer,
+        features=(STATES,),
+        why="its memory is host memory from stage 2 on; only it knows the ranks that may share it",
+        sources=(Source("38d0b3c383c1", ALL),),
+    ),
+    Patch(
         target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
         subclass=paged,
         features=(STATES,),
@@ -201,14 +209,14 @@ PATCHES: tuple[Patch, ...] = (
         subclass=HostBuffer,
         features=(STATES,),
         why="its gradients are in host memory from stage 2 on; DDP creates the buffer itself",
-        sources=(Source("dcb6b346c84b", ALL),),
+        sources=(Source("ae459020edfb", ALL),),
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
         subclass=HostBucketGroup,
         features=(STATES,),
         why="it reduces gradients from host memory in chunks; DDP creates the groups itself",
-        sources=(Source("7e3601700d1a", ALL),),
+        sources=(Source("0c5c739a6c0f", ALL),),
     ),
     Patch(
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",

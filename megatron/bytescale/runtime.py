@@ -35,6 +35,7 @@ from bytescale_ext.plan.setup.planner import balanced_cost
 from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
+from bytescale_ext.states.node_memory import HostBlocks
 from megatron.bytescale.core.distributed.ordered_reductions import ReductionGate
 from megatron.bytescale.core.optimizer.late import LateUpdates
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
@@ -100,6 +101,7 @@ class Parts:
         late_updates: optimizer updates that run during later steps, or None.
         pair_loss: loss of pairs of answers, or None.
         reductions: gate of the gradient reductions that overlap with backward passes, or None.
+        host_blocks: host memory of gradients and parameters in stages 2 and 3 of the paged states, or None.
     """
 
     clock: StepClock
@@ -117,6 +119,7 @@ class Parts:
     late_updates: LateUpdates | None = None
     reductions: ReductionGate | None = None
     pair_loss: PairLoss | None = None
+    host_blocks: HostBlocks | None = None
 
     @property
     def link(self) -> Link | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, ArenaPart, HostArena, allocate_arena
-from bytescale_ext.states.gradients import host_block
+from bytescale_ext.states.node_memory import host_block
 
 
 def arena_of(num_bytes: int) -> HostArena:

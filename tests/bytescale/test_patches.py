@@ -44,6 +44,7 @@ FEATURES = {
     "ChainedOptimizer.load_state_dict": "hdp, states",
     "clip_grad_by_total_norm_fp32": "states",
     "mtp_block_spec": "multi_token",
+    "_ParamAndGradBuffer.__init__": "states",
 }
 # (class, features) of each row with a subclass
 SPECIALIZED = [
@@ -71,8 +72,11 @@ OPTIMIZER_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.optimizer.optimizer.ChainedOptimizer.load_state_dict",
 }
 STATES_REPLACED = OPTIMIZER_REPLACED | {
-    f"megatron.core.{module}.clip_grad_by_total_norm_fp32"
-    for module in ("optimizer.clip_grads", "optimizer.optimizer", "models.mimo.optimizer")
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer.__init__",
+    *(
+        f"megatron.core.{module}.clip_grad_by_total_norm_fp32"
+        for module in ("optimizer.clip_grads", "optimizer.optimizer", "models.mimo.optimizer")
+    ),
 }
 REPLACED = (
     OPTIMIZER_REPLACED

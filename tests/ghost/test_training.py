@@ -31,6 +31,8 @@ WAITS = {
     "megatron/bytescale/core/models/common/embeddings/host_table.py:end_step": "gradients of a table in host memory",
     "megatron/bytescale/core/distributed/param_and_grad_buffer.py:scale_gradients": "the divisor of host gradients",
     "bytescale_ext/states/collectives.py:reduce_scatter": "host gradients, reduced after the backward pass",
+    "bytescale_ext/states/collectives.py:_contribution": "host gradients, before they are reduced",
+    "bytescale_ext/states/node_memory.py:barrier": "host memory of a node: before it is zeroed, reduced and updated",
     "bytescale_ext/states/collectives.py:gather": "host parameters, gathered after the update",
 }
 

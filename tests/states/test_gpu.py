@@ -11,7 +11,8 @@ from torch import nn
 
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.adam import PagedAdam, PagedParameter
-from bytescale_ext.states.gradients import GradientSums, host_block
+from bytescale_ext.states.gradients import GradientSums
+from bytescale_ext.states.node_memory import host_block
 from bytescale_ext.states.window import LayerWindow
 
 pytestmark = [

@@ -38,6 +38,7 @@ class StateConfig:
         stage: states that leave the device: 1 for Adam's states, 2 also for gradients, 3 also for parameters of layers.
         window_layers: number of layers with parameters on the device at a time, in stage 3.
         update_steps: number of steps that overlap with an update; 0 means that each step waits for its update.
+        shares_node: whether the processes of a node share gradients and parameters in host memory.
         note: log lines about the choice of these settings; empty if the user gave them.
     """
 
@@ -47,6 +48,7 @@ class StateConfig:
     stage: int = 1
     window_layers: int = 2
     update_steps: int = 0
+    shares_node: bool = False
     note: str = ""
 
     def check_fits(self, host_bytes: float, file_bytes: float = 0.0) -> None:

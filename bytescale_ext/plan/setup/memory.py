@@ -105,6 +105,7 @@ def state_cases(setup: Setup) -> tuple[StateCase, ...]:
             stage=max(1, option.stage) if option else 1,
             window_layers=option.window_layers if option else 2,
             update_steps=states.update_steps,
+            node_ranks=setup.sharing_ranks,
         )
         for stage, layers in enumerate(mesh.stage_layers)
     )

@@ -199,6 +199,7 @@ class States:
         embedding_in_host: whether the input embedding is a table in host memory.
         added_parameters: further parameters of each stage, such as n-gram tables; empty: none.
         offloaded_share: share of Adam's states that Megatron itself keeps in host memory (``--optimizer-cpu-offload``).
+        shares_node: whether processes of a node may share gradients and parameters in host memory.
         shares_budget: whether pages share ``Budget.host_bytes`` with activations, because the planner chose them.
         speeds: speeds of Adam in host memory and of the disk.
         update_bytes_per_second: speed at which Adam reads and writes memory for resident states.
@@ -213,6 +214,7 @@ class States:
     embedding_in_host: bool = False
     added_parameters: tuple[float, ...] = ()
     offloaded_share: float = 0.0
+    shares_node: bool = True
     shares_budget: bool = False
     speeds: Speeds = field(
         default_factory=lambda: Speeds(
@@ -281,6 +283,15 @@ class Setup:
     def spans_nodes(self) -> bool:
         """Whether the devices are in several nodes."""
         return self.mesh.devices_per_node is not None and self.num_devices > self.mesh.devices_per_node
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Processes of a node that share gradients and parameters in host memory (from stage 2 on).
+
+        Each must update a shard of its own, when no process computes.
+        """
+        shares = self.mesh.shares_optimizer and self.states.shares_node and not self.states.update_steps
+        return self.cluster.node_ranks if shares else 1
 
     @property
     def rows_multiple(self) -> int:

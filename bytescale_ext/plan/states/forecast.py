@@ -43,6 +43,7 @@ class StateCase:
         stage: states that leave the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
         window_layers: layers with parameters on the device at a time, in stage 3.
         update_steps: steps that overlap with an update, or 0.
+        node_ranks: processes of a node that share gradients and parameters in host memory.
     """
 
     shape: ModelShape
@@ -55,6 +56,7 @@ class StateCase:
     stage: int = 1
     window_layers: int = 2
     update_steps: int = 0
+    node_ranks: int = 1
 
     @property
     def num_parameters(self) -> float:
@@ -104,7 +106,7 @@ class StateCase:
         if self.stage == 1:
             return late
         each = GRADIENT_BYTES + (self.element_bytes if self.stage == 3 else 0)
-        return int(self.num_parameters * each) + NUM_GRADIENT_SLOTS * self.page_bytes + late
+        return int(self.num_parameters * each / self.node_ranks) + NUM_GRADIENT_SLOTS * self.page_bytes + late
 
     @property
     def host_bytes(self) -> int:

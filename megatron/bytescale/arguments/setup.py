@@ -176,6 +176,8 @@ def states_of(args: Any, options: StateOptions, mesh: Mesh) -> States:
         ties_embeddings=not args.untie_embeddings_and_output_weights,
         embedding_in_host="embedding" in args.host_tables,
         added_parameters=ngram_parameters(args, mesh),
+        shares_node=not getattr(args, "deterministic_mode", False)
+        and getattr(args, "num_distributed_optimizer_instances", 1) == 1,
         offloaded_share=args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 0.0,
     )
     if args.distributed_backend == "nccl":

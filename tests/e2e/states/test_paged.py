@@ -1,4 +1,6 @@
-"""A run with paged Adam states equals the resident run bit for bit, and each continues from the other's checkpoint.
+"""A run with paged Adam states equals the resident run, and each continues from the other's checkpoint.
+
+Runs are equal bit for bit, unless processes share gradients, which they add in any order.
 
 The layouts cover every pair of tensor parallelism, pipelines and hybrid data parallelism, each precision and optimizer.
 In some runs most pages are on a disk, and gradients and parameters leave the device too.
@@ -36,7 +38,7 @@ STEPS, SAVED = 6, 3
 # A page has 1024 elements: the smallest model has 14,000 on a rank.
 PAGED = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 1".split()
 HOST_GB = 7e-5  # 17 pages, mostly for pages in flight
-HOST_GB_OF_STAGE_3 = 2.8e-4  # also gradients, parameters and slots of gradients
+HOST_GB_OF_STAGE_3 = 2.5e-4  # also half of the gradients and parameters, and slots of gradients
 
 # name: (ranks, flags)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -59,6 +61,8 @@ STAGES: dict[str, list[object]] = {
     "samples in slices, pp, zero1": WINDOW,
     "documents, tp, pp": ["--state-stage", 2],
 }  # all other layouts: stage 1
+SHARED = "samples in slices, pp, zero1"  # two processes hold the same gradients and parameters
+ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,9 @@ def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         yield from tensors_of(value, f"{name}/{key}")
 
 
-def compared(rank: int, world: int, folders: tuple[Path, Path], steps: int = STEPS) -> tuple[int, list[str]]:
+def compared(
+    rank: int, world: int, folders: tuple[Path, Path], rounding: float = 0.0, steps: int = STEPS
+) -> tuple[int, list[str]]:
     """Return the number of tensors in the last checkpoint of two runs, and the names of different tensors.
 
     Random states are left out. Only Megatron's samplers draw from them, at the start of a run.
@@ -109,7 +115,11 @@ def compared(rank: int, world: int, folders: tuple[Path, Path], steps: int = STE
         states = [{key: value for key, value in state.items() if "rng_state" not in key} for state in states]
         assert states[0].keys() == states[1].keys()
         count += len(states[0])
-        different += [f"{file}{key}" for key, value in states[0].items() if not torch.equal(value, states[1][key])]
+        different += [
+            f"{file}{key}"
+            for key, value in states[0].items()
+            if not torch.allclose(value, states[1][key], rounding, rounding)
+        ]
     return count, different
 
 
@@ -120,13 +130,13 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
         assert losses == expected[-len(losses) :]
         assert len(losses) in (STEPS, STEPS - SAVED)
     printed, expected = (outcomes[-1].losses for outcomes in runs)
-    assert printed[-1] == expected[-1]
-    assert (
-        printed == expected or len(printed) == STEPS - SAVED
-    )  # the second log line of a run shows the mean of two steps steps
+    rounding = ROUNDING if name == SHARED else 0.0
+    assert printed[-1] == pytest.approx(expected[-1], abs=rounding)
+    if len(printed) != STEPS - SAVED:  # the second log line of a resumed run shows the mean of two steps
+        assert printed == pytest.approx(expected, abs=rounding)
     assert runs[0][-1].validation_losses[-2:] == runs[1][-1].validation_losses[-2:]
     if "torch_dist" not in LAYOUTS[name][1]:
-        count, different = run_ranks(compared, 1, folders, init_group=False)[0]
+        count, different = run_ranks(compared, 1, folders, rounding, init_group=False)[0]
         assert different == []
         assert count > 20
 

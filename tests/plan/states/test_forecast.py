@@ -85,6 +85,7 @@ def test_what_each_stage_leaves_on_the_device() -> None:
     assert second.host_bytes == CASE.host_bytes + int(4 * parameters) + slots
     assert third.host_bytes == CASE.host_bytes + int(6 * parameters) + slots
     assert third.least_host_bytes == CASE.least_host_bytes + int(6 * parameters) + slots
+    assert replace(third, node_ranks=8).host_bytes == CASE.host_bytes + int(6 * parameters / 8) + slots
     assert second.resident_bytes == CASE.resident_bytes
 
 

@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--tensor-parallel")
     add_option(parser, "--pipeline-parallel", note="with equal numbers of layers")
     add_option(parser, "--optimizer-ranks")
+    add_option(
+        parser, "--ranks-per-node", note="they share host gradients and parameters (default: all --optimizer-ranks)"
+    )
     parser.add_argument(
         "--state-stage",
         type=int,

@@ -84,6 +84,7 @@ def setup_of_options(args: argparse.Namespace) -> Setup:
     return replace(
         setup,
         mesh=replace(setup.mesh, stage_layers=equal),
+        cluster=replace(setup.cluster, ranks_per_node=args.ranks_per_node),
         cost=model_cost_of(args, setup),
         measured=args.cost_file is not None,
         sequences=replace(setup.sequences, micro_batches=args.micro_batches),

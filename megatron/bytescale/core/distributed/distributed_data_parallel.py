@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from bytescale_ext.config.memory.states import StateConfig
-from bytescale_ext.states.gradients import host_block
+from bytescale_ext.states.node_memory import HostBlocks
 from bytescale_ext.states.window import LayerWindow
 from megatron.bytescale.core.distributed.param_and_grad_buffer import HostGradients
 
@@ -17,30 +17,34 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
 
-def move_states(chunks: Sequence[DistributedDataParallel], config: StateConfig, on_cuda: bool) -> HostGradients | None:
+def move_states(
+    chunks: Sequence[DistributedDataParallel], config: StateConfig, blocks: HostBlocks, on_cuda: bool
+) -> HostGradients:
     """Move gradients (from stage 2 on) and parameters (stage 3) of these DDP modules to host memory.
 
     Runs before the optimizer is built, so that the optimizer is built on host parameters. Raises ValueError if the
     states do not fit into host memory.
     """
-    if config.stage == 1:
-        return None
-    gradients = HostGradients(chunks, config, on_cuda)
+    gradients = HostGradients(chunks, config, blocks, on_cuda)
     if config.stage == 3:
-        gradients.windows = [move_parameters(chunk, config, gradients, on_cuda) for chunk in chunks]
+        gradients.windows = [move_parameters(chunk, config, gradients, blocks) for chunk in chunks]
     return gradients
 
 
 def move_parameters(
-    chunk: DistributedDataParallel, config: StateConfig, gradients: HostGradients, on_cuda: bool
+    chunk: DistributedDataParallel, config: StateConfig, gradients: HostGradients, blocks: HostBlocks
 ) -> LayerWindow:
-    """Move a DDP module's parameters to host memory; return the window that brings layers to the device."""
+    """Move a DDP module's parameters to host memory; return the window that brings layers to the device.
+
+    Processes that share parameters all write them here, with equal values.
+    """
     hosted: set[torch.nn.Parameter] = set()
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        gradients.host_bytes += buffer.numel * buffer.param_dtype.itemsize
+        whole = buffer.param_data
+        if whole is None or whole not in blocks:
+            whole = blocks.allocate(buffer.numel, buffer.param_dtype, buffer.data_parallel_group)
+        gradients.host_bytes += blocks.num_bytes(whole)
         config.check_fits(gradients.host_bytes)
-        has_begun = getattr(buffer.param_data, "began_in_host_memory", False)
-        whole = buffer.param_data if has_begun else host_block(buffer.numel, buffer.param_dtype, on_cuda)
         for parameter in buffer.params:
             start, stop, _ = buffer.param_index_map[parameter]
             host = whole[start:stop].view(parameter.shape)
@@ -51,6 +55,6 @@ def move_parameters(
             buffer.param_data = whole
             for bucket in buffer.buckets:
                 bucket.param_data = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
-    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
-    layers = [layer for block in blocks for layer in block.layers]
+    stacks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    layers = [layer for stack in stacks for layer in stack.layers]
     return LayerWindow(chunk.module, layers, hosted, config.window_layers, gradients.device)

@@ -8,6 +8,8 @@ bf16 parameter, which would limit the models that stages 2 and 3 make room for.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bytescale_ext.config.memory.states import StateConfig
-from bytescale_ext.config.run import RunConfig
-from bytescale_ext.states.gradients import host_block
 
 if TYPE_CHECKING:
-    from megatron.training.models.gpt import GPTModelConfig
+    from megatron.bytescale.runtime import Runtime
 
 
 class BuffersInHostMemory(TorchFunctionMode):
@@ -29,9 +29,10 @@ class BuffersInHostMemory(TorchFunctionMode):
         left_out: dtype of buffers that stay on the device, or None.
     """
 
-    def __init__(self, pinned: bool, left_out: torch.dtype | None) -> None:
+    def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor], left_out: torch.dtype | None) -> None:
+        """``allocate`` returns zeros [n] of a type in host memory."""
         super().__init__()
-        self.left_out, self._pinned = left_out, pinned
+        self.left_out, self._allocate = left_out, allocate
 
     def __torch_function__(
         self,
@@ -44,9 +45,7 @@ class BuffersInHostMemory(TorchFunctionMode):
         named = kwargs or {}
         is_buffer = func is torch.zeros and named.get("requires_grad") is False and named.keys() >= {"dtype", "device"}
         if is_buffer and len(args) == 1 and isinstance(args[0], int) and named["dtype"] is not self.left_out:
-            block = host_block(args[0], named["dtype"], self._pinned)
-            block.began_in_host_memory = True  # type: ignore[attr-defined]
-            return block
+            return self._allocate(args[0], named["dtype"])
         return func(*args, **named)
 
 
@@ -69,23 +68,23 @@ class CopiesInHostMemory(TorchFunctionMode):
         return result
 
 
-def add_hooks(model: GPTModelConfig, config: StateConfig, run: RunConfig) -> None:
-    """Let DDP allocate the buffers that the stage of ``config`` keeps in host memory there.
+def wrap_param_and_grad_buffer(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
+    """Let a buffer of DDP begin in host memory if the stage of the paged states keeps it there.
 
-    In stage 2 these are gradient buffers, provided that their dtype differs from the parameters' dtype. Otherwise
-    ``move_states`` moves them after the build.
+    In stage 2 this is the gradient buffer, provided that its dtype differs from the parameters' dtype. Otherwise
+    ``move_states`` moves it after the build.
     """
-    if config.stage == 1:
-        return
-    mode = BuffersInHostMemory(run.process.on_cuda, None if config.stage == 3 else run.process.dtype)
+    signature = inspect.signature(original)
 
-    def begin(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        mode.__enter__()
-        return chunks
+    @functools.wraps(original)
+    def begin(*args: object, **kwargs: object) -> None:
+        blocks, config = runtime.parts.host_blocks, runtime.run.find(StateConfig)
+        if blocks is None or config is None:
+            original(*args, **kwargs)
+            return
+        group = signature.bind(*args, **kwargs).arguments["data_parallel_group"]
+        left_out = None if config.stage == 3 else runtime.run.process.dtype
+        with BuffersInHostMemory(functools.partial(blocks.allocate, group=group), left_out):
+            original(*args, **kwargs)
 
-    def end(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        mode.__exit__(None, None, None)
-        return chunks
-
-    model.pre_wrap_hooks.append(begin)
-    model.post_wrap_hooks.insert(0, end)
+    return begin

@@ -4,6 +4,9 @@ Megatron's DDP keeps one buffer, with views for buckets and for the ``main_grad`
 gradient to its view. Here the buffer is a block of host memory with the same layout. A hook that runs before Megatron's
 moves each gradient to the block. After the backward pass the buckets are reduced through chunks of device memory. All
 later work (scaling, norm, clipping, Adam on pages) reads host memory.
+
+With a distributed optimizer the processes of a node share each block. They divide work on a whole block (zeroing,
+scaling), with a barrier before and after it. Norm, clipping and Adam read only the process's own shard.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.parallel.upload import upload
 from bytescale_ext.states.collectives import ChunkedCollectives
-from bytescale_ext.states.gradients import GradientSums, host_block
+from bytescale_ext.states.gradients import GradientSums
+from bytescale_ext.states.node_memory import HostBlocks, SharedBlock
 from bytescale_ext.states.window import LayerWindow
 from megatron.bytescale.registry import specialize
 
@@ -65,8 +69,10 @@ class HostGradients:
         windows: layer windows of the model chunks whose parameters are also in host memory (stage 3).
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], config: StateConfig, on_cuda: bool) -> None:
-        """Move the gradient buffers of these DDP modules, which contain no gradients yet.
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], config: StateConfig, blocks: HostBlocks, on_cuda: bool
+    ) -> None:
+        """Move the gradient buffers of these DDP modules, which contain no gradients yet, to ``blocks``.
 
         Raises ValueError if host memory is too small, or in stage 2 on a GPU if parameters are float32.
         """
@@ -77,31 +83,38 @@ class HostGradients:
             )  # torch refuses a gradient on another device than its parameter
         self.sums = GradientSums(config.page_bytes, on_cuda)
         self.host_bytes = self.sums.slots.nbytes
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        self.device = blocks.device
         self.windows: list[LayerWindow] = []
+        self._blocks = blocks
+        self._shared: dict[object, SharedBlock] = {}  # parameter -> memory with its sum, if it is shared
         self._later: dict[torch.nn.Parameter, torch.Tensor] = {}  # parameter -> its part of the buffer
         self._lent: dict[torch.nn.Parameter, torch.Tensor] = {}
         names = {parameter: name for chunk in chunks for name, parameter in chunk.module.named_parameters()}
         for chunk in chunks:
-            buffers = chunk.buffers + chunk.expert_parallel_buffers
-            self.host_bytes += sum(buffer.numel * buffer.grad_dtype.itemsize for buffer in buffers)
-            config.check_fits(self.host_bytes)
-            for buffer in buffers:
-                self._move(buffer, names, on_cuda)
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                self._move(buffer, names)
+                config.check_fits(self.host_bytes)
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 specialize(group, HostBucketGroup)
                 group.host_gradients = self
+                shared = next((self._shared[one] for one in group.params if one in self._shared), None)
+                group.node = None if shared is None else shared.node
 
-    def _move(self, buffer: _ParamAndGradBuffer, names: dict[torch.nn.Parameter, str], on_cuda: bool) -> None:
+    def _move(self, buffer: _ParamAndGradBuffer, names: dict[torch.nn.Parameter, str]) -> None:
         """Move one of Megatron's buffers to host memory, with the same layout."""
-        if not getattr(buffer.grad_data, "began_in_host_memory", False):
-            buffer.grad_data = host_block(buffer.numel, buffer.grad_dtype, on_cuda)
+        if buffer.grad_data not in self._blocks:
+            buffer.grad_data = self._blocks.allocate(buffer.numel, buffer.grad_dtype, buffer.data_parallel_group)
         whole = buffer.grad_data
+        self.host_bytes += self._blocks.num_bytes(whole)
+        shared = self._blocks.shared(whole)
+        buffer.node = None if shared is None else shared.node
         specialize(buffer, HostBuffer)
         buffer.host_gradients = self
         for bucket in buffer.buckets:
             bucket.grad_data = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
         for parameter in buffer.params:
+            if shared is not None:
+                self._shared[parameter] = shared
             start, stop, _ = buffer.param_index_map[parameter]
             parameter.main_grad = whole[start:stop].view(parameter.shape)
             parameter.register_post_accumulate_grad_hook(self.take)
@@ -115,7 +128,7 @@ class HostGradients:
         # Set on an embedding whose gradient as the output weight was added before.
         is_shared = getattr(parameter, "zero_out_wgrad", False)
         if gradient is not None and (is_shared or not parameter.grad_added_to_main_grad):
-            self.sums.add(parameter.main_grad, gradient)
+            self.sums.add(parameter.main_grad, gradient, self._shared.get(parameter))
 
     def lend(self, parameters: set[torch.nn.Parameter]) -> None:
         """Copy to the device the gradients that Megatron next sums over other groups, which it does on the device."""
@@ -124,7 +137,14 @@ class HostGradients:
             parameter.main_grad = self._lent[parameter]  # type: ignore[attr-defined]
 
     def take_back(self) -> None:
-        """Copy lent gradients to host memory."""
+        """Copy lent gradients to host memory.
+
+        Processes that share a gradient have lent equal values. All have read it before the first writes.
+        """
+        for node in {
+            shared.node.group: shared.node for one in self._lent if (shared := self._shared.get(one))
+        }.values():
+            node.barrier()
         for parameter, lent in self._lent.items():
             self._later[parameter].copy_(lent)
             parameter.main_grad = self._later[parameter]  # type: ignore[attr-defined]
@@ -132,7 +152,11 @@ class HostGradients:
 
 
 class HostBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
-    """A buffer whose gradients are in host memory."""
+    """A buffer whose gradients are in host memory.
+
+    Attributes:
+        node: ranks that share the memory, or None.
+    """
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Scale all gradients, after copying lent gradients back to host memory.
@@ -143,11 +167,29 @@ class HostBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         self.host_gradients.take_back()
         if isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.to(self.grad_data.device)
-        super().scale_gradients(scaling_factor)
+        if self.node is None:
+            super().scale_gradients(scaling_factor)
+            return
+        self.node.barrier()
+        self.grad_data[self.node.own(self.numel)] *= scaling_factor
+        self.node.barrier()
+
+    def reset(self) -> None:
+        """Zero all gradients, before the first gradient of a step and after the update of every rank."""
+        if self.node is None:
+            super().reset()
+            return
+        self.node.barrier()
+        self.grad_data[self.node.own(self.numel)].zero_()
+        self.node.barrier()
 
 
 class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """Buckets whose gradients are in host memory. They are reduced after the backward pass."""
+    """Buckets whose gradients are in host memory. They are reduced after the backward pass.
+
+    Attributes:
+        node: ranks that share the memory, or None.
+    """
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce all buckets, chunk by chunk, over the ranks that share the parameters. Blocks."""
@@ -157,7 +199,9 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         op = torch.distributed.ReduceOp.AVG if ddp.average_in_collective else torch.distributed.ReduceOp.SUM
         for bucket in self.buckets:
             if bucket.gradient_scaling_factor != 1.0:
-                bucket.grad_data *= bucket.gradient_scaling_factor
+                own = slice(None) if self.node is None else self.node.own(bucket.grad_data.numel())
+                bucket.grad_data[own] *= bucket.gradient_scaling_factor
+                self._meet()
             chunks = self._chunks(bucket.grad_data.dtype)
             if ddp.use_distributed_optimizer and not force_all_reduce:
                 chunks.reduce_scatter(bucket.grad_data, op)
@@ -170,7 +214,9 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.host_gradients.sums.finish()
         for window in self.host_gradients.windows:
             window.release()
+        self._meet()
         self.start_grad_sync(force_all_reduce)
+        self._meet()
         self.host_gradients.lend(self.params)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -180,13 +226,19 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             return
         for bucket in self.buckets:
             self._chunks(bucket.param_data.dtype).gather(bucket.param_data)
+        self._meet()
         self.param_gather_dispatched = True
+
+    def _meet(self) -> None:
+        """Wait for the ranks that share the memory."""
+        if self.node is not None:
+            self.node.barrier()
 
     def _chunks(self, dtype: torch.dtype) -> ChunkedCollectives:
         """Return the chunked collectives for tensors of a dtype."""
         shares = self.ddp_config.use_distributed_optimizer
         group = self.intra_distributed_optimizer_instance_group if shares else self.data_parallel_group
-        return ChunkedCollectives(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
+        return ChunkedCollectives(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize, self.node)
 
 
 @cache

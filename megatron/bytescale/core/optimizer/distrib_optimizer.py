@@ -44,7 +44,9 @@ def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtim
         config: OptimizerConfig, model_chunks: list[DistributedDataParallel], *args: object, **kwargs: object
     ) -> MegatronOptimizer:
         states, on_cuda = runtime.run.find(StateConfig), runtime.run.process.on_cuda
-        gradients = move_states(model_chunks, states, on_cuda) if states is not None else None
+        blocks, gradients = runtime.parts.host_blocks, None
+        if states is not None and blocks is not None:
+            gradients = move_states(model_chunks, states, blocks, on_cuda)
         with CopiesInHostMemory() if states is not None else nullcontext():
             optimizer = original(config, model_chunks, *args, **kwargs)
         parts = getattr(optimizer, "chained_optimizers", [optimizer])

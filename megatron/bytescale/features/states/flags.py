@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=STAGES,
         help="States that leave the device with paged states. 1: Adam's states. 2: gradients too, which are summed in "
         "host memory as the backward pass computes them; the device then holds 2 bytes per parameter in bf16. 3: "
-        "parameters too; only --state-window-layers layers have theirs on the device at a time. Default: 1.",
+        "parameters too; only --state-window-layers layers have theirs on the device at a time. With "
+        "--use-distributed-optimizer the processes of a node share gradients and parameters in host memory. "
+        "Default: 1.",
     )
     group.add_argument(
         "--state-window-layers",
@@ -279,6 +281,7 @@ def resolve(flags: StateFlags, run: RunConfig) -> StateConfig | ResidentStates:
         option.stage,
         option.window_layers,
         options.update_steps,
+        shares_node=run.decision.setup.sharing_ranks > 1,
     )
     for case in state_cases(run.decision.setup):
         if config.nvme is None or case.host_bytes <= config.host_bytes:
@@ -295,9 +298,9 @@ def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | 
     option, page_bytes = chosen.option, options.page_bytes
     if not option.stage:
         return ResidentStates(note)
-    host_bytes = decision.setup.budget.host_bytes
+    host_bytes, shares_node = decision.setup.budget.host_bytes, decision.setup.sharing_ranks > 1
     if not option.disk_share:
-        return StateConfig(page_bytes, host_bytes, None, option.stage, option.window_layers, note=note)
+        return StateConfig(page_bytes, host_bytes, None, option.stage, option.window_layers, 0, shares_node, note)
     assert nvme is not None, "the chosen states need --state-nvme"
     if nvme.num_bytes < decision.setup.budget.disk_bytes:
         raise ValueError(
@@ -306,7 +309,7 @@ def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | 
         )
     spare = chosen.state_host_bytes * SPARE_SHARE + SPARE_PAGES * page_bytes
     host_bytes = min(host_bytes, chosen.state_host_bytes + spare)
-    return StateConfig(page_bytes, host_bytes, nvme, option.stage, option.window_layers, note=note)
+    return StateConfig(page_bytes, host_bytes, nvme, option.stage, option.window_layers, 0, shares_node, note)
 
 
 def nvme_of(options: StateOptions, rank: int, exit_signal: int, is_here: bool) -> NvmeConfig | None:
@@ -332,7 +335,7 @@ def build(training: Training, runtime: Runtime) -> Training:
     """Report the paged states. Megatron's optimizer is built later, in ``core/optimizer/optimizer.py``."""
     from megatron.training.utils import print_rank_0
 
-    from megatron.bytescale.core.distributed.host_build import add_hooks
+    from bytescale_ext.states.node_memory import HostBlocks
     from megatron.bytescale.features.states.late_updates import tell_staleness
 
     config = runtime.run.find(StateConfig)
@@ -342,12 +345,14 @@ def build(training: Training, runtime: Runtime) -> Training:
     if config.note:
         print_rank_0(config.note)
     contents = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
+    contents += ", shared by the processes of a node" if config.stage > 1 and config.shares_node else ""
     window = f", {config.window_layers} layers on the device at a time" if config.stage == 3 else ""
     late = f", updates overlap with {config.update_steps} step(s)" if config.update_steps else ""
     print_rank_0(
         f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{contents}{window}{late}"
     )
-    add_hooks(training.model, config, runtime.run)
+    if config.stage > 1:
+        runtime.add_parts(host_blocks=HostBlocks(config.shares_node, runtime.run.process.on_cuda))
     return tell_staleness(training, runtime) if config.update_steps else training
 
 

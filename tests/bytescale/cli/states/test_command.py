@@ -56,6 +56,19 @@ def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> No
         assert late["host_bytes"] - exact["host_bytes"] == pytest.approx(each * exact["parameters"], rel=0.01)
 
 
+def test_processes_of_a_node_share_gradients_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """In stage 3 one process holds 6 bytes of a parameter beside pages, and each of 4 processes a quarter of them."""
+    shared = "--optimizer-ranks 8 --state-stage 3 --host-memory-gb 200 --json".split()
+    alone, four, late = (
+        json.loads(printed(capsys, "--model-flags", SEVEN, *shared, *words))["stages"][0]
+        for words in (
+            ("--ranks-per-node", "1"), ("--ranks-per-node", "4"), ("--ranks-per-node", "4", "--update-steps", "1")
+        )
+    )  # fmt: skip
+    assert alone["host_bytes"] - four["host_bytes"] == pytest.approx(4.5 * alone["parameters"], rel=1e-3)
+    assert late["host_bytes"] - alone["host_bytes"] == pytest.approx(6 / 8 * alone["parameters"], rel=0.01)
+
+
 def test_pages_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     untied = f"{SEVEN} --untie-embeddings-and-output-weights"
     words = ["--model-flags", untied, "--host-memory-gb", "20", "--nvme-gb", "500"]

@@ -64,7 +64,8 @@ def chunk_of(dtype: torch.dtype = torch.bfloat16, shares: bool = True, factor: f
         for first, last in ((0, cut), (cut, start))
     ]
     vars(buffer).update(numel=start, grad_dtype=torch.float32, param_dtype=dtype, buckets=buckets, params=parameters,
-                        param_index_map=places, grad_data=sums, param_data=data, extra_main_grads=[])  # fmt: skip
+                        param_index_map=places, grad_data=sums, param_data=data, extra_main_grads=[],
+                        data_parallel_group=ALONE)  # fmt: skip
     for parameter in parameters:
         first, last, _ = places[parameter]
         parameter.main_grad = sums[first:last].view(parameter.shape)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS
+from bytescale_ext.states.node_memory import HostBlocks
 from megatron.bytescale.core.distributed.param_and_grad_buffer import (
     HostBucketGroup,
     HostBuffer,
@@ -21,6 +22,7 @@ from megatron.bytescale.registry import specialize
 from tests.bytescale.core.distributed.chunks import chunk_of
 
 CONFIG = StateConfig(4096, math.inf, stage=2)
+PRIVATE = HostBlocks(shares=False, on_cuda=False)
 SLOT_BYTES = NUM_GRADIENT_SLOTS * 4096
 TOKENS = torch.tensor([1, 5, 5])
 
@@ -32,7 +34,7 @@ def parameters_of(chunk: Any) -> list[Any]:
 def with_gradients(passes: int = 3, **settings: Any) -> tuple[Any, HostGradients, list[torch.Tensor]]:
     """Return a chunk after some passes, its gradients, and the sums of Megatron's hook."""
     chunk, plain = chunk_of(**settings), chunk_of(**settings)
-    gradients = HostGradients([chunk], CONFIG, on_cuda=False)
+    gradients = HostGradients([chunk], CONFIG, PRIVATE, on_cuda=False)
     sums = [torch.zeros(one.shape) for one in parameters_of(plain)]
     for _ in range(passes):
         for one in (chunk, plain):
@@ -59,7 +61,7 @@ def test_gradients_go_to_host_memory_as_megatron_adds_them() -> None:
 
 def test_what_a_layer_has_added_by_itself_is_not_added_again() -> None:
     chunk = chunk_of()
-    gradients = HostGradients([chunk], CONFIG, on_cuda=False)
+    gradients = HostGradients([chunk], CONFIG, PRIVATE, on_cuda=False)
     chunk.module.embedding.grad_added_to_main_grad = True
     chunk.module(TOKENS).backward()
     gradients.sums.finish()
@@ -71,7 +73,7 @@ def test_what_a_layer_has_added_by_itself_is_not_added_again() -> None:
 def test_the_gradient_of_an_embedding_joins_what_a_layer_has_added_for_its_use_as_output_weight() -> None:
     """Megatron marks such weights; tests/reference has pipelines with them."""
     chunk = chunk_of()
-    gradients = HostGradients([chunk], CONFIG, on_cuda=False)
+    gradients = HostGradients([chunk], CONFIG, PRIVATE, on_cuda=False)
     embedding = chunk.module.embedding
     embedding.grad_added_to_main_grad = embedding.zero_out_wgrad = True
     embedding.main_grad.fill_(2.0)
@@ -134,7 +136,7 @@ def optimizer_of(gradients: HostGradients, *values: torch.Tensor) -> Any:
 
 def test_norms_of_host_gradients_are_given_to_megatrons_kernels() -> None:
     """A kernel of TransformerEngine or Apex reads device memory only; norms of norms are the norm of all."""
-    gradients = HostGradients([chunk_of()], CONFIG, on_cuda=False)
+    gradients = HostGradients([chunk_of()], CONFIG, PRIVATE, on_cuda=False)
     values = [torch.randn(5, 3), torch.randn(7), torch.zeros(2)]
     norms = optimizer_of(gradients, *values).get_grads_for_grad_norm()
     assert [norm.shape for norm in norms] == [(1,)] * 3
@@ -166,4 +168,4 @@ def test_float32_parameters_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("bytescale_ext.activation.arena.pin", lambda memory: None)
     monkeypatch.setattr("bytescale_ext.states.gradients.make_link", lambda arena, on_cuda: None)
     with pytest.raises(ValueError, match="parameters are float32: add --bf16, or use --state-stage 1 or 3"):
-        HostGradients([chunk_of(torch.float32)], CONFIG, on_cuda=True)
+        HostGradients([chunk_of(torch.float32)], CONFIG, PRIVATE, on_cuda=True)
