@@ -325,5 +325,5 @@ def encode_at(where: str, encode: ChatEncoder, chat: Conversation) -> list[Encod
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except Exception as error:  # chat templates raise their own error types
-        reason = one_line(error, 160)
+        reason = one_line(error, 160) or type(error).__name__
         raise ValueError(f"{where}: the chat template refuses the conversation ({reason})") from error

@@ -103,9 +103,11 @@ def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
         _ = int(tokenizer.eod), int(tokenizer.vocab_size)
     except ImportError as error:
         raise ValueError(f"{values.tokenizer_type}: {error}; install that package") from error
-    except (TypeError, AttributeError, OSError, RuntimeError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # Megatron and the libraries of tokenizers raise many types
         raise ValueError(
-            f"{values.tokenizer_type}: Megatron cannot build it ({one_line(error)}): "
+            f"{values.tokenizer_type}: Megatron cannot build it ({one_line(error) or type(error).__name__}): "
             "give --tokenizer-model, or --vocab-file and --merge-file"
         ) from error
     return tokenizer

@@ -186,3 +186,20 @@ def test_a_run_ended_while_the_index_is_written_changes_nothing(
         _run("--output", out, "--from", sources, "--glob", "b.py")
     assert ((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes()) == before
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("TikTokenizer", {"tokenizer_model": "["}),
+        ("HuggingFaceTokenizer", {"tokenizer_model": "[", "metadata_path": '{"tokenizer_class": "x"}'}),
+        ("HuggingFaceTokenizer", {"tokenizer_model": "[", "metadata_path": "[]"}),
+    ],
+)
+def test_damaged_tokenizers_end_in_one_line(kind: str, files: dict[str, str], tmp_path: Path) -> None:
+    settings: dict[str, object] = {"tokenizer_type": kind, "vocab_size": 100}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        settings[name] = str(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"^{kind}: Megatron cannot build it \(.+\)|not JSON|Expecting"):
+        corpus.build_megatron_tokenizer(settings)
