@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from bytescale_ext.data.samples.template_limits import LimitedFunction
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import check_characters, json_value
 
@@ -157,6 +158,8 @@ class MegatronEncoder:
     def __init__(self, tokenizer: ConversationTokenizer) -> None:
         self._tokenizer = tokenizer
         self._unwritten: dict[str, int] = {}
+        # The prompt format "default" is the chat template of the tokenizer's folder.
+        self._limited = LimitedFunction(self._tokens_and_targets)
 
     def __call__(self, conversation: Conversation) -> list[Encoded]:
         """Return one document. Raises ValueError if the prompt format does not fit."""
@@ -166,16 +169,21 @@ class MegatronEncoder:
         if "tools" in conversation.settings:
             self._unwritten["tools"] = self._unwritten.get("tools", 0) + 1
         texts = [{"role": str(each["role"]), "content": text_of(each.get("content"))} for each in conversation.messages]
+        tokens, targets = self._limited(texts)
+        answers = targets != IGNORED
+        if self._tokenizer.pad is not None:
+            answers &= targets != self._tokenizer.pad
+        return [(tokens, answers)]
+
+    def _tokens_and_targets(self, texts: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and targets of a conversation, each [tokens]."""
         try:
             tokens, targets = self._tokenizer.tokenize_conversation(
                 texts, return_target=True, add_generation_prompt=False
             )
         except AssertionError as error:
             raise ValueError(f"the prompt format does not fit: {one_line(error, 120)}") from error
-        answers = targets != IGNORED
-        if self._tokenizer.pad is not None:
-            answers &= targets != self._tokenizer.pad
-        return [(np.asarray(tokens, dtype=np.int64), answers)]
+        return np.asarray(tokens, dtype=np.int64), np.asarray(targets)
 
     def notes(self) -> list[str]:
         """Return a line about keys that the prompt format does not write."""

@@ -155,3 +155,21 @@ def test_targets_of_megatrons_tokenizer() -> None:
     assert encode.notes() == ["WARNING: the prompt format does not write these keys of messages: name (1), tools (1)"]
     with pytest.raises(ValueError, match="the prompt format does not fit: expected turn tokens to match"):
         MegatronEncoder(Megatrons(targets, None))(Conversation(chat("odd")))
+
+
+class Endless:
+    """A tokenizer of Megatron's whose template never ends."""
+
+    pad = None
+
+    def tokenize_conversation(self, conversation: object, **_: object) -> tuple[np.ndarray, np.ndarray]:
+        while True:
+            pass
+
+
+def test_templates_of_megatron_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt format "default" renders the chat template of the tokenizer's folder."""
+    encode = MegatronEncoder(Endless())
+    monkeypatch.setattr(encode._limited, "_limits", (0.2, 1 << 30))
+    with pytest.raises(ValueError, match=r"^the chat template takes longer than 0\.2 s for one conversation$"):
+        encode(Conversation(chat("a")))
