@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _TOO_LONG: Final = f"a document of more than {MOST_BYTES >> 20} MiB"
 _MOST_HEADER_BYTES: Final = 1 << 20  # of a record of WARC
+_MOST_PAGE_BYTES: Final = 4 << 20  # of HTML, whose text takes minutes to find in longer pages
+_LONG_PAGE: Final = f"a page of more than {_MOST_PAGE_BYTES >> 20} MiB of HTML"
 _HTML: Final = ("text/html", "application/xhtml+xml")
 _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
 
@@ -318,8 +320,8 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                 except ValueError as error:
                     yield BadRecord("broken", where, str(error))
                     continue
-                if len(raw) > MOST_BYTES:
-                    yield BadRecord("broken", where, _TOO_LONG)
+                if len(raw) > (_MOST_PAGE_BYTES if is_page else MOST_BYTES):
+                    yield BadRecord("broken", where, _LONG_PAGE if is_page else _TOO_LONG)
                     continue
                 page = _document(raw, where, record.rec_headers.get_header("WARC-Record-ID", where))
                 if isinstance(page, Document):

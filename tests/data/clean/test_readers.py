@@ -140,6 +140,8 @@ def test_archives_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for headers in (b"X: " + b"a" * (2 << 20), b"X: a\r\n" * (1 << 19)):
         assert "the headers of a record have more than 1 MiB" in found(gzip.compress(b"WARC/1.0\r\n" + headers))[0]
     assert "the headers of a record" in found(gzip.compress(good + b"\r\n" * (1 << 20)))[1]
+    page = response("identity", b"<p>word</p>" * 500_000).replace(b"text/plain", b"text/html")
+    assert found(gzip.compress(page + good)) == ["a page of more than 4 MiB of HTML", words]
     monkeypatch.setattr(records, "MOST_UNPACKED", 500_000)
     monkeypatch.setattr(records, "MOST_RATIO", 1)
     request = b"WARC/1.0\r\nWARC-Type: metadata\r\nContent-Length: %d\r\n\r\n%b\r\n\r\n" % (400_000, b"a" * 400_000)
