@@ -135,7 +135,7 @@ def test_bad_lines_stop_or_are_counted(folder: Path, tmp_path: Path) -> None:
         written(tmp_path, tmp_path / "out", chosen, "in.jsonl")
     assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"], "something half-written was left"
     summary = written(tmp_path, tmp_path / "out", chosen, "in.jsonl", fields=Fields(skip_bad=True))
-    assert (summary.num_documents, summary.num_bad, summary.num_skipped_empty) == (3, 2, 1)
+    assert (summary.num_documents, summary.num_bad, summary.num_skipped_empty) == (3, 2, 0)
     assert "in.jsonl:3: message 1" in summary.first_bad
     write_lines(tmp_path / "in.jsonl", [[message("human", "a")]])
     with pytest.raises(ValueError, match=r"1 lines, and no conversation with an answer.*the first bad line: .*'human'"):
