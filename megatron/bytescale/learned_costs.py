@@ -33,7 +33,10 @@ def learner_of(runtime: Runtime) -> CostLearner:
 
 
 def learn_costs(runtime: Runtime) -> None:
-    """Learn from the step that has just ended. Collective at agreed steps; the sums are ready one step later."""
+    """Learn from the step that has just ended. Collective at agreed steps; the sums are ready one step later.
+
+    Nothing is learned from a step with groups whose prompt is computed once: their work is not that of a document.
+    """
     learner, batch, clock = runtime.parts.learner, runtime.step.batch, runtime.parts.clock
     if learner is None:
         return
@@ -42,6 +45,7 @@ def learn_costs(runtime: Runtime) -> None:
         MeasuredPass(index, kind == "backward", seconds)
         for kind in ("forward", "backward")
         for index, seconds in clock.pass_seconds(kind).items()
+        if not batch.shares_prompts
     ]
     learner.add(batch.plan, passes, runtime.slicing.num_slices)
     learned = learner.end_step(batch.step_index, runtime.device)

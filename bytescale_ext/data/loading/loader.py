@@ -212,6 +212,7 @@ class _LocalSteps:
             fell_back=fell_back,
             references=self.source.reference_sums(sequences) if isinstance(self.source, PairSource) else None,
             predicted=plans.predicted(plan),
+            shares_prompts=groups is not None,
         )
 
     def _with_prompts(

@@ -181,6 +181,8 @@ class StepBatch:
         references: log-probability of each document under a reference model, 0 without one: [documents]; None unless
             the source is a ``PairSource``.
         predicted: predicted time of the step; None if this process predicts nothing.
+        shares_prompts: whether sequences of the plan are groups whose prompt is computed once, so the plan does not say
+            how much they attend.
         num_tokens: tokens of the step on all ranks.
         row_counts: number of rows of each micro-batch or slice.
     """
@@ -196,6 +198,7 @@ class StepBatch:
     places: np.ndarray | None = None
     references: np.ndarray | None = None
     predicted: StepTime | None = None
+    shares_prompts: bool = False
     num_tokens: int = field(init=False)
     row_counts: tuple[int, ...] = field(init=False)
 

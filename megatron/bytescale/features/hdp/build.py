@@ -89,8 +89,7 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
         check_labels(check_splits(DocumentConfig(**data.settings()), data.wanted_samples()))
     if run.find(SculptConfig) is None:
         print_units(data, has_lengths=run.find(RemoteConfig) is None)
-    # Ray's actors plan with the first costs, and plans do not say how much a group with one prompt attends.
-    learns = runtime.hdp.learns_costs and run.find(RemoteConfig) is None and not computes_prompts_once(runtime)
+    learns = runtime.hdp.learns_costs and run.find(RemoteConfig) is None  # Ray's actors plan with the first costs
     if learns:
         runtime.add_parts(learner=learner_of(runtime))
     more = f"; learning from step {FIRST_STEP}" if learns else ""
