@@ -55,6 +55,8 @@ CANNOT = {
     "num_experts": "mixtures of experts", "window_size": "sliding windows",
     "multi_latent_attention": "latent attention", "mtp_num_layers": "layers for several tokens (MTP)",
     "ngram_layers": "n-gram memory",
+    "heterogeneous_layers_config_path": "layers of unlike shapes", "heterogeneous_layers_config_encoded_json":
+    "layers of unlike shapes",
 }  # fmt: skip
 
 

@@ -59,6 +59,8 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     case("no heads", model, model)
     case("another model", model, heads, change=wider)
     case("experts", model, None, change=lambda folder, args: vars(args).update(num_experts=4))
+    path = {"heterogeneous_layers_config_path": "/etc/passwd"}
+    case("a file elsewhere", model, None, change=lambda folder, args: vars(args).update(path))
     case("heads are missing", model, None, change=claims_heads)
     case("a layer is missing", heads, None, change=more_heads)
     case("folder of another model", model, folder, change=lambda one, args: vars(args).update(vocab_size=7))
@@ -92,6 +94,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         "no heads": "this checkpoint has no draft heads",
         "another model": "heads of another model: its hidden_size is 64, not 32",
         "experts": "models with mixtures of experts cannot decode here",
+        "a file elsewhere": "models with layers of unlike shapes cannot decode here",
         "heads are missing": "the tensors of its draft heads are missing",
         "a layer is missing": "tensors are missing, such as draft_heads.layer1.",
         "folder of another model": "folder: heads of another model: its vocab_size is 61, not 7",
