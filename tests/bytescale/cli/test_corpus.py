@@ -37,7 +37,7 @@ def test_the_report(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[
         "tokens     22",
         "length     median 5  p90 10  p99 10  max 10",
         "files      3",
-        "skipped    2 empty",
+        "skipped    1 empty",
         "not UTF-8  1 (each byte is a token)",
         f"train with --data-path {out} --tokenizer-type NullTokenizer --vocab-size 257",
     ]

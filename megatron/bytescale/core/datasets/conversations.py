@@ -102,7 +102,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class ConversationSummary(CorpusSummary):
-    """Counts of written and skipped conversations. ``num_skipped_empty`` counts blank lines.
+    """Counts of written and skipped conversations. ``num_skipped_empty`` counts records without a conversation.
 
     Attributes:
         notes: lines about the methods that found the answers, and about what chat templates left out.

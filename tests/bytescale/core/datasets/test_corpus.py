@@ -55,7 +55,7 @@ def test_a_file_or_a_line_is_a_document(tmp_path: Path, sources: Path, capsys: p
     assert check_token_ids(str(out), 257) == info.num_tokens
     text = capsys.readouterr().out
     assert "documents  4" in text
-    assert "skipped    3 empty" in text
+    assert "skipped    2 empty" in text
     assert "files      4" in text
     assert f"--data-path {out} --tokenizer-type NullTokenizer --vocab-size 257" in text
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.bin", "out.idx"]
