@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from megatron.bytescale import cpu
-from tests import harness
+from tests import harness, sample
 from tests.e2e import once
 
 
-def pytest_configure() -> None:
-    """Make the examples of hypothesis equal in every run, without time limits."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the examples of hypothesis equal in every run, without time limits. `make test` tries a part of them."""
+    os.environ[sample.WHOLE] = str(int(not config.option.markexpr))
     if importlib.util.find_spec("hypothesis") is not None:  # tests on a GPU run without it
         from hypothesis import settings
 
-        settings.register_profile("steady", deadline=None, derandomize=True)
+        settings.register_profile("steady", deadline=None, derandomize=True, max_examples=sample.examples(100))
         settings.load_profile("steady")
     sys.addaudithook(refuse_interpreters)
     if hasattr(os, "SCHED_BATCH"):

@@ -16,6 +16,7 @@ from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import ALL, GROUPS, MIXED, TINY, Case, assert_matches, run_virtual, whole
 from tests.attention.layouts.test_slices import COST, LONG, run_slices
+from tests.sample import examples
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 11, 30])
@@ -36,7 +37,7 @@ def test_cpu_flash(window: int, dtype: torch.dtype, tolerance: float) -> None:
 
 
 @given(st.integers(1, 7), st.integers(1, 60), st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_width_length_and_window(width: int, length: int, window: int) -> None:
     case = whole(max(width, length), tuple(range(width)), heads=2, kv_heads=1, dim=4)
     case = dataclasses.replace(case, window=window)

@@ -12,6 +12,7 @@ from bytescale_ext.attention.kernels.reference import reference_backward, refere
 from bytescale_ext.attention.kernels.torch_ops import cpu_flash_backward, cpu_flash_forward, missing_operator
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from tests.attention.cases import block_of, block_tensors, kernel_named
+from tests.sample import examples
 
 ON_CPU = ["cpu_flash", "reference"]
 
@@ -63,7 +64,7 @@ def test_cpu_flash_agrees_with_the_reference(block: AttentionBlock, dtype: torch
     st.booleans(),
     st.floats(0.01, 2.0),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_documents(lengths: list[tuple[int, int]], causal: bool, scale: float) -> None:
     lengths_q = [one for one, _ in lengths]
     lengths_k = lengths_q if causal else [other for _, other in lengths]

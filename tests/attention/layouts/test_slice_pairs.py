@@ -18,6 +18,7 @@ from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from tests.sample import seeds
 
 Token = tuple[int, int]  # sequence, position
 Pairs = Counter[tuple[Token, Token]]
@@ -145,7 +146,7 @@ def cuts_of(source: random.Random) -> tuple[list[int], list[DocumentSlices]]:
     return lengths, cuts
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25))
 def test_slices_of_all_ranks_compute_every_pair_once(seed: int) -> None:
     lengths, cuts = cuts_of(random.Random(seed))
     ranks = [Rank(cut, rank, seed % 3) for rank, cut in enumerate(cuts)]
@@ -164,7 +165,7 @@ def test_slices_of_all_ranks_compute_every_pair_once(seed: int) -> None:
     assert all(None not in rank.buffer for rank in ranks), "slices hold rows that nothing is written to"
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25))
 def test_ranks_run_the_passes_of_a_slice_in_one_order(seed: int) -> None:
     """Two ranks that share several passes run them in the same order, so no rank waits forever."""
     _, cuts = cuts_of(random.Random(seed))

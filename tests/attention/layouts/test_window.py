@@ -14,6 +14,7 @@ from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.layouts.window import WindowPass, WindowSequence, is_limited, window_pass
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from tests.attention.layouts.test_slice_pairs import pick, rows_of
+from tests.sample import seeds
 
 RING = (3, 4, 5, 6)
 
@@ -39,7 +40,7 @@ def test_the_example_of_the_module() -> None:
     assert (first.window, second.window) == (6, 6)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25))
 def test_members_send_what_others_expect_and_see_every_key_of_the_window_once(seed: int) -> None:
     source = random.Random(seed)
     width, window = source.randint(2, 4), source.randint(1, 25)

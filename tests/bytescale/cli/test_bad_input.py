@@ -18,6 +18,7 @@ from megatron.bytescale.cli.shared.inputs import OneLineParser
 from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.cli.shared.slicing import cost_of_options
 from tests.data.sources import write_data_set
+from tests.sample import examples
 
 PLAN = ["plan", "--lengths", "{in}/lengths.npy", "--ranks", "9", "--tokens-per-rank", "10"]
 SIMULATE = "simulate --sampler sft --seq-length 8K --ranks 8 --tokens-per-rank 8K --global-tokens 64K --seeds 1".split()
@@ -290,7 +291,7 @@ FAST = {"plan": PLAN[3:], "simulate": SIMULATE[1:], "schedule": SCHEDULE[1:], "a
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_random_options_never_end_in_a_traceback(folder: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FAST)))
     (command,) = (row for row in cli.COMMANDS if name == row.NAME)

@@ -10,6 +10,7 @@ import pytest
 from bytescale_ext.data.clean.duplicates import candidate_pairs, dropping_pairs
 from bytescale_ext.data.clean.equal import equal_texts
 from bytescale_ext.data.clean.shelf import BY_TEXT
+from tests.sample import seeds
 
 COUNT = 40
 
@@ -42,7 +43,7 @@ def kept_by(rank_of: np.ndarray, pairs: np.ndarray, blocks: int = 1) -> np.ndarr
     return kept
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_what_stays_has_no_duplicates_and_stands_for_all(seed: int) -> None:
     rank_of, pairs = case(seed)
     kept = kept_by(rank_of, pairs)

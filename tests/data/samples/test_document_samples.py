@@ -18,6 +18,7 @@ from bytescale_ext.data.samples import document_samples, lengths, scan_files
 from bytescale_ext.data.samples.document_samples import DocumentSamples, open_samples
 from bytescale_ext.data.samples.lengths import SampleTable, check_indexed_dataset, read_idx_lengths, sample_table
 from tests.data.sources import write_data_set
+from tests.sample import examples
 
 
 def _places(samples: DocumentSamples | SampleTable) -> list[tuple[int, int, int]]:
@@ -33,7 +34,7 @@ def _documents(counts: list[int], splits: list[int]) -> list[list[list[int]]]:
     return documents
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     counts=st.lists(st.integers(0, 20), min_size=1, max_size=25),
     splits=st.lists(st.integers(0, 20), max_size=2),

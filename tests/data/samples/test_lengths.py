@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bytescale_ext.data.samples.idx_file import open_index
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids, read_idx_lengths, sample_table
 from tests.data.sources import write_data_set
+from tests.sample import examples
 
 DOCUMENTS = [[[1, 2, 3]], [], [[4], [5, 6]], [[]], [[7, 8, 9, 10]]]
 
@@ -117,7 +118,7 @@ def test_a_large_data_set_is_sampled_from_end_to_end(tmp_path: Path) -> None:
     assert 4_500 <= check_token_ids(prefix, vocab_size=100, limit_tokens=9_000) <= 9_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(lengths=st.lists(st.integers(0, 40), max_size=30), seq_length=st.integers(1, 25))
 def test_each_token_lies_in_one_sample(lengths: list[int], seq_length: int) -> None:
     table = sample_table(np.array(lengths, dtype=np.int64), seq_length)

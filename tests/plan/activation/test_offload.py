@@ -17,6 +17,7 @@ from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.sizes import Cluster
+from tests.sample import examples
 
 # section 5.2 and Fig. 21: about 139 KB per token and layer in bfloat16, 25 GB/s, 400 TFLOP/s on LLaMA-7B
 SECONDS = CostModel(a=32 * 2 * 4096 / 400e12, b=32 * 2 * 203e6 / 400e12)
@@ -40,7 +41,7 @@ def test_the_host_holds_what_the_device_does_not() -> None:
     assert share * 30 * 9192 * 139_000 == pytest.approx(small.host_bytes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(3, 80), st.floats(1e3, 1e12), st.floats(0, 1e12), st.integers(100, 10**6), st.integers(10, 9000))
 def test_what_fits_fits_by_every_limit(layers: int, speed: float, host: float, length: int, capacity: int) -> None:
     limits = OffloadLimits(layers, 1000.0, speed, host)

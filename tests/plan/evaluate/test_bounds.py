@@ -14,6 +14,7 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from tests.plan.hdp.aligned.random_plans import TOKENS_PER_RANK, random_plan
 from tests.plan.simple_plans import plan_naive
+from tests.sample import examples
 
 NOTHING = CostModel(a=0.0, b=0.0)
 STAGE = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=3.0))
@@ -41,7 +42,7 @@ def test_what_no_plan_can_hold_is_refused() -> None:
         lower_bounds([], Cluster(4, 20), [STAGE])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 3), st.sampled_from([0.0, 0.4, 3.0]))
 def test_no_schedule_is_faster(lengths: list[int], num_ranks: int, c: float) -> None:
     lengths = [min(length, num_ranks * 8) for length in lengths]
@@ -51,7 +52,7 @@ def test_no_schedule_is_faster(lengths: list[int], num_ranks: int, c: float) -> 
     assert bounds.largest <= best * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(12, 16))
 def test_no_naive_plan_is_faster(lengths: list[int], num_ranks: int) -> None:
     makespan = replay_stages(plan_naive(lengths, num_ranks, 10), [STAGE]).makespan

@@ -9,6 +9,7 @@ from bytescale_ext.plan.evaluate.replay import replay, summarize
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.plan.simple_plans import plan_naive
+from tests.sample import examples
 
 PER_TOKEN = CostModel(a=0.0, b=1.0)
 
@@ -61,7 +62,7 @@ def test_a_deadlock_is_refused() -> None:
         replay(StepPlan(2, 8, (4, 4), ((one, three), (four, two))), PER_TOKEN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(12, 16))
 def test_replay_of_a_plan_is_a_schedule(lengths: list[int], num_ranks: int) -> None:
     plan = plan_naive(lengths, num_ranks, 10)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from bytescale_ext.plan.experts.placement import PARTS, homes_of
 from bytescale_ext.plan.experts.quotas import as_parts, level_out, poured
+from tests.sample import examples
 
 
 @given(st.floats(0, 1e6), st.lists(st.floats(0, 1e6), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_pouring_raises_the_lowest(tokens: float, levels: list[float]) -> None:
     taken = poured(tokens, levels)
     assert min(taken) >= 0

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.plan.simple_plans import plan_naive, plan_static
+from tests.sample import examples
 
 
 def rings_of(plan: StepPlan) -> dict[int, tuple[int, ...]]:
     return {shard.seq: shard.ring for rank in plan.ranks for micro_batch in rank for shard in micro_batch.shards}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_naive_plans_keep_every_law(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 12))
@@ -27,7 +28,7 @@ def test_naive_plans_keep_every_law(data: st.DataObject) -> None:
         assert len(ring) == -(-lengths[seq] // capacity)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_static_plans_keep_every_law(data: st.DataObject) -> None:
     width, num_groups = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))

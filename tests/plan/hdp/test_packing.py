@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale_ext.plan.hdp.packing import fill_slots, pack_best_fit, split_into_packs
+from tests.sample import examples
 
 
 def packed_slowly(lengths: list[int], indices: list[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -22,7 +23,7 @@ def packed_slowly(lengths: list[int], indices: list[int], capacity: int) -> tupl
     return tuple(tuple(pack) for pack in packs)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(40, 100))
 def test_packs_are_those_of_the_definition(lengths: list[int], capacity: int) -> None:
     assert pack_best_fit(lengths, range(len(lengths)), capacity) == packed_slowly(
@@ -30,7 +31,7 @@ def test_packs_are_those_of_the_definition(lengths: list[int], capacity: int) ->
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=80), st.integers(5000, 9000), st.data())
 def test_each_item_once_within_capacity_and_few_packs(lengths: list[int], capacity: int, data: st.DataObject) -> None:
     indices = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True))
@@ -64,7 +65,7 @@ def test_impossible_items_are_named(lengths: list[int], words: str) -> None:
         pack_best_fit(lengths, range(2), 8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 4)), max_size=60), st.integers(40, 90))
 def test_packs_of_all_owners_are_best_fit_of_each(items: list[tuple[int, int]], capacity: int) -> None:
     tokens, owners = (np.array([item[part] for item in items], dtype=np.int64) for part in (0, 1))
@@ -118,7 +119,7 @@ def filled_slowly(
     return slots
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 2)), max_size=40), st.integers(0, 1000))
 def test_slots_of_all_owners_are_filled_as_item_by_item(items: list[tuple[int, int]], seed: int) -> None:
     random = np.random.default_rng(seed)

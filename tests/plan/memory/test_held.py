@@ -23,6 +23,7 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
 from tests.plan.activation.random_loads import random_load
+from tests.sample import seeds
 
 COST = CostModel(a=0.01, b=1.0)
 BYTES = LayerBytes(10.0, 3.0, 6.0)
@@ -91,7 +92,7 @@ def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
     assert max(one.head for one in of_last) == 4 * 7.0
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_only_moments_that_no_other_exceeds_count(seed: int) -> None:
     dice = random.Random(seed)
     load, moments = random_load(dice), set()
@@ -184,7 +185,7 @@ def test_padding_is_held_as_activations(multiple: int, of_whole: float, of_slice
     assert padded_rows(np.array([0.0, 1.0, 32.0, 32.5]), 16).tolist() == [16, 16, 32, 48]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_against_a_walk_through_the_schedule(seed: int) -> None:
     source = random.Random(seed)
     lengths = tuple(source.randint(4, 200) for _ in range(6))

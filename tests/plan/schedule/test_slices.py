@@ -17,6 +17,7 @@ from bytescale_ext.plan.schedule.slices import (
     slice_costs,
     slice_lengths,
 )
+from tests.sample import seeds
 
 GPT_7B = PAPER_MODELS["gpt-7b"].shape
 
@@ -26,7 +27,7 @@ def test_slices_of_equal_flops_are_the_papers() -> None:
     assert slice_lengths(131072, 4, "flops", cost) == (56064, 30720, 23936, 20352)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_partitions_cover_the_sequence_and_are_equal_in_cost(seed: int) -> None:
     rng = random.Random(seed)
     multiple = rng.choice((1, 2, 8))

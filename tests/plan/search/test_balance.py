@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.search.balance import balanced_layers
+from tests.sample import seeds
 
 
 def partitions(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -14,7 +15,7 @@ def partitions(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     return [way for way in ways if sum(way) == num_layers]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_no_partition_within_the_memory_is_faster(seed: int) -> None:
     random = np.random.default_rng(seed)
     num_stages = int(random.integers(1, 5))

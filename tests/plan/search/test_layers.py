@@ -15,6 +15,7 @@ from bytescale_ext.plan.search.space import Space, blocks
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE, small_task
+from tests.sample import seeds
 
 TASK = small_task()
 
@@ -25,7 +26,7 @@ def in_all_ways(layers: list[tuple[Choice, ...]], capacity: float) -> float | No
     return min((sum(one.seconds for one in way) for way in fitting), default=None)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
     random = np.random.default_rng(seed)
     layers = [

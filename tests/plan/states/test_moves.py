@@ -10,6 +10,7 @@ from bytescale_ext.plan.states.check import check_moves
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, StateTraffic, disk_bytes, step_moves, traffic
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from tests.plan.states.tables import TABLE, random_table
+from tests.sample import seeds
 
 
 def test_the_next_page_is_fetched_before_one_is_updated() -> None:
@@ -20,13 +21,13 @@ def test_the_next_page_is_fetched_before_one_is_updated() -> None:
     assert moves[-2:] == [(Kind.UPDATE, 6, 0), (Kind.RETURN, 6, 0)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_moves_keep_the_laws(seed: int) -> None:
     table = random_table(seed)
     check_moves(table, step_moves(table))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_moves_with_a_disk_keep_the_laws(seed: int) -> None:
     table = random_table(seed)
     draw = random.Random(seed)

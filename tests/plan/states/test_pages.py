@@ -7,6 +7,7 @@ import pytest
 from bytescale_ext.plan.states.check import check_pages
 from bytescale_ext.plan.states.pages import Page, PagePart, lay_out
 from tests.plan.states.tables import PAGE_BYTES, TABLE, TENSORS, random_table
+from tests.sample import seeds
 
 
 def test_a_table_by_hand() -> None:
@@ -33,7 +34,7 @@ def test_host_memory_is_that_of_planes_and_buffers() -> None:
     assert lay_out((), PAGE_BYTES).host_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25))
 def test_random_tables_keep_the_laws(seed: int) -> None:
     table = random_table(seed)
     check_pages(table)

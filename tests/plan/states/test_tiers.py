@@ -16,11 +16,12 @@ from bytescale_ext.plan.states.tiers import (
     tiered_host_bytes,
 )
 from tests.plan.states.tables import random_table
+from tests.sample import seeds
 
 TWENTY = lay_out([StateTensor("a", 160, 0, True)], 32)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_the_fewest_pages_lie_on_the_disk(seed: int) -> None:
     table = random_table(seed)
     for budget in range(0, 2 * table.host_bytes, table.page_bytes):

@@ -10,6 +10,7 @@ from bytescale_ext.plan.states.moves import DISK_KINDS, Kind
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, optimizer_step_seconds, time_moves
 from tests.plan.states.tables import random_table
+from tests.sample import seeds
 
 FOUR_PAGES = lay_out([StateTensor("a", 32, 0, True)], 32)
 FETCH_BYTES, RETURN_BYTES, UPDATE_BYTES = 8 * 4, 8 * 2, 8 * ADAM_BYTES
@@ -44,7 +45,7 @@ def test_float32_parameters_wait_for_their_buffer() -> None:
     assert (Kind.UPDATE, 1, 2.5) in found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_step_takes_at_least_what_each_part_takes(seed: int) -> None:
     table = random_table(seed)
     speeds = Speeds(3.0, 7.0)

@@ -19,6 +19,7 @@ from bytescale_ext.plan.step.show import shard_text
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.plan.simple_plans import plan_naive
 from tests.plan.step.broken_plans import LENGTHS, MUTATIONS, Rows, good_rows, plan_of, with_uneven_ring
+from tests.sample import examples
 
 
 def test_the_good_plan_is_accepted() -> None:
@@ -58,7 +59,7 @@ def test_each_broken_plan_is_refused_and_its_rows_are_marked(mutate: Callable[[R
     assert {int(words[1]) for words in marked} <= partners | set(touched)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.data())
 def test_any_moved_boundary_is_found(lengths: list[int], data: st.DataObject) -> None:
     """Every change of a single number of a plan violates a rule."""

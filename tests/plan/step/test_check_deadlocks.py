@@ -15,6 +15,7 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.plan.simple_plans import plan_naive
 from tests.plan.step.broken_plans import good_rows, plan_of, swap_shared_micro_batches
+from tests.sample import examples
 
 
 def test_a_deadlock_names_its_cycle() -> None:
@@ -72,7 +73,7 @@ def runs_to_the_end(plan: StepPlan) -> bool:
             queues[rank].pop(0)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=16), st.integers(2, 5), st.integers(0, 10_000))
 def test_deadlocks_are_those_of_the_definition(lengths: list[int], num_ranks: int, seed: int) -> None:
     plan = plan_naive(lengths, num_ranks, 20)

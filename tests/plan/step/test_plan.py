@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
+from tests.sample import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 40))
 def test_zigzag_covers_and_shares_evenly(length: int, width: int) -> None:
     shares = [zigzag_ranges(length, width, index) for index in range(width)]
@@ -23,7 +24,7 @@ def test_zigzag_covers_and_shares_evenly(length: int, width: int) -> None:
         assert list(share) == sorted(share)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 500), st.integers(2, 12))
 def test_zigzag_evens_out_the_causal_triangle(multiple: int, width: int) -> None:
     length = 2 * width * multiple  # equal parts: every rank has exactly 1 / width of the pairs

@@ -10,6 +10,7 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.placed import PlacedRanks, _sorting_order
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.table import shards_of_rank, table_of
+from tests.sample import seeds
 
 
 def random_placed(random: np.random.Generator) -> PlacedRanks:
@@ -28,7 +29,7 @@ def random_placed(random: np.random.Generator) -> PlacedRanks:
     return PlacedRanks(num_ranks, lengths, firsts, widths, orders, bool(random.integers(2)), *forms)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_the_table_of_arrays_is_that_of_their_micro_batches(seed: int) -> None:
     placed = random_placed(np.random.default_rng(seed))
     made = table_of(tuple(placed))
@@ -38,7 +39,7 @@ def test_the_table_of_arrays_is_that_of_their_micro_batches(seed: int) -> None:
         assert one == other if isinstance(one, dict) else np.array_equal(one, other), field.name
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("as_arrays", [True, False])
 def test_figures_of_a_rank_are_those_of_its_micro_batches(seed: int, as_arrays: bool) -> None:
     placed = random_placed(np.random.default_rng(seed))

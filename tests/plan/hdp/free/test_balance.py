@@ -18,6 +18,7 @@ from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.hdp.problems import problem
+from tests.sample import seeds
 
 COST = CostModel(a=0.01, b=1.0, c=0.4, g=2.0)
 CAPACITY = 64
@@ -54,7 +55,7 @@ def test_the_list_takes_the_longest_first_and_the_window_that_is_free_first() ->
     assert listed.seconds == 7.0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_rings_of_a_list_are_whole_nodes_or_inside_one(seed: int) -> None:
     random = np.random.default_rng(seed)
     widths = random.choice([1, 2, 3, 4, 8, 12], 20)

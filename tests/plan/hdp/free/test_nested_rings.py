@@ -12,6 +12,7 @@ from bytescale_ext.plan.hdp.free.nested_rings import nest_rings, target_widths
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.hdp.problems import problem
+from tests.sample import examples
 
 COST = CostModel(a=1e-3, b=0.1, c=0.05, g=0.5)
 
@@ -25,7 +26,7 @@ def ints(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.integers(1, 2000),
     st.integers(1, 40),
@@ -57,7 +58,7 @@ def test_no_sequence_gets_more_ranks_than_a_longer_one() -> None:
         assert (np.diff(widths) <= 0).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_rings_never_wait(data: st.DataObject) -> None:
     """All ranks of a ring are ready at the same time, so loads are sums without idle time."""
@@ -95,7 +96,7 @@ def test_wide_rings_are_whole_nodes(node: int) -> None:
     ).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=60), st.integers(24, 40))
 def test_each_ring_takes_the_run_that_is_ready_first(needs: list[int], num_ranks: int) -> None:
     """The search over all runs, which takes quadratic time, finds the same ranks."""
