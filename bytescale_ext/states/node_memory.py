@@ -1,11 +1,10 @@
 """Blocks of host memory that the processes of a node share.
 
-In stages 2 and 3 of the paged states, every process of a node would hold the same gradients and parameters once. With a
-distributed optimizer each process updates only its own shard, so one block per node is enough:
+In stages 2 and 3 of the paged states, processes that train the same part of the model hold the same gradients and
+parameters. With a distributed optimizer each of them updates only its own shard, so one block per node is enough:
 
-    process 0   process 1   process 2   process 3      each adds its gradients to the block of the node,
-         \\          |           |          /           and owns a quarter of it when the node works on the whole block
-        [ one block of the node's host memory ]
+    gradients of process 0, 1, 2, 3  -- added in any order -->  | block of the node |
+    work on the whole block (zeroing, scaling)              -->  | 0  | 1  | 2  | 3  |   a part for each process
 
 One process makes anonymous memory (``memfd_create``). The other processes open it by the path of its file descriptor in
 ``/proc``, which the system allows to the same user only. The memory has no name in any file system, and the system
