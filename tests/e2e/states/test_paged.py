@@ -100,7 +100,7 @@ def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def compared(
-    rank: int, world: int, folders: tuple[Path, Path], rounding: float = 0.0, steps: int = STEPS
+    rank: int, world: int, folders: tuple[Path, Path], steps: int = STEPS, rounding: float = 0.0
 ) -> tuple[int, list[str]]:
     """Return the number of tensors in the last checkpoint of two runs, and the names of different tensors.
 
@@ -136,7 +136,7 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
         assert printed == pytest.approx(expected, abs=rounding)
     assert runs[0][-1].validation_losses[-2:] == runs[1][-1].validation_losses[-2:]
     if "torch_dist" not in LAYOUTS[name][1]:
-        count, different = run_ranks(compared, 1, folders, rounding, init_group=False)[0]
+        count, different = run_ranks(compared, 1, folders, STEPS, rounding, init_group=False)[0]
         assert different == []
         assert count > 20
 
