@@ -139,11 +139,10 @@ class HostGradients:
     def take_back(self) -> None:
         """Copy lent gradients to host memory.
 
-        Processes that share a gradient have lent equal values. All have read it before the first writes.
+        Processes that share a gradient have lent equal values. All have read it before the first writes. The barriers
+        come in the order of the buffers, which is the same on all ranks.
         """
-        for node in {
-            shared.node.group: shared.node for one in self._lent if (shared := self._shared.get(one))
-        }.values():
+        for node in dict.fromkeys(block.node for parameter, block in self._shared.items() if parameter in self._lent):
             node.barrier()
         for parameter, lent in self._lent.items():
             self._later[parameter].copy_(lent)

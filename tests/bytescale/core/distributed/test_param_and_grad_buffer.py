@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS
-from bytescale_ext.states.node_memory import HostBlocks
+from bytescale_ext.states.node_memory import HostBlocks, NodeRanks
 from megatron.bytescale.core.distributed.param_and_grad_buffer import (
     HostBucketGroup,
     HostBuffer,
@@ -101,6 +102,13 @@ def test_reduced_gradients_are_scaled_and_lent_where_megatron_sums_them_again() 
         assert parameter.main_grad.untyped_storage().data_ptr() == buffer.grad_data.untyped_storage().data_ptr()
 
 
+@dataclass(frozen=True)
+class SharedBy:
+    """Memory without bytes that a node shares."""
+
+    node: NodeRanks
+
+
 class OnDevice(torch.Tensor):
     """A tensor that works only with others on its device, as on a GPU; it can be copied to host memory."""
 
@@ -162,6 +170,22 @@ def test_an_optimizer_takes_lent_gradients_back() -> None:
     assert parameters[0].grad is not None
     assert torch.equal(parameters[0].grad, sums[0] + 1.0)
     assert not gradients._lent
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_ranks_meet_in_the_order_of_the_buffers(is_reversed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are lent in the order of a set, which differs between ranks."""
+    chunk, gradients, _ = with_gradients()
+    first, second = (NodeRanks(object(), torch.device("cpu"), (rank,)) for rank in range(2))  # type: ignore[arg-type]
+    parameters = parameters_of(chunk)[:3]
+    gradients._shared = dict(zip(parameters, map(SharedBy, (first, second, second)), strict=True))  # type: ignore[arg-type]
+    lent = parameters[::-1] if is_reversed else parameters
+    gradients._later = {one: torch.zeros(1) for one in lent}
+    gradients._lent = {one: torch.zeros(1) for one in lent}
+    met: list[NodeRanks] = []
+    monkeypatch.setattr(NodeRanks, "barrier", lambda node: met.append(node))
+    gradients.take_back()
+    assert met == [first, second]
 
 
 def test_float32_parameters_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
