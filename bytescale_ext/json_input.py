@@ -39,13 +39,13 @@ def check_stored(path: str | Path) -> None:
         raise OSError(errno.EINVAL, f"it has {status.st_size:,} bytes, of which not all are stored", str(path))
 
 
-def bytes_of(path: str | Path) -> bytes:
+def stored_bytes(path: str | Path) -> bytes:
     """Return the bytes of a file. Raises OSError as ``check_stored``."""
     check_stored(path)
     return Path(path).read_bytes()
 
 
-def text_of(path: str | Path, errors: str = "strict") -> str:
+def stored_text(path: str | Path, errors: str = "strict") -> str:
     """Return the text of a file of UTF-8. Raises OSError as ``check_stored``."""
     check_stored(path)
     return Path(path).read_text(encoding="utf-8", errors=errors)

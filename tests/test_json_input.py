@@ -10,13 +10,13 @@ import pytest
 
 from bytescale_ext.data.samples.texts import json_text
 from bytescale_ext.json_input import (
-    bytes_of,
     check_characters,
     check_stored,
     json_value,
     lines_of_text,
     real,
-    text_of,
+    stored_bytes,
+    stored_text,
     whole,
 )
 
@@ -68,11 +68,11 @@ def test_pipes_and_holes_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "holes").write_text("{}")
     os.truncate(tmp_path / "holes", 1 << 40)
     for name, reason in (("pipe", "it is a pipe"), ("holes", "has 1,099,511,627,776 bytes, of which not all")):
-        for read in (check_stored, text_of, bytes_of):
+        for read in (check_stored, stored_text, stored_bytes):
             with pytest.raises(OSError, match=reason):
                 read(tmp_path / name)
     (tmp_path / "whole").write_bytes(b"[1]" + b" " * (17 << 20))
-    assert text_of(tmp_path / "whole").strip() == "[1]"
+    assert stored_text(tmp_path / "whole").strip() == "[1]"
 
 
 @pytest.mark.parametrize("value", [True, "1", None, [1], 1.5])

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.json_input import json_settings, text_of
+from bytescale_ext.json_input import json_settings, stored_text
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import SHAPE_NOT_IN_FILES, ModelCost
@@ -35,7 +35,7 @@ def read_cost(path: Path | str) -> ModelCost:
         ValueError: the file cannot be read, or an entry is missing, unknown, negative or of the wrong type.
     """
     try:
-        value = json_settings(text_of(path))
+        value = json_settings(stored_text(path))
     except OSError as error:
         raise ValueError(f"cost file {path}: {error.strerror}; `bytescale profile` writes one") from None
     except ValueError as error:  # bad JSON, or not UTF-8

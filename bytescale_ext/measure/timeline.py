@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
-from bytescale_ext.json_input import json_settings, lines_of_text, real, text_of, whole
+from bytescale_ext.json_input import json_settings, lines_of_text, real, stored_text, whole
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
@@ -207,7 +207,7 @@ def _rank_files(directory: Path) -> list[Path]:
 
 
 def _read_file(path: Path, rank: int) -> Iterator[Phase]:
-    for number, line in enumerate(lines_of_text(text_of(path)), start=1):
+    for number, line in enumerate(lines_of_text(stored_text(path)), start=1):
         if not line.strip():
             continue
         try:

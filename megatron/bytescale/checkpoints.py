@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import bytes_of, json_value
+from bytescale_ext.json_input import json_value, stored_bytes
 from bytescale_ext.new_file import new_file
 from bytescale_ext.pickles import FileSlice, UntrustedClass, check_archive, check_pickle
 from megatron.bytescale.launch import TRACKER
@@ -125,7 +125,7 @@ def _flaws(folder: Path) -> Iterator[str]:
 def _flaws_of_shards(folder: Path) -> Iterator[str]:
     """Yield the flaws of a sharded checkpoint; its metadata contain the minimum size of each file."""
     try:
-        json_value(bytes_of(folder / _WRITTEN_LAST))
+        json_value(stored_bytes(folder / _WRITTEN_LAST))
     except (OSError, ValueError):
         yield f"{folder / _WRITTEN_LAST} is missing or cut short"
     try:
@@ -202,7 +202,7 @@ def read_metadata(path: Path) -> Metadata:
         ValueError: the file cannot be read, or describes more than its checkpoint can hold.
     """
     try:
-        data = bytes_of(path)
+        data = stored_bytes(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     try:

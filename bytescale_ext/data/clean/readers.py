@@ -31,7 +31,7 @@ from bytescale_ext.data.samples.records import (
     records,
 )
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import bytes_of, check_characters, finite, json_value
+from bytescale_ext.json_input import check_characters, finite, json_value, stored_bytes
 
 if TYPE_CHECKING:
     from warcio.recordloader import ArcWarcRecord
@@ -175,7 +175,7 @@ def _repository(path: Path, source: Source, _: str) -> Iterator[Read]:
     texts = {}
     for file in repository_files(path):
         try:
-            found = _document(bytes_of(file), str(file), file.name)
+            found = _document(stored_bytes(file), str(file), file.name)
         except OSError as error:
             found = BadRecord("broken", str(file), f"cannot be read ({error.strerror})")
         if isinstance(found, Document):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bytescale_ext.data.clean.repositories import repositories_in, repository_files
 from bytescale_ext.data.samples.sources import shown_files
-from bytescale_ext.json_input import text_of
+from bytescale_ext.json_input import stored_text
 
 _MOST: Final = 1_000_000  # tasks, hashes and other counts of a recipe
 FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc", "repositories")
@@ -236,7 +236,7 @@ def shards_of(sizes: Sequence[int]) -> np.ndarray:
 
 def _parsed(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(text_of(path))
+        return tomllib.loads(stored_text(path))
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, and int() raises others
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path}: not a recipe in TOML ({reason})") from error

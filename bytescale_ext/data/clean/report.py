@@ -12,7 +12,7 @@ from typing import Final
 from bytescale_ext.data.clean.output import DataSet
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import JSON_AS_TEXT, merged, write_whole
-from bytescale_ext.json_input import bytes_of, json_settings, printable
+from bytescale_ext.json_input import json_settings, printable, stored_bytes
 
 REPORT: Final = "report.json"
 _BAD: Final = ("empty", "binary", "broken", "id again", JSON_AS_TEXT)
@@ -125,7 +125,7 @@ def save_report(path: Path, report: Report) -> None:
 def load_report(path: Path) -> Report:
     """Read a report. Raises ValueError if the file is not a report of ``bytescale data clean``, and OSError."""
     try:
-        values = json_settings(bytes_of(path))
+        values = json_settings(stored_bytes(path))
         values["sources"] = {name: SourceReport(**counts) for name, counts in values["sources"].items()}
         return Report(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -11,7 +11,7 @@ import numpy as np
 from bytescale_ext.data.corpus.tokens import map_tokens
 from bytescale_ext.data.samples.idx_file import PART
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
-from bytescale_ext.json_input import text_of
+from bytescale_ext.json_input import stored_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def read_mixture(path: Path) -> list[tuple[float | None, str]]:
     Raises:
         ValueError: the file has other contents, or no weight above 0.
     """
-    words = text_of(path).split()
+    words = stored_text(path).split()
     try:
         weights = [float(word) for word in words[::2]]
         if len(words) % 2 or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:

@@ -21,7 +21,7 @@ import numpy as np
 
 from bytescale_ext.data.corpus.windows_file import sha256_of
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
-from bytescale_ext.json_input import json_settings, text_of
+from bytescale_ext.json_input import json_settings, stored_text
 from bytescale_ext.new_file import write_text
 
 VALUES: Final = ".bin"
@@ -155,7 +155,7 @@ def check_sidecar(path: str, prefix: str, kind: Kind, whole: bool = True) -> Sid
     num_values = info.num_documents if kind.of_documents else info.num_tokens
     header_file, values_file = path + HEADER, path + VALUES
     try:
-        header = SidecarHeader(**json_settings(text_of(header_file)))
+        header = SidecarHeader(**json_settings(stored_text(header_file)))
         size = os.path.getsize(values_file)
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename}: no such file, so the {kind.content} are unknown: {kind.again}") from error
@@ -208,7 +208,7 @@ def group_bounds(prefix: str, whole: bool = True) -> np.ndarray:
 
 def open_sidecar(path: str) -> np.ndarray:
     """Return a memory map of the numbers of a checked sidecar: [num_values], of the header's type."""
-    header = SidecarHeader(**json_settings(text_of(path + HEADER)))
+    header = SidecarHeader(**json_settings(stored_text(path + HEADER)))
     return np.asarray(np.memmap(path + VALUES, dtype=header.dtype, mode="r"))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import check_stored, json_settings, text_of
+from bytescale_ext.json_input import check_stored, json_settings, stored_text
 from bytescale_ext.new_file import new_file, private_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import ROW
 
@@ -87,7 +87,7 @@ def load_windows(path: Path) -> tuple[np.ndarray, WindowsHeader]:
     """
     header_file = header_path(path)
     try:
-        values = json_settings(text_of(header_file))
+        values = json_settings(stored_text(header_file))
         header = WindowsHeader(**values)
     except OSError as error:
         raise ValueError(f"{header_file}: {error.strerror}: {_AGAIN}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.json_input import json_settings, lines_of_text, text_of
+from bytescale_ext.json_input import json_settings, lines_of_text, stored_text
 from bytescale_ext.plan.experts.placement import Ints
 
 
@@ -50,7 +50,7 @@ def head_of(path: Path) -> TraceHead:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises ValueError, which names the invalid line, or OSError if the file cannot be read."""
-    lines = lines_of_text(text_of(path, "replace"))
+    lines = lines_of_text(stored_text(path, "replace"))
     head = _head(path, _parsed(path, 1, lines[0] if lines else ""))
     rows = [_loads(path, number, _parsed(path, number, line), head) for number, line in enumerate(lines[1:], 2)]
     if not rows:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bytescale_ext.data.samples.blends import BlendShares
 from bytescale_ext.data.samples.document_samples import open_samples
-from bytescale_ext.json_input import json_settings, text_of
+from bytescale_ext.json_input import json_settings, stored_text
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 
 Blend = tuple[list[str], list[float] | None]
@@ -181,7 +181,7 @@ class SampleArguments(DataArguments):
             "sequence_parallel_size": self.tensor_model_parallel_size * self.sequence_parallel,
         }
         if self.per_dataset_sequences_path is not None:
-            settings["sequences_per_dataset"] = json_settings(text_of(self.per_dataset_sequences_path))
+            settings["sequences_per_dataset"] = json_settings(stored_text(self.per_dataset_sequences_path))
         return settings
 
 

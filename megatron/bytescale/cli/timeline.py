@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bytescale_ext.draw.timeline import draw_timeline
 from bytescale_ext.errors import PlanError
-from bytescale_ext.json_input import json_settings, text_of
+from bytescale_ext.json_input import json_settings, stored_text
 from bytescale_ext.measure.timeline import Phase, RankTimes, phases_of_plan, rank_times, read_phases, write_perfetto
 from bytescale_ext.plan.cost.model_cost import flops_cost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def read_plan(path: Path) -> StepPlan:
     """Read and check a plan that ``bytescale plan --json`` printed. Raises ValueError for anything else."""
     try:
-        plan = StepPlan.from_json(json_settings(text_of(path)))
+        plan = StepPlan.from_json(json_settings(stored_text(path)))
     except OSError as error:
         raise ValueError(f"--plan {path}: {error.strerror}") from error
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

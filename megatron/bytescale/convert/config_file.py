@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_value, text_of
+from bytescale_ext.json_input import json_value, stored_text
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.convert.library import library
@@ -26,7 +26,7 @@ def raw_config(source: Path) -> HuggingFaceConfig:
     """Return a folder's configuration as stored. Raises ValueError unless it is a JSON object."""
     path = source / "config.json"
     try:
-        raw = json_value(text_of(path))
+        raw = json_value(stored_text(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(raw, dict):
@@ -71,7 +71,7 @@ def completed(derived: HuggingFaceConfig, source: Path) -> HuggingFaceConfig:
         derived: configuration from Megatron's arguments.
         source: folder of the source's ``config.json``.
     """
-    raw = json_value(text_of(source / "config.json"))
+    raw = json_value(stored_text(source / "config.json"))
     before = config_in(source)
     rows = {"vocab_size": before["vocab_size"]} if before["vocab_size"] <= derived["vocab_size"] else {}
     changed = {name: value for name, value in derived.items() if before.get(name) != value and name not in _TOKENS}
@@ -107,7 +107,7 @@ def write_config(config: HuggingFaceConfig, folder: Path) -> None:
     made = transformers_config(config)
     made.save_pretrained(folder)
     path = folder / "config.json"
-    written = json_value(text_of(path))
+    written = json_value(stored_text(path))
     own = {name: value for name, value in config.items() if name not in _WRITTEN_ANEW}
     dtypes = {"dtype": config["dtype"], "torch_dtype": config["dtype"]}
     renamed = {old: written[new] for old, new in made.attribute_map.items() if new in written}

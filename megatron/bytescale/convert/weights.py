@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from bytescale_ext.json_input import json_value, text_of
+from bytescale_ext.json_input import json_value, stored_text
 from megatron.bytescale.convert.library import library
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class FolderWeights:
 def _weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor. Raises ValueError for a damaged index and for files outside the folder."""
     try:
-        places = json_value(text_of(path), object_pairs_hook=_unique)["weight_map"]
+        places = json_value(stored_text(path), object_pairs_hook=_unique)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"--input {path}: {error if isinstance(error, ValueError) else 'no weight_map'}") from None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):

@@ -20,7 +20,7 @@ import torch
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.convert.products import join_qkv, split_qkv
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import bytes_of, json_settings, json_value, text_of
+from bytescale_ext.json_input import json_settings, json_value, stored_bytes, stored_text
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.inference.new_folder import new_folder
 
@@ -110,7 +110,7 @@ def is_folder_of_heads(folder: Path) -> bool:
 def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
     """Return a folder's head settings and the shapes of its model. Raises ValueError for a bad configuration."""
     try:
-        config = json_settings(bytes_of(folder / CONFIG))
+        config = json_settings(stored_bytes(folder / CONFIG))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
         if config["format"] != FORMAT:
@@ -131,7 +131,7 @@ def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.T
         plain = library.load_file(folder / TENSORS)
     except (OSError, unreadable) as error:
         raise ValueError(f"--draft {folder / TENSORS}: {getattr(error, 'strerror', None) or error}") from None
-    listed = json_value(text_of(folder / CONFIG)).get("tensors")
+    listed = json_value(stored_text(folder / CONFIG)).get("tensors")
     if not isinstance(listed, dict):
         raise ValueError(f"--draft {folder / CONFIG}: tensors is missing")
     missing = [name for name in listed if name not in plain]

@@ -26,7 +26,7 @@ from bytescale_ext.data.loading.planning import PlannerInProcess
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
 from bytescale_ext.data.samples.packed import PackedMicroBatch
-from bytescale_ext.json_input import json_settings, text_of
+from bytescale_ext.json_input import json_settings, stored_text
 from bytescale_ext.new_file import new_log, write_text
 from bytescale_ext.plan.setup.planner import planner_of
 from megatron.bytescale.arguments.data import DataArguments
@@ -80,7 +80,7 @@ class Progress:
         if not os.path.exists(path):
             return begun
         try:
-            found = cls(**json_settings(text_of(path)))
+            found = cls(**json_settings(stored_text(path)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: not the progress of a run ({error}): delete it") from error
         if (found.model, found.data_sha256) != (begun.model, begun.data_sha256):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bytescale_ext.json_input import lines_of_text, text_of
+from bytescale_ext.json_input import lines_of_text, stored_text
 from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.inputs import count, size
 from megatron.bytescale.cli.shared.options import add_cpu, add_option, add_trust_checkpoint
@@ -125,7 +125,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
 def lines_of(path: Path) -> Sequence[str]:
     """Return the lines of a file. Raises ValueError for an empty file or line, or for text that is not UTF-8."""
     try:
-        lines = lines_of_text(text_of(path))
+        lines = lines_of_text(stored_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {path}: {getattr(error, 'strerror', None) or error}") from None
     if not lines or not all(lines):

@@ -123,12 +123,12 @@ def speeds_value(text: str) -> tuple[float, ...]:
     for part in text.split(","):
         speed, _, number = part.partition("x")
         try:
-            count, value = int(number) if number else 1, float(speed)
+            ranks, value = int(number) if number else 1, float(speed)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{part!r} is no speed; write 0.5, or 0.5x8 for 8 ranks") from None
-        if not 1 / _LARGEST_SPEED <= value <= _LARGEST_SPEED or not 1 <= count <= _MOST_RANKS:
+        if not 1 / _LARGEST_SPEED <= value <= _LARGEST_SPEED or not 1 <= ranks <= _MOST_RANKS:
             raise argparse.ArgumentTypeError(
                 f"{part!r}: speeds are from {1 / _LARGEST_SPEED} to {_LARGEST_SPEED:g}, of 1 to {_MOST_RANKS:,} ranks"
             )
-        speeds += [value] * count
+        speeds += [value] * ranks
     return tuple(speeds)

@@ -12,7 +12,7 @@ from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
-from bytescale_ext.json_input import json_settings, text_of
+from bytescale_ext.json_input import json_settings, stored_text
 from bytescale_ext.plan.memory.plan_file import PlanFile
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepParallelism, StepRecord
 from bytescale_ext.plan.step.sizes import ONE_SLICE
@@ -78,7 +78,7 @@ def resolve(options: MemoryPlanOptions, run: RunConfig) -> StepMemory:
     """
     step, path = step_record(options, run, "--memory-plan"), options.memory_plan
     try:
-        plans = PlanFile.from_json(json_settings(text_of(path)))
+        plans = PlanFile.from_json(json_settings(stored_text(path)))
     except OSError as error:
         raise ValueError(f"--memory-plan {path} cannot be read ({error.strerror})") from None
     except ValueError as error:
