@@ -125,9 +125,9 @@ class SharedPrompts:
             cost = 0.0
             for micro_batch in plan.ranks[rank]:
                 cost += self.cost.micro_batch_cost(micro_batch, plan.lengths)
-                local = [] if sequences is None else [one.seq for one in micro_batch.shards if len(one.ring) == 1]
-                groups = [sequences[seq] for seq in local] if sequences is not None else []
-                cost -= self.cost.a * sum(group.num_tokens**2 - group.squares for group in groups if group.shared)
+                if sequences is not None:
+                    local = [sequences[one.seq] for one in micro_batch.shards if len(one.ring) == 1]
+                    cost -= self.cost.a * sum(group.num_tokens**2 - group.squares for group in local if group.shared)
             most = max(most, cost)
         return most
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -298,9 +298,17 @@ def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | 
     option, page_bytes = chosen.option, options.page_bytes
     if not option.stage:
         return ResidentStates(note)
-    host_bytes, shares_node = decision.setup.budget.host_bytes, decision.setup.sharing_ranks > 1
+    host_bytes = decision.setup.budget.host_bytes
+    config = StateConfig(
+        page_bytes,
+        host_bytes,
+        stage=option.stage,
+        window_layers=option.window_layers,
+        shares_node=decision.setup.sharing_ranks > 1,
+        note=note,
+    )
     if not option.disk_share:
-        return StateConfig(page_bytes, host_bytes, None, option.stage, option.window_layers, 0, shares_node, note)
+        return config
     assert nvme is not None, "the chosen states need --state-nvme"
     if nvme.num_bytes < decision.setup.budget.disk_bytes:
         raise ValueError(
@@ -308,8 +316,7 @@ def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | 
             f"{nvme.num_bytes / 1e9:.4g} GB: give at most that"
         )
     spare = chosen.state_host_bytes * SPARE_SHARE + SPARE_PAGES * page_bytes
-    host_bytes = min(host_bytes, chosen.state_host_bytes + spare)
-    return StateConfig(page_bytes, host_bytes, nvme, option.stage, option.window_layers, 0, shares_node, note)
+    return replace(config, host_bytes=min(host_bytes, chosen.state_host_bytes + spare), nvme=nvme)
 
 
 def nvme_of(options: StateOptions, rank: int, exit_signal: int, is_here: bool) -> NvmeConfig | None:
