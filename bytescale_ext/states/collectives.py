@@ -72,7 +72,7 @@ class ChunkedCollectives:
             self._store(rows, chunk.view(rows.shape))
 
     def _contribution(self, part: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to a sum, on the device: a part [..., m], or its own columns and zeros."""
+        """Return this rank's summand on the device, [..., m]: its part, or its own columns of the part and zeros."""
         if self.node is None:
             return part.to(self.device, copy=True).contiguous()
         own = self.node.own(part.shape[-1])

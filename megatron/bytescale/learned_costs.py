@@ -35,7 +35,7 @@ def learner_of(runtime: Runtime) -> CostLearner:
 def learn_costs(runtime: Runtime) -> None:
     """Learn from the step that has just ended. Collective at agreed steps; the sums are ready one step later.
 
-    Nothing is learned from a step with groups whose prompt is computed once: their work is not that of a document.
+    Nothing is learned from a step with groups that share a prompt, because the plan does not say how much they attend.
     """
     learner, batch, clock = runtime.parts.learner, runtime.step.batch, runtime.parts.clock
     if learner is None:

@@ -12,7 +12,7 @@ from tests.attention.cases import ALL, Case, assert_matches, run_virtual
 EIGHT = tuple(range(8))
 CASES = {
     "one rank": Case((30, 9, 12), (((0, (0,)), (1, (0,)), (2, (0,))),), 1, parts=((0, (10, 15, 1, 4)), (2, (1, 5, 6)))),
-    "beside documents in rings and packs": Case(
+    "with documents in rings and packs": Case(
         (61, 5, 40, 33, 20),
         (((0, ALL), (2, ALL), (3, (1, 2)), (1, (0,)), (4, (3,))),),
         4,

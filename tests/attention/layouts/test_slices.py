@@ -117,7 +117,7 @@ def test_slices_give_the_whole(
 
 @pytest.mark.parametrize("num_slices", [1, 2, 4, 9])
 def test_slices_of_groups_give_the_whole(num_slices: int) -> None:
-    """A slice may end in the shared tokens, in a document, or between documents. The group is beside rings."""
+    """A slice may end in the shared tokens, in a document, or between documents. Rings run in addition to the group."""
     case = replace(LONG, parts=((2, (40, 1, 20, 9)), (6, (2, 1, 2)), (5, (1, 40, 7))))
     rule = SliceRule(Slicing(num_slices), COST)
     run_in_turn([run_slices(case, 0, comm, rule) for comm in mailbox_comms(case.num_ranks)])

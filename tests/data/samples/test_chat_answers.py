@@ -20,7 +20,7 @@ WITH_TEXT: list[Message] = [
 ]
 ONE: list[Message] = [message("user", "one"), message("assistant", "two")]
 THOUGHT: list[Message] = [message("user", "one"), {"role": "assistant", "content": "two", "reasoning_content": "abc"}]
-# The text beside a call is a reasoning, which goes once an answer follows.
+# The text of a message with a call is a reasoning. The template drops it once an answer follows.
 ANALYSIS = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"

@@ -21,7 +21,7 @@ class EqualPlanner:
 
     Attributes:
         cluster: ranks of a step.
-        cost: cost of the model, by which work is measured.
+        cost: cost of the model, the measure of work.
     """
 
     cluster: Cluster

@@ -57,7 +57,7 @@ def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_processes_of_a_node_share_gradients_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    """In stage 3 one process holds 6 bytes of a parameter beside pages, and each of 4 processes a quarter of them."""
+    """In stage 3 one process holds 6 bytes of a parameter in addition to pages. Each of 4 processes holds a quarter."""
     shared = "--optimizer-ranks 8 --state-stage 3 --host-memory-gb 200 --json".split()
     alone, four, late = (
         json.loads(printed(capsys, "--model-flags", SEVEN, *shared, *words))["stages"][0]
