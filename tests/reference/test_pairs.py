@@ -14,8 +14,18 @@ import torch
 from tests.e2e.corpora import write_documents
 from tests.e2e.once import once
 from tests.reference.kinds import KINDS, flags
-from tests.reference.model import Model, Weights
-from tests.reference.training import OPTIMIZERS, SCALE, STEPS, Sizes, gradient_errors, make_optimizer, place_of, run
+from tests.reference.model import Model
+from tests.reference.training import (
+    OPTIMIZERS,
+    SCALE,
+    STEPS,
+    Sizes,
+    Trained,
+    gradient_errors,
+    place_of,
+    run,
+    train_steps,
+)
 from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
@@ -112,23 +122,16 @@ def write(folder: Path) -> tuple[Path, Pairs]:
     return prefix, Pairs(tokens, tuple(references))
 
 
-def train_plainly(pairs: Pairs, steps: Sequence[Sequence[int]]) -> tuple[list[float], Weights]:
-    """Return the loss of each step, and the gradients of the first; ``steps``: documents of each step."""
+def train_plainly(pairs: Pairs, steps: Sequence[Sequence[int]]) -> Trained:
+    """Train the reference on the documents of each step."""
     model = Model(SETTINGS, SCALE)
-    update = make_optimizer(model, "adam")
-    losses, first = [], {}
-    for documents in steps:
-        update.zero_grad()
+
+    def losses_of(documents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         ratios = {one: logprob(model, pairs.tokens[one], one) - pairs.references[one] for one in documents}
         margins = torch.stack([ratios[one] - ratios[one + 1] for one in documents if one % 2 == 0])
-        mean = torch.log1p(torch.exp(-BETA * margins)).mean()
-        mean.backward()
-        losses.append(mean.item())
-        first = first or {
-            name: weight.grad.clone() for name, weight in model.weights.items() if weight.grad is not None
-        }
-        update.step()
-    return losses, first
+        return torch.log1p(torch.exp(-BETA * margins)).mean(), torch.zeros(())
+
+    return train_steps(model, steps, "adam", losses_of)
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS, ["groups in rings", "slices"]))
@@ -138,11 +141,11 @@ def test_three_steps_of_pairs_are_those_of_the_reference(name: str, tmp_path: Pa
     losses, names = run(tmp_path, prefix, layout.ranks, BATCH, [*flags(SETTINGS), *words, *layout.words.split()])
     steps = [[place_of(one)[0] for one in step] for step in names]
     assert sorted(number for step in steps for number in step) == list(range(len(LENGTHS)))
-    wanted, gradients = train_plainly(pairs, steps)
+    wanted = train_plainly(pairs, steps)
     assert len(losses) == STEPS
-    assert losses == pytest.approx(wanted, rel=2e-5, abs=2e-6)
-    errors = gradient_errors(tmp_path, layout.sizes, SETTINGS, gradients)
-    assert errors.keys() == gradients.keys()
+    assert losses == pytest.approx(wanted.losses, rel=2e-5, abs=2e-6)
+    errors = gradient_errors(tmp_path, layout.sizes, SETTINGS, wanted.gradients)
+    assert errors.keys() == wanted.gradients.keys()
     assert {key: error for key, error in errors.items() if error > 2e-5} == {}
     copies = sum(min(length, SETTINGS.length) for length in LENGTHS)
     tokens = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["tokens_so_far"]

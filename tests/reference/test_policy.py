@@ -18,9 +18,19 @@ import torch
 from tests.e2e.corpora import write_documents
 from tests.e2e.once import once
 from tests.reference.kinds import KINDS, flags
-from tests.reference.model import Document, Model, Weights
+from tests.reference.model import Document, Model
 from tests.reference.settings import Settings
-from tests.reference.training import OPTIMIZERS, SCALE, STEPS, Sizes, gradient_errors, make_optimizer, place_of, run
+from tests.reference.training import (
+    OPTIMIZERS,
+    SCALE,
+    STEPS,
+    Sizes,
+    Trained,
+    gradient_errors,
+    place_of,
+    run,
+    train_steps,
+)
 from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
@@ -158,15 +168,11 @@ def write(folder: Path) -> tuple[Path, list[Rollout]]:
     return prefix, rollouts
 
 
-def train_plainly(
-    rollouts: Sequence[Rollout], steps: Sequence[Sequence[int]], layout: Layout
-) -> tuple[list[float], Weights]:
-    """Return the loss of each step, and the gradients of the first; ``steps``: documents of each step."""
+def train_plainly(rollouts: Sequence[Rollout], steps: Sequence[Sequence[int]], layout: Layout) -> Trained:
+    """Train the reference on the documents of each step."""
     model = PolicyModel(layout.settings, SCALE)
-    update = make_optimizer(model, "adam")
-    losses, first = [], {}
-    for documents in steps:
-        update.zero_grad()
+
+    def losses_of(documents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         sums: dict[int, torch.Tensor] = {}
         counts: dict[int, int] = {}
         for number in documents:
@@ -177,14 +183,9 @@ def train_plainly(
             unit = {"tokens": 0, "documents": number, "groups": one.group}[layout.normalization]
             sums[unit] = sums.get(unit, torch.zeros(())) + model.document(document)[0]
             counts[unit] = counts.get(unit, 0) + int(has_loss.sum())
-        mean = torch.stack([sums[unit] / counts[unit] for unit in sums]).mean()
-        mean.backward()
-        losses.append(mean.item())
-        first = first or {
-            name: weight.grad.clone() for name, weight in model.weights.items() if weight.grad is not None
-        }
-        update.step()
-    return losses, first
+        return torch.stack([sums[unit] / counts[unit] for unit in sums]).mean(), torch.zeros(())
+
+    return train_steps(model, steps, "adam", losses_of)
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS, list(LAYOUTS)[:4]))
@@ -199,7 +200,7 @@ def test_three_steps_of_a_policy_are_those_of_the_reference(name: str, tmp_path:
         groups = {rollouts[number].group for number in step}
         assert len(groups) == BATCH
         assert len(step) == sum(GROUPS[group] for group in groups), "a group is divided"
-    wanted, gradients = train_plainly(rollouts, steps, layout)
+    wanted = train_plainly(rollouts, steps, layout)
     assert len(losses) == STEPS
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     shared = sum((size - 1) * (prompt - 1) for size, prompt in zip(GROUPS, PROMPTS, strict=True))
@@ -207,7 +208,7 @@ def test_three_steps_of_a_policy_are_those_of_the_reference(name: str, tmp_path:
         assert last["tokens_so_far"] == sum(KEPT) - shared
     else:
         assert sum(KEPT) - shared <= last["tokens_so_far"] <= sum(KEPT)
-    assert losses == pytest.approx(wanted, rel=2e-5, abs=2e-6)
-    errors = gradient_errors(tmp_path, layout.sizes, layout.settings, gradients)
-    assert errors.keys() == gradients.keys()
+    assert losses == pytest.approx(wanted.losses, rel=2e-5, abs=2e-6)
+    errors = gradient_errors(tmp_path, layout.sizes, layout.settings, wanted.gradients)
+    assert errors.keys() == wanted.gradients.keys()
     assert {key: error for key, error in errors.items() if error > 2e-5} == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,10 +115,8 @@ def places(lengths: Sequence[int], longest: int, only_answers: bool = False) -> 
 def train_reference(settings: Settings, steps: Sequence[Sequence[Document]], optimizer: str) -> Trained:
     """Train the reference on the documents of each step."""
     model = Model(settings, SCALE)
-    update = make_optimizer(model, optimizer)
-    losses, first = [], {}
-    for documents in steps:
-        update.zero_grad()
+
+    def losses_of(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         labels = sum(int(has_loss.sum()) for _, _, has_loss in documents)
         results = [model.document(one) for one in documents]
         mean = torch.stack([loss for loss, _ in results]).sum() / labels
@@ -129,8 +127,25 @@ def train_reference(settings: Settings, steps: Sequence[Sequence[Document]], opt
         if settings.experts and (settings.experts.document_loss or settings.experts.step_loss):
             num_tokens = sum(len(tokens) for tokens, _, _ in documents)
             balance = sum((router.balance_losses(num_tokens) for router in model.routers.values()), balance)
-        (mean + later + coefficient * z_loss + balance).backward()
-        losses.append(mean.item())
+        return mean, later + coefficient * z_loss + balance
+
+    return train_steps(model, steps, optimizer, losses_of)
+
+
+def train_steps[Step](
+    model: Model,
+    steps: Sequence[Step],
+    optimizer: str,
+    losses_of: Callable[[Step], tuple[torch.Tensor, torch.Tensor]],
+) -> Trained:
+    """Train a model; ``losses_of``: the loss that a step reports, and further losses, each []."""
+    update = make_optimizer(model, optimizer)
+    losses, first = [], {}
+    for step in steps:
+        update.zero_grad()
+        reported, others = losses_of(step)
+        (reported + others).backward()
+        losses.append(reported.item())
         if not first:
             first = {name: weight.grad.clone() for name, weight in model.weights.items() if weight.grad is not None}
         update.step()
