@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -103,8 +104,9 @@ class Demo:
 
     @property
     def key(self) -> str:
-        """Hash of the command. A finished run with the same hash is skipped."""
-        return hashlib.sha256("\0".join(self.command[1:]).encode()).hexdigest()[:16]
+        """Hash of this script and the command. A finished run with the same hash is skipped."""
+        command = "\0".join(self.command[1:]).encode()
+        return hashlib.sha256(Path(__file__).read_bytes() + command).hexdigest()[:16]
 
 
 def num_gpus() -> int:
@@ -189,6 +191,8 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict
     steady = steps[1:] or steps
     mean = {name: sum(s[name] for s in steady) / len(steady) for name in
             ("tokens_per_second", "planned_imbalance", "measured_imbalance", "padding_share")}  # fmt: skip
+    # Equal steps of both runs, without the step that warms up.
+    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(steps[1:], static[1:], strict=False)]
     shards = [s for phase in read_phases(demo.folder / "timeline", TIMELINE_STEP)
               if phase.kind in COMPUTE_KINDS for s in phase.shards]  # fmt: skip
     return {
@@ -201,6 +205,7 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict
             abs(a["lm loss"] - b["lm loss"]) for a, b in zip(steps, static, strict=False)
         ),
         **{name: round(value, 4) for name, value in mean.items()},
+        "speed_over_static": [round(f(ratios), 2) for f in (min, statistics.median, max)],
         "micro_batches_per_rank": [round(sum(counts) / len(steady), 2) for counts in
                                    zip(*(s["micro_batches_per_rank"] for s in steady), strict=True)],
         "ring_widths_of_timeline": sorted({len(shard.ring) for shard in shards}),
@@ -214,11 +219,14 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     shortest, longest = summary["shortest_and_longest_of_timeline"]
+    lowest, median, highest = summary["speed_over_static"]
     rows = {
         "loss": f"{summary['first_loss']:.3f} -> {summary['last_loss']:.3f} in {summary['num_steps']} steps; "
         f"static context parallelism differs by at most {summary['largest_loss_difference_to_static']:.1g} "
         f"in the first {STATIC_STEPS}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s on {demo.num_ranks} {demo.device} ranks",
+        "over static": f"{median:.2f} times as fast in the median of steps 2 to {STATIC_STEPS}, {lowest:.2f} to "
+        f"{highest:.2f}; one machine has no slow links, which is where most can be gained",
         "micro-batches": "  ".join(f"{count:g}" for count in summary["micro_batches_per_rank"])
         + "  (per rank, mean of a step)",
         "imbalance": f"planned {summary['planned_imbalance']:.2f}, measured {summary['measured_imbalance']:.2f} "

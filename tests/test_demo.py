@@ -75,11 +75,12 @@ def test_summary_and_pictures(tmp_path: Path) -> None:
     write_timeline(tmp_path)
     run = demo.Demo(2, on_cpu=True, folder=tmp_path)
     steps = [step(1), step(2), step(3)]
-    static = [step(1), step(2, **{"lm loss": 4.25})]
+    static = [step(1), step(2, **{"lm loss": 4.25}), step(3, tokens_per_second=200.0)]
     summary = demo.summarize(run, steps, static)
     assert summary["largest_loss_difference_to_static"] == 0.25
     assert (summary["first_loss"], summary["last_loss"]) == (5.0, 3.0)
     assert summary["tokens_per_second"] == 250  # the first step is left out
+    assert summary["speed_over_static"] == [1, 1.25, 1.5]
     assert summary["micro_batches_per_rank"] == [2.5, 5]
     assert summary["ring_widths_of_timeline"] == [1, 2]
     assert summary["shortest_and_longest_of_timeline"] == [7, 90]
@@ -91,6 +92,7 @@ def test_summary_and_pictures(tmp_path: Path) -> None:
     demo.show(run, summary, console)
     text = console.export_text()
     assert "5.000 -> 3.000 in 3 steps" in text
+    assert "1.25 times as fast in the median of steps 2 to 5, 1.00 to 1.50" in text
     assert "rings of 1, 2 ranks" in text
 
 
