@@ -167,7 +167,7 @@ PATCHES: tuple[Patch, ...] = (
         wrap=wrap_param_and_grad_buffer,
         features=(STATES,),
         why="its memory is host memory from stage 2 on; only it knows the ranks that may share it",
-        sources=(Source("38d0b3c383c1", ALL),),
+        sources=(Source("38d0b3c383c1", TESTED), Source("d4cad5b459e5", NEXT)),
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
