@@ -1,10 +1,11 @@
-"""Windows of related pieces (DataSculpt, arXiv 2409.00997): clusters, a greedy fit in each, best fit for the rest.
+"""Windows of related pieces (DataSculpt, arXiv 2409.00997): clusters, greedy fit, best fit for the rest, exchanges.
 
-This differs from the paper in three ways:
+This differs from the paper in four ways:
 
 - Tokens are dropped only with ``overflow="truncate"``.
 - Pieces that do not fit in the windows of their cluster are clustered again.
 - No fixed threshold of similarity is needed (``clusters.py``).
+- Windows exchange parts at the end, which undoes most of the mixing that best fit does (``exchange.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.sculpt.clusters import ClusterSettings, Nearest, find_clusters, nearest_exact
+from bytescale_ext.plan.sculpt.exchange import exchanged
 from bytescale_ext.plan.sculpt.largest_fit import OpenWindows, best_fit, largest_fit
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, Ints, Pieces, Table, window_table
 
@@ -124,8 +126,9 @@ class _Parts:
         self._add(window, remaining, self.rest[remaining])
 
     def table(self) -> Table:
-        """Return the table of all parts: [rows]."""
+        """Return the table of all parts, after the windows have exchanged parts: [rows]."""
         window, piece, offset, length = (np.concatenate(column) for column in zip(*self._made, strict=True))
+        window = exchanged(window, length, self._pieces.vectors[piece], self._settings.context)
         return window_table(self._pieces, window, piece, offset, length)
 
     def _add(self, window: Ints, piece: Ints, length: Ints) -> None:
