@@ -165,7 +165,7 @@ def static_widths(sizes: Ints, cluster: Cluster, width: int, tokens_multiple: in
     """
     num_ranks, tokens_per_rank = cluster.num_ranks, cluster.tokens_per_rank
     if width < 1 or num_ranks % width:
-        raise ValueError(f"static width {width} does not divide {num_ranks} ranks; choose a divisor of {num_ranks}")
+        raise ValueError(f"--static-width {width} does not divide {num_ranks} ranks; choose a divisor of {num_ranks}")
     if (sizes > width * tokens_per_rank).any():
         seq = int((sizes > width * tokens_per_rank).argmax())
         raise ValueError(

@@ -60,7 +60,8 @@ def parse_partition(text: str) -> Partition:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         names = ", ".join(PARTITIONS)
-        raise ValueError(f"partition {text!r}: give {names}, or the tokens of each slice as L1,...,Lk") from None
+        known = f"give {names}, or the tokens of each slice as L1,...,Lk"
+        raise ValueError(f"--seq1f1b-partition {text!r}: {known}") from None
 
 
 def slice_lengths(

@@ -28,6 +28,12 @@ WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are local folders
 HUB_KINDS: Final = ("HuggingFaceTokenizer", "SFTTokenizer")
+# Type of tokenizer -> model that Megatron takes from the hub, even if --vocab-file is given.
+HUB_MODELS: Final = {
+    "GPT2BPETokenizer": "gpt2",
+    "BertWordPieceLowerCase": "bert-large-uncased",
+    "BertWordPieceCase": "bert-large-cased",
+}
 SECONDS_TO_CONNECT: Final = 10.0  # timeout for the tokenizer hub
 # Type of tokenizer -> package that Megatron's tokenizer of this type imports.
 PACKAGES: Final = {
@@ -224,17 +230,18 @@ def check_tokenizer(tokenizer: TokenizerChoice) -> None:
         raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install -e '.[tokenizers]'")
     if kind == "NullTokenizer" and tokenizer.vocab_size is None:
         raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (`bytescale corpus` prints it)")
-    by_files = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
-    if package is not None and not by_files and tokenizer.tokenizer_model is None:
+    if package is not None and kind not in HUB_MODELS and tokenizer.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
     model = tokenizer.tokenizer_model
     if kind == "TikTokenizer" and not (model and model.endswith(".json")):
         raise ValueError(f"--tokenizer-model {model}: a TikTokenizer's vocabulary is a .json file")
     if kind in HUB_KINDS and model and not Path(model).exists():
-        _check_hub(model)
+        _check_hub("--tokenizer-model", model)
+    if kind in HUB_MODELS:
+        _check_hub(f"--tokenizer-type {kind}: model", HUB_MODELS[kind])
 
 
-def _check_hub(name: str) -> None:
+def _check_hub(flag: str, name: str) -> None:
     """Raise ValueError for a hub model if the hub cannot be reached; transformers would retry for minutes."""
     hub = importlib.import_module("huggingface_hub")
     is_here = isinstance(hub.try_to_load_from_cache(name, "tokenizer_config.json"), str)
@@ -245,6 +252,6 @@ def _check_hub(name: str) -> None:
         socket.create_connection((address.hostname, address.port or 443), SECONDS_TO_CONNECT).close()
     except OSError as error:
         raise ValueError(
-            f"--tokenizer-model {name}: no such folder, not in Hugging Face's cache, and {address.hostname} "
+            f"{flag} {name}: no such folder, not in Hugging Face's cache, and {address.hostname} "
             f"cannot be reached ({error.strerror or error}); give the path of a folder"
         ) from error

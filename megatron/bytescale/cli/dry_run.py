@@ -47,8 +47,6 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rank < args.ranks:
         raise ValueError(f"--rank {args.rank}: ranks are numbered from 0 to {args.ranks - 1}")
     check_sampler(args.sampler)
-    if args.seed < 0:
-        raise ValueError(f"--seed {args.seed} must be at least 0")
     given = None if args.lengths is None else read_lengths(args.lengths)
     # Megatron takes seconds to import, so --help and errors come first.
     from megatron.bytescale import cpu

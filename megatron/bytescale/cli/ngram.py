@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +22,8 @@ HELP = "count the rows of an n-gram memory that a data set touches, and the traf
 EXAMPLE = (
     "bytescale ngram --data data/python --tokens-per-rank 2K --cache-rows 0.1 0.2 --staleness 10 --plot runs/hits.png"
 )
+MOST_ORDER: Final = 1024  # tokens of an n-gram
+MOST_LOOKUPS: Final = 1 << 28  # rows that all tokens read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +114,14 @@ def check_options(args: argparse.Namespace) -> None:
     check_picture("--plot", args.plot)
     if args.staleness < 0:
         raise ValueError(f"--staleness {args.staleness} must be at least 0")
+    if max(args.orders) > MOST_ORDER:
+        raise ValueError(f"--orders {max(args.orders)}: n-grams have at most {MOST_ORDER} tokens")
+    of_token = len(args.orders) * args.heads
+    if of_token * args.tokens > MOST_LOOKUPS:
+        raise ValueError(
+            f"--tokens {args.tokens:,} read {of_token:,} rows each (--orders times --heads), and at most "
+            f"{MOST_LOOKUPS:,} rows are read: lower one of them"
+        )
     for share in args.cache_rows:
         if not 0 <= share <= 1:
             raise ValueError(f"--cache-rows {share:g} is not a share from 0 to 1")

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
             f"--vpp {args.vpp} needs --pipeline-parallel of 3 or more, not {stages}: Megatron does not interleave two "
             "stages"
         )
+    if args.eager and args.slices == 1:
+        raise ValueError("--eager needs --slices of 2 or more")
     slicing = replace(slicing_of_options(args), zero_bubble=args.zero_bubble)
     passes = stages * micro_batches * slicing.num_slices * args.vpp
     if passes > MOST_PASSES:

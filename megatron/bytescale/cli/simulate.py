@@ -30,7 +30,7 @@ from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from megatron.bytescale.cli.shared.inputs import check_picture, count, size, size_text
 from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.shared.options import add_json, add_lengths, add_option, add_plot
+from megatron.bytescale.cli.shared.options import add_json, add_lengths, add_option, add_plot, check_sampler
 from megatron.bytescale.cli.shared.slicing import add_setup_arguments, cost_of_options, setup_of_options
 from megatron.bytescale.cli.shared.tables import aligned
 
@@ -40,6 +40,9 @@ EXAMPLE = (
     "bytescale simulate --sampler github --seq-length 2M --ranks 512 --tokens-per-rank 8K --global-tokens 32M --seeds 5"
 )
 
+MOST_RANKS: Final = 1 << 16
+MOST_DOCUMENTS: Final = 1 << 18
+"""Ranks and documents of a step that are planned in seconds."""
 DEFAULTS: Final = ("static", "megatron-hybrid", "naive", "bytescale", "ours")
 _COLUMNS: Final = {
     "makespan_over_bound": ("time / bound", ".3f"),
@@ -117,8 +120,11 @@ def run(args: argparse.Namespace) -> int:
     known = all_schedulers()
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"scheduler {unknown[0]!r} is unknown; choose from {', '.join(known)}")
+        raise ValueError(f"--schedulers: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
     check_picture("--plot", args.plot)
+    check_sampler(args.sampler)
+    if args.ranks > MOST_RANKS:
+        raise ValueError(f"--ranks {args.ranks:,}: at most {MOST_RANKS:,} are simulated")
     if args.seq_length > args.ranks * args.tokens_per_rank:
         raise ValueError(
             f"a document of --seq-length {args.seq_length} does not fit on {args.ranks} ranks of "
@@ -162,6 +168,7 @@ def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCo
 def draw_steps(args: argparse.Namespace) -> list[list[int]]:
     """Return the lengths of each step. A step from a file takes the first documents of a random order."""
     if args.sampler is not None:
+        check_documents(args.global_tokens / mean_length(args.sampler, args.seq_length), args)
         seeds = range(args.seeds)
         return [sample_lengths(args.sampler, args.seq_length, args.global_tokens, seed).tolist() for seed in seeds]
     lengths = np.array(read_lengths(args.lengths), dtype=np.int64)
@@ -177,12 +184,27 @@ def draw_steps(args: argparse.Namespace) -> list[list[int]]:
             f"--lengths {args.lengths} holds {lengths.sum()} tokens in documents of at most {args.seq_length}, fewer "
             f"than --global-tokens {args.global_tokens}; lower it"
         )
+    check_documents(args.global_tokens / lengths.mean(), args)
     steps = []
     for seed in range(args.seeds):
         shuffled = np.random.default_rng(seed).permutation(lengths)
         count = int(np.searchsorted(np.cumsum(shuffled), args.global_tokens, side="right"))
         steps.append(shuffled[: max(1, count)].tolist())
     return steps
+
+
+def mean_length(sampler: str, context: int) -> float:
+    """Return about how many tokens a document of a sampler has."""
+    return float(sample_lengths(sampler, context, 64 * context, 0).mean())
+
+
+def check_documents(number: float, args: argparse.Namespace) -> None:
+    """Raise ValueError if a step has more documents than are planned in seconds."""
+    if number > MOST_DOCUMENTS:
+        raise ValueError(
+            f"--global-tokens {args.global_tokens:,} are about {number:,.0f} documents in a step, and at most "
+            f"{MOST_DOCUMENTS:,} are simulated: give fewer tokens"
+        )
 
 
 def compare(

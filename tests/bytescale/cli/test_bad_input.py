@@ -77,7 +77,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--lengths", "{in}/text.npy"], "is not a numpy array"),
     ([*PLAN, "--lengths", "{in}/floats.npy"], "must be one-dimensional and of integers"),
     ([*PLAN, "--lengths", "{in}/negative.npy"], "document 1 has -7 tokens"),
-    ([*PLAN, "--lengths", "{in}/empty.npy"], "has 0 documents"),
+    ([*PLAN, "--lengths", "{in}/empty.npy"], "has no documents"),
     ([*PLAN, "--lengths", "{in}/huge.npy"], "document 1 has 18446744073709551615 tokens, more than"),
     ([*PLAN, "--lengths", "{in}/long.npy", "--seq-length", "1"], "more than 50,000,000 pieces of 1 tokens"),
     ([*PLAN, "--ranks", "1048576"], "is printed for at most 65,536 ranks"),
@@ -86,8 +86,8 @@ CASES: list[tuple[list[str], str]] = [
     # simulate
     (["simulate"], "required: --seq-length"),
     ([*SIMULATE, "--lengths", "{in}/lengths.npy"], "not allowed with argument --sampler"),
-    ([*SIMULATE, "--sampler", "bytd"], "sampler 'bytd' is unknown; choose one of byted, github, wikipedia"),
-    ([*SIMULATE, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static"),
+    ([*SIMULATE, "--sampler", "bytd"], "--sampler bytd is unknown; choose one of byted, github, wikipedia"),
+    ([*SIMULATE, "--schedulers", "ours,best"], "--schedulers: 'best' is unknown; choose from static"),
     ([*SIMULATE, "--seq-length", "1M"], "--seq-length 1048576 does not fit on 8 ranks.*at least 131072"),
     ([*SIMULATE, "--global-tokens", "1K"], "context 8192 and 1024 tokens of a step"),
     ([*SIMULATE, "--pipeline-parallel", "3"], "3 stages do not divide the 32 layers"),
@@ -98,7 +98,7 @@ CASES: list[tuple[list[str], str]] = [
     # schedule
     (["schedule"], "required: --pipeline-parallel, --micro-batches"),
     ([*SCHEDULE, "--micro-batches", "many"], "'many' is not a whole number"),
-    ([*SCHEDULE, "--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
+    ([*SCHEDULE, "--seq1f1b-partition", "equal"], "--seq1f1b-partition 'equal': give time, flops, even"),
     ([*SCHEDULE, "--vpp", "2", "--zero-bubble"], "zero bubble does not work with virtual stages"),
     ([*SCHEDULE, "--slices", "4", "--seq1f1b-partition", "1,2"], "give 4 slices of 131072 tokens in total"),
     ([*SCHEDULE, "--slices", "4", "--seq-length", "3"], "use at most 3 slices"),
@@ -187,7 +187,7 @@ CASES: list[tuple[list[str], str]] = [
     (DRY_RUN, "give the flags of the training command after a --"),
     ([*DRY_RUN, "--rank", "8", "--", "--num-layers", "2"], "ranks are numbered from 0 to 7"),
     ([*DRY_RUN, "--sampler", "none", "--", "--num-layers", "2"], "--sampler none is unknown"),
-    ([*DRY_RUN, "--seed", "-1", "--", "--num-layers", "2"], "--seed -1 must be at least 0"),
+    ([*DRY_RUN, "--seed", "-1", "--", "--num-layers", "2"], "argument --seed: '-1' is not a whole number from 0"),
     ([*DRY_RUN, "--lengths", "{in}/none.idx", "--", "--num-layers", "2"], "no such file"),
     ([*DRY_RUN, "--sampler", "github", "--lengths", "a.npy", "--", "--cpu"], "not allowed with"),
     # search
@@ -223,6 +223,105 @@ CASES: list[tuple[list[str], str]] = [
     (["doctor", "all"], "it has no option all"),
 ]  # fmt: skip
 
+STATES = ["states", "--model-flags", MODEL]
+NGRAM = "ngram --data {in}/docs".split()
+MIX = "data mix --output {in}/out --seq-length 8".split()
+CLEAN = "data clean --output {in}/out --input a={in}/lines.jsonl".split()
+GENERATE = "generate --load {in} --prompt x".split()
+
+# Values of kinds that parsers take by accident, repeated and contradicting options, and sizes without an end.
+MORE: list[tuple[list[str], str]] = [
+    *(
+        ([*PLAN, "--ranks", bad], "--ranks: '.*': write numbers with the digits 0 to 9")
+        for bad in ("\uff19", "1_0", "\u0663")
+    ),
+    ([*PLAN, "--ranks", "\u00b2"], "--ranks: '\u00b2': write numbers"),
+    ([*PLAN, "--tokens-per-rank", "\uff11\uff10"], "--tokens-per-rank: .* digits 0 to 9 only"),
+    ([*PLAN, "--tokens-per-rank", "1_0K"], "--tokens-per-rank: .* digits 0 to 9 only"),
+    ([*PLAN, "--start", "\u0663"], "--start: .* digits 0 to 9 only"),
+    ([*PLAN, "--speeds", "1x1_0"], "--speeds: .* digits 0 to 9 only"),
+    ([*PLAN, "--link-gb-per-second", "\uff15"], "--link-gb-per-second: .* digits 0 to 9 only"),
+    ([*PLAN, "--start", "9" * 30], "--start 9+: .* has 3 documents"),
+    ([*PLAN, "--ranks", "9" * 5000], "argument --ranks: '9+' is not a whole number"),
+    ([*PLAN, "--num-sequences", "0"], "--num-sequences: '0' is not a size"),
+    ([*PLAN, "--seq-length", "0"], "--seq-length: '0' is not a size"),
+    ([*PLAN, "--lengths", ""], "argument --lengths: its value is empty"),
+    ([*PLAN, "--cost-file", ""], "argument --cost-file: its value is empty"),
+    ([*PLAN, "--lengths", "{in}/two.npy"], r"holds shape \(1, 2\)"),
+    ([*PLAN, "--lengths", "{in}/several.npz"], "give a Megatron index"),
+    ([*PLAN, "--lengths", "{in}/folder.npy"], "is a folder"),
+    ([*PLAN, "--lengths", "{in}/loop.npy"], "no such file"),
+    ([*PLAN, "--lengths", "{in}/a\nb.npy"], "a b.npy: no such file"),
+    ([*PLAN, "--cost-file", "{in}/it's a\nname.json"], "it's a name.json"),
+    ([*PLAN, "--cost-file", "{in}/folder.npy"], "Is a directory"),
+    ([*PLAN, "--device", "h100", "--cost-file", "{in}/bad.json"], "--cost-file: not allowed with argument --device"),
+    ([*PLAN, "--static-width", "10"], "--static-width 10 does not divide 9 ranks"),
+    ([*PLAN, "--swapped-keys", "-1"], "--swapped-keys -1"),
+    ([*PLAN, "--host-memory-gb", "5"], "--host-memory-gb needs --slices auto"),
+    ([*PLAN, "--link-gb-per-second", "1e400"], "--link-gb-per-second inf must be positive"),
+    ([*PLAN, "--speeds", "1,2,nan"], "--speeds: 'nan'"),
+    ([*PLAN, "--ranks="], "--ranks: '' is not"),
+    ([*PLAN, "--json=yes"], "--json: ignored explicit argument"),
+    ([*PLAN, "--tokens-multiple", "9" * 11], "--tokens-multiple"),
+    ([*SIMULATE, "--sampler", ""], "--sampler is unknown"),
+    ([*SIMULATE, "--schedulers", ""], "--schedulers: its value is empty"),
+    ([*SIMULATE, "--schedulers", "ours,"], "--schedulers: '' is unknown"),
+    ([*SIMULATE, "--seeds", "0"], "--seeds: '0' is not"),
+    ([*SIMULATE, "--global-tokens", "1024G"], "--global-tokens 1,099,511,627,776 are about .* documents in a step"),
+    ([*SIMULATE, "--ranks", "1048576"], "--ranks 1,048,576: at most 65,536 are simulated"),
+    ([*SIMULATE, "--plot", "{in}/folder.png"], "--plot .* cannot be written"),
+    (["simulate", "--lengths", "{in}/empty.npy", *SIMULATE[3:]], "--lengths .* has no documents"),
+    ([*SCHEDULE, "--eager"], "--eager needs --slices of 2 or more"),
+    ([*SCHEDULE, "--slices", "2", "--seq1f1b-partition", "1,nan"], "--seq1f1b-partition '1,nan': give time"),
+    ([*SCHEDULE, "--seq1f1b-partition", ""], "--seq1f1b-partition: its value is empty"),
+    ([*SCHEDULE, "--vpp", "1000000"], "--vpp 1000000 are 32,000,000 passes"),
+    ([*SCHEDULE, "--model", "gpt-9b"], "--model: invalid choice"),
+    (["activations", "--tflops", "nan", "1", "1"], "--tflops must be positive"),
+    (["activations", "--device-memory-gb", "nan"], "--device-memory-gb must be at least 0"),
+    (["activations", "--optimizer-ranks", "0"], "--optimizer-ranks: '0' is not"),
+    (["activations", "--plot", "{in}/none/a.png"], "--plot .* there is no folder"),
+    ([*STATES, "--state-stage", "7"], "--state-stage: invalid choice"),
+    ([*STATES, "--page-mb", "nan"], "--page-mb nan must be"),
+    ([*STATES, "--adam-gb-per-second", "-1"], "--adam-gb-per-second must be positive"),
+    ([*STATES, "--nvme-gb", "nan"], "--nvme-gb must be 0 or more"),
+    ([*CORPUS, "--from", ""], "--from: its value is empty"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--glob", ""], "--glob: its value is empty"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--seed", "-1"], "--seed: '-1' is not a whole number"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--seed", "9" * 30], "--seed: '9+' is not a whole number"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--tokens", "\u0665"], "--tokens: .* digits 0 to 9 only"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--sft", "--pairs", "--weights", "w"], "--pairs with --weights"),
+    ([*CORPUS, "--from", "{in}/loop.npy"], "loop.npy"),
+    (["corpus", "--output", "/proc/none/out", "--from", "{in}/lines.jsonl"], "cannot write to"),
+    ([*TOKENIZED, "NullTokenizer", "--vocab-size", "-5"], "--vocab-size: '-5' is not a size"),
+    ([*TOKENIZED, "NullTokenizer", "--vocab-size", "9"], "lines.jsonl:1: the tokenizer cannot read the text .*'one'"),
+    ([*CLEAN, "--jaccard", "nan"], "jaccard"),
+    ([*CLEAN, "--tasks", "0"], "tasks"),
+    ([*CLEAN, "--memory-gb", "inf"], "memory-gb"),
+    (["data", "clean", "--output", "{in}/out", "--input", "{in}/lines.jsonl"], "give NAME=PATH"),
+    (["data", "clean", "--output", ""], "--output: its value is empty"),
+    ([*MIX, "--data", "{in}/docs", "--temperature", "nan"], "--temperature nan: give a number above 0"),
+    ([*MIX, "--data", "{in}/docs", "--duplication-power", "inf"], "--duplication-power inf"),
+    ([*MIX, "--report", "{in}/lines.jsonl"], "not a report of bytescale data clean"),
+    ([*SCULPT, "--overflow", "some"], "--overflow: invalid choice"),
+    ([*SCULPT, "--seed", "-7"], "--seed: '-7' is not a whole number"),
+    ([*NGRAM, "--orders", "99999999"], "--orders 99999999: n-grams have at most 1024 tokens"),
+    ([*NGRAM, "--heads", "1048576"], "--tokens 1,048,576 read 2,097,152 rows each"),
+    ([*NGRAM, "--orders", "a"], "--orders"),
+    (["ngram", "--data", ""], "--data: its value is empty"),
+    ([*GENERATE, "--seed", "-1"], "--seed: '-1' is not a whole number"),
+    ([*GENERATE, "--temperature", "nan"], "--temperature nan"),
+    (["generate", "--load", "", "--prompt", "x"], "--load: its value is empty"),
+    (["convert", "--to", "hf", "--output", "", "--load", "{in}"], "--output: its value is empty"),
+    (["convert", "--from", "hf", "--output", "{in}/out", "--load", "{in}"], "--from hf needs --input, and no --load"),
+    (["draft", "export", "--output", "{in}/out", "--load", "{in}", "--to", "onnx"], "--to: invalid choice"),
+    (["timeline", "--output", "", "--plan", "{in}/bad.json"], "--output: its value is empty"),
+    (["logprobs", "--load", "{in}", "--data", "{in}/docs", "--output", "{in}/out"], "--hybrid-data-parallel"),
+    (["doctor", "--launch", ""], "--launch: give a command"),
+    (["doctor", "--head-dim", "0"], "--head-dim: '0' is not"),
+    ([*DRY_RUN, "--ranks", "\uff18", "--", "--num-layers", "2"], "--ranks: .* digits 0 to 9 only"),
+    ([*DRY_RUN, "--rank", "1_0", "--", "--num-layers", "2"], "--rank: .* digits 0 to 9 only"),
+]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -233,6 +332,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         np.save(root / f"{name}.npy", np.array(values, dtype=None if name == "floats" else np.int64))
     np.save(root / "huge.npy", np.array([5, 2**64 - 1], dtype=np.uint64))
     np.save(root / "long.npy", np.array([2**30]))
+    np.save(root / "two.npy", np.array([[1, 2]]))
+    np.savez(root / "several.npz", np.array([1]))
+    (root / "it's a\nname.json").write_text("{")
+    for name in ("folder.npy", "folder.png"):
+        (root / name).mkdir()
+    (root / "loop.npy").symlink_to("loop.npy")
     (root / "text.npy").write_text("no array")
     (root / "short.idx").write_bytes(b"MMIDIDX")
     (root / "bad.json").write_text('{"a": 1}')
@@ -271,7 +376,7 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), CASES, ids=lambda value: "" if isinstance(value, str) else " ".join(value)[:60]
+    ("words", "message"), [*CASES, *MORE], ids=lambda value: "" if isinstance(value, str) else " ".join(value)[:60]
 )
 def test_one_line(words: list[str], message: str, plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(plans.rglob("*"))

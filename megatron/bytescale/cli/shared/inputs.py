@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import textwrap
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from bytescale_ext.new_file import check_writable_folder
 
@@ -14,6 +15,10 @@ _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_TOKENS: Final = 1 << 40
 MOST_RANKS: Final = 1 << 20
 PICTURES: Final = (".png", ".svg", ".pdf")
+MAY_BE_EMPTY: Final = ("prompt", "launch")
+"""Options whose command says itself what it needs, or takes an empty text."""
+_NO_NUMBER: Final = re.compile(r"[^\x00-\x7f]|\d_\d")
+"""What Python reads as part of a number although nobody types it on purpose: other scripts' digits, ``1_0``."""
 
 
 class UsageError(ValueError):
@@ -47,6 +52,15 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(self.prog, f"{message} ({self.prog} --help lists the options)")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Convert one value. Raises ArgumentError for an empty name or path, or for digits other than 0 to 9."""
+        if action.type in (None, Path):
+            if not arg_string and action.option_strings and action.dest not in MAY_BE_EMPTY:
+                raise argparse.ArgumentError(action, "its value is empty")
+        elif action.type is not str and _NO_NUMBER.search(arg_string):
+            raise argparse.ArgumentError(action, f"{arg_string[:40]!r}: write numbers with the digits 0 to 9 only")
+        return super()._get_value(action, arg_string)
 
 
 def size(text: str) -> int:
@@ -86,6 +100,17 @@ def count(text: str) -> int:
         number = 0
     if not 1 <= number <= MOST_RANKS:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {MOST_RANKS}")
+    return number
+
+
+def seed(text: str) -> int:
+    """Return a seed of random numbers. Raises ArgumentTypeError if it is not a whole number from 0 to 2^32 - 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^32 - 1")
     return number
 
 

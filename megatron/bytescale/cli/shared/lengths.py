@@ -35,6 +35,8 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
         values = _read_npy(path)
     else:
         raise ValueError(f"--lengths {path}: give a Megatron index (.idx) or a numpy array (.npy)")
+    if not len(values):
+        raise ValueError(f"--lengths {path} has no documents")
     stop = len(values) if num_sequences is None else start + num_sequences
     if not 0 <= start < len(values):
         raise ValueError(f"--start {start}: {path} has {len(values)} documents, numbered from 0")

@@ -12,7 +12,7 @@ from bytescale_ext.measure.devices import DEFAULT_DEVICE, DEVICES
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
-from megatron.bytescale.cli.shared.inputs import count, size, speeds_value
+from megatron.bytescale.cli.shared.inputs import count, seed, size, speeds_value
 
 Parser = argparse.ArgumentParser | argparse._MutuallyExclusiveGroup
 
@@ -62,7 +62,7 @@ SHARED_OPTIONS: Final[Mapping[str, SharedOption]] = {
     "--activation-policy": SharedOption(str, "P", f"activation policy of the training: {', '.join(POLICIES)}"),
     "--chunked-cross-entropy": SharedOption(size, "TOKENS", "compute logits for TOKENS tokens at a time"),
     "--json-key": SharedOption(str, "KEY", "key of the text in .jsonl files", "text"),
-    "--seed": SharedOption(int, "N", "seed of random numbers", 1234),
+    "--seed": SharedOption(seed, "N", "seed of random numbers", 1234),
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import TokenizerChoice, check_tokenizer
+from megatron.bytescale.cli.shared.inputs import size
 
 _SETTINGS = (
     "tokenizer_type",
@@ -26,7 +27,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer-model", metavar="PATH")
     group.add_argument("--vocab-file", metavar="PATH")
     group.add_argument("--merge-file", metavar="PATH")
-    group.add_argument("--vocab-size", type=int, metavar="N")
+    group.add_argument("--vocab-size", type=size, metavar="N")
     group.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
     group.add_argument("--tokenizer-metadata", dest="metadata_path", metavar="PATH")
 

@@ -242,7 +242,11 @@ def _documents(entries: Sequence[Entry], encode: Encode, keys: Keys, tally: Docu
         if not text:
             tally.num_skipped_empty += 1
             continue
-        tokens, is_utf8 = encode(text)
+        try:
+            tokens, is_utf8 = encode(text)
+        except ValueError as error:  # a NullTokenizer reads numbers only
+            reason = f"the tokenizer cannot read the text ({one_line(error)}): change --tokenizer-type"
+            raise ValueError(f"{entry.path if entry.line is None else where}: {reason}") from error
         weights = np.zeros(0, dtype=np.float32)
         if keys.weights is not None:
             if entry.line is None:

@@ -121,7 +121,7 @@ BAD = (
     (1, "--seq1f1b-slices 2 --device-memory-gb 1", "--device-memory-gb needs --activation-policy"),
     (1, "--seq1f1b-slices 257", "use at most 256 slices"),
     (1, "--seq1f1b-slices 2 --seq1f1b-partition 200,55", "in total; the nearest lengths that fit are 201,55"),
-    (1, "--seq1f1b-slices 2 --seq1f1b-partition odd", "partition 'odd': give time, flops, even"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-partition odd", "--seq1f1b-partition 'odd': give time, flops, even"),
     (2, "--seq1f1b-slices 2 --seq1f1b-partition 129,127 --tensor-model-parallel-size 2 --sequence-parallel",
      "each a multiple of 2; the nearest lengths that fit are 130,126"),
     (3, "--seq1f1b-slices 2 --pipeline-model-parallel-size 3 --num-layers 6 --num-virtual-stages-per-pipeline-rank 2 "
