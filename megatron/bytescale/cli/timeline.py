@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bytescale_ext.draw.timeline import draw_timeline
-from bytescale_ext.errors import PlanError
+from bytescale_ext.errors import PlanError, one_line
 from bytescale_ext.json_input import json_settings, stored_text
 from bytescale_ext.measure.timeline import Phase, RankTimes, phases_of_plan, rank_times, read_phases, write_perfetto
 from bytescale_ext.plan.cost.model_cost import flops_cost
@@ -75,7 +75,8 @@ def read_plan(path: Path) -> StepPlan:
     except OSError as error:
         raise ValueError(f"--plan {path}: {error.strerror}") from error
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"--plan {path} is not the output of bytescale plan --json: {error!r}") from error
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"  # the representation may hold the whole file
+        raise ValueError(f"--plan {path} is not the output of bytescale plan --json: {reason}") from error
     try:
         check_step_plan(plan)
     except PlanError as error:

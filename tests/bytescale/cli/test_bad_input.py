@@ -314,6 +314,7 @@ MORE: list[tuple[list[str], str]] = [
     (["convert", "--to", "hf", "--output", "", "--load", "{in}"], "--output: its value is empty"),
     (["convert", "--from", "hf", "--output", "{in}/out", "--load", "{in}"], "--from hf needs --input, and no --load"),
     (["draft", "export", "--output", "{in}/out", "--load", "{in}", "--to", "onnx"], "--to: invalid choice"),
+    (["timeline", "--output", "{in}/out", "--plan", "{in}/lengths.npy"], "UnicodeDecodeError: .*invalid start byte$"),
     (["timeline", "--output", "", "--plan", "{in}/bad.json"], "--output: its value is empty"),
     (["logprobs", "--load", "{in}", "--data", "{in}/docs", "--output", "{in}/out"], "--hybrid-data-parallel"),
     (["doctor", "--launch", ""], "--launch: give a command"),
