@@ -126,13 +126,13 @@ def write_data_set(prefix: Path, count: int) -> None:
     write_tokens(prefix, (encode(text.encode())[0] for text in texts(count, copies=False)))
 
 
-def windows(count: int, tasks: int, together: bool, folder: Path) -> Bench:
+def windows(count: int, tasks: int, together: bool, pieces: int, folder: Path) -> Bench:
     """Make windows of documents; if ``together``, compare them with windows made without partitions."""
     bench, prefix = Bench(count), folder / "docs"
     with multiprocessing.get_context("fork").Pool(1) as pool:  # Megatron would count in the memory of all tasks
         pool.apply(write_data_set, (prefix, count))
     settings = SculptSettings(CONTEXT, seed=SEED)
-    job = SculptJob(str(prefix), settings, None, folder / "work", folder / "docs.windows.npy")
+    job = SculptJob(str(prefix), settings, None, folder / "work", folder / "docs.windows.npy", partition_pieces=pieces)
     job.work.mkdir()
     run(sculpt_stages(job, tasks), bench)
     bench.outcomes["partitions"] = job.num_partitions
@@ -140,9 +140,9 @@ def windows(count: int, tasks: int, together: bool, folder: Path) -> Bench:
     bench.outcomes |= {name: report[name] for name in Quality.__dataclass_fields__}
     if together:
         began = time.perf_counter()
-        pieces = embedded_pieces(open_tokens(str(prefix)), CONTEXT, None, SEED)
-        whole = quality_of(sculpt(pieces, settings, nearest_centres).table, pieces, CONTEXT)
-        ours = quality_of(np.load(job.output), pieces, CONTEXT)  # with the same vectors
+        every = embedded_pieces(open_tokens(str(prefix)), CONTEXT, None, SEED)
+        whole = quality_of(sculpt(every, settings, nearest_centres).table, every, CONTEXT)
+        ours = quality_of(np.load(job.output), every, CONTEXT)  # with the same vectors
         bench.outcomes |= {
             "together_seconds": time.perf_counter() - began,
             "relevance_to_together": ours.relevance / whole.relevance,
@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=100_000, metavar="N", help="number of documents (100000)")
     parser.add_argument("--tasks", type=int, default=4, metavar="N", help="tasks of a stage (4)")
     parser.add_argument("--memory-gb", type=float, default=4.0, metavar="G", help="memory of a task of cleaning (4)")
+    parser.add_argument("--partition-pieces", type=int, default=1 << 14, metavar="N", help="of a partition (16384)")
     parser.add_argument("--together", action="store_true", help="compare with one process without partitions")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
@@ -165,7 +166,7 @@ def main() -> int:
         if args.what == "near":
             bench = near(args.documents, args.tasks, args.memory_gb, Path(name))
         else:
-            bench = windows(args.documents, args.tasks, args.together, Path(name))
+            bench = windows(args.documents, args.tasks, args.together, args.partition_pieces, Path(name))
     if args.json:
         print(json.dumps(asdict(bench), indent=2))
         return 0
