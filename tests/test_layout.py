@@ -241,6 +241,7 @@ REVIEWED = {
     "bytescale_ext/data/loading/plan_worker.py": {"pickle.load"},  # the pipe of the process that started it
     "bytescale_ext/data/loading/planning.py": {"pickle.load"},  # the pipe of a process that it started
     "megatron/bytescale/cli/shared/megatron_dynamic.py": {"importlib.util.spec_from_file_location"},  # --megatron
+    "scripts/bench/cluster/virtual/planned_once.py": {"pickle.load"},  # of another rank of the recording
     "bytescale_ext/parallel/flight.py": {"pickle.loads"},  # what torch records in this process
     "megatron/bytescale/checkpoints.py": {"pickle.loads"},  # after the scan for classes
 }

@@ -62,15 +62,17 @@ def record(training: Training, runtime: Runtime, recorder: Recorder) -> Training
 def main() -> None:
     """Train with the flags of the command line and write the events."""
     from megatron.bytescale import train
+    from megatron.bytescale.features.hdp import build
     from scripts.bench.cluster.dynamic import DynamicPlanner
     from scripts.bench.cluster.hybrid import use_hybrid_plans, use_planner
     from scripts.bench.cluster.virtual.events import write_events
+    from scripts.bench.cluster.virtual.planned_once import PlannedOnce
     from scripts.bench.cluster.virtual.record import Recorder
 
-    recorder = Recorder()
-
+    recorder, folder = Recorder(), Path(os.environ["BYTESCALE_RECORD"])
+    in_process = build.PlannerInProcess
+    build.PlannerInProcess = lambda planner: in_process(PlannedOnce(planner, folder))
     if os.environ["BYTESCALE_PLANS"] in (COPIES, EQUAL):
-        from megatron.bytescale.features.hdp import build
         from scripts.bench.cluster.virtual.equal import EqualPlanner
 
         build.computes_prompts_once = lambda runtime: False
@@ -86,7 +88,7 @@ def main() -> None:
         return record(training, runtime, recorder)
 
     train.main(adapt)
-    write_events(Path(os.environ["BYTESCALE_RECORD"]) / f"rank{os.environ['RANK']}.events", recorder.events)
+    write_events(folder / f"rank{os.environ['RANK']}.events", recorder.events)
 
 
 if __name__ == "__main__":
