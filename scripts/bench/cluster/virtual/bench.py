@@ -55,9 +55,10 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Return the results of a file."""
+        """Return the results of a file, arms in the order of ``ARMS``."""
         value = json.loads(path.read_text())
-        return cls(path, value["setting"], value["cases"])
+        cases = {case: {name: arms[name] for name in ARMS if name in arms} for case, arms in value["cases"].items()}
+        return cls(path, value["setting"], cases)
 
     def write(self) -> None:
         """Write the file."""

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # so that it also 
 from bytescale_ext.draw.figure import INK, TIMES, draw_times, name_rows, new_figure, save, set_legend, set_title
 from bytescale_ext.new_file import write_text
 from scripts.bench.cluster.virtual.bench import CaseResult, Results
-from scripts.bench.cluster.virtual.cases import ARMS, SCALE, SHORTEST, TOKENS_OF_RANK, TOKENS_PER_RANK
+from scripts.bench.cluster.virtual.cases import ARMS, QUICK, SCALE, SHORTEST, TOKENS_OF_RANK, TOKENS_PER_RANK
 from scripts.bench.cluster.virtual.figures import arm_figures, table
 from scripts.bench.cluster.virtual.recording import PLANNED_GBPS
 from scripts.bench.cluster.virtual.replay import MOST_REPEATS
@@ -163,6 +163,14 @@ def largest_difference(cases: Mapping[str, CaseResult]) -> float:
     return max(found)
 
 
+def not_run(cases: Mapping[str, CaseResult]) -> str:
+    """Return a sentence with the arms of ``--quick`` that have no results."""
+    missing = [
+        f"{row.case}: {ARMS[arm].title}" for row in QUICK for arm in row.arms if arm not in cases.get(str(row.case), {})
+    ]
+    return f"Not run yet: {'; '.join(missing)}." if missing else "All cases and arms of `--quick` are here."
+
+
 def text(results: Results) -> str:
     """Return the page."""
     cases = results.cases
@@ -176,8 +184,7 @@ def text(results: Results) -> str:
         f"Every figure on this page is **emulated with device times** of an {results.setting['device']}. Nothing was "
         "measured on a GPU.", "",
         "    python scripts/bench/cluster/speed.py --device-times h100 --quick", "",
-        f"The results took {minutes:.0f} minutes on two cores that other work shared. Cases and arms of `--quick` that "
-        "are not on this page have not run yet.", "",
+        f"The results took {minutes:.0f} minutes on two cores that other work shared. {not_run(cases)}", "",
         *how(results),
         "## Summary", "",
         "How many times as fast the first is, over all counted steps of all cases and links.", "",
