@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from bytescale_ext.decode.sampler import Sampler
+from bytescale_ext.decode.sampler import Place, Sampler
 from bytescale_ext.decode.tree import TreeShape, grow_trees
 
 VOCAB, DRAWS = 4, 50_000
@@ -24,11 +24,13 @@ def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 @pytest.mark.parametrize(("shape", "temperature"), [(TreeShape(6), 1.0), (TreeShape(2, chain=True), 0.7)])
 def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, temperature: float) -> None:
     logits, chances, heads = tables(temperature)
-    choose = Sampler(temperature, VOCAB, torch.Generator().manual_seed(7))
+    choose = Sampler(temperature, VOCAB, seed=7)
     root = 2
     (tree,) = grow_trees([root], torch.zeros(1), [2], lambda head, s, t: (s.expand(len(t)), heads[t]), shape)
-    chosen = torch.tensor(choose(logits[list(tree.tokens)].repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
-    later = torch.tensor(choose(logits.repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
+    nodes = [Place(text, 1 + depth) for text in range(DRAWS) for depth in tree.depths]
+    chosen = torch.tensor(choose(logits[list(tree.tokens)].repeat(DRAWS, 1), nodes)).view(DRAWS, -1).tolist()
+    seconds = [Place(text, 2) for text in range(DRAWS) for _ in range(VOCAB)]
+    later = torch.tensor(choose(logits.repeat(DRAWS, 1), seconds)).view(DRAWS, -1).tolist()
     seen: Counter[tuple[int, int]] = Counter()
     accepted = 0
     for of_nodes, plain in zip(chosen, later, strict=True):
@@ -40,3 +42,19 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, te
     expected = {(a, b): DRAWS * float(chances[root, a] * chances[a, b]) for a in range(VOCAB) for b in range(VOCAB)}
     assert min(expected.values()) > 5
     assert sum((seen[pair] - mean) ** 2 / mean for pair, mean in expected.items()) < CHI_SQUARE_999[VOCAB**2 - 1]
+
+
+def test_a_token_depends_on_its_seed_text_and_position_alone() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).repeat(300, 1)
+    places = [Place(text, position) for text in range(3) for position in range(100)]
+    tokens = Sampler(1.0, 50, seed=-1)(logits, places)
+    assert Sampler(1.0, 50, seed=-1)(logits[:7], places[200:207]) == tokens[200:207]
+    assert Sampler(1.0, 50, seed=2)(logits, places) != tokens
+    assert len({tuple(tokens[start : start + 100]) for start in (0, 100, 200)}) == 3
+
+
+def test_tokens_without_probability_are_never_taken() -> None:
+    logits = torch.full((2000, 9), float("-inf"))
+    logits[:, [2, 5]] = 0.0
+    tokens = Sampler(1.0, 8)(logits, [Place(0, position) for position in range(2000)])
+    assert set(tokens) == {2, 5}

@@ -174,7 +174,7 @@ class Decoder:
 
     def _begin(self, index: int, prompt: Sequence[int], request: GenerationRequest) -> _Running:
         rows = len(prompt) + request.max_tokens + (0 if request.shape is None else request.shape.num_tokens)
-        return _Running(index, Text.of(prompt, rows), Generation(), time.perf_counter())
+        return _Running(index, Text.of(index, prompt, rows), Generation(), time.perf_counter())
 
     def _trees(self, passes: Passes, running: Sequence[_Running], request: GenerationRequest) -> list[TokenTree]:
         """Return each text's tree to check: guesses below its last token, or only that token."""

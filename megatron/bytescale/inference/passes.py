@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from bytescale_ext.decode.sampler import Sampler
+from bytescale_ext.decode.sampler import Place, Sampler
 from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_trees
 from bytescale_ext.parallel.upload import upload
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
@@ -28,6 +28,7 @@ class Text:
     """One text in decoding.
 
     Attributes:
+        number: number of the prompt.
         prompt: token ids of the prompt.
         cache: the model's keys and values of all accepted tokens except the last.
         draft_cache: the same for the layers of the heads.
@@ -35,6 +36,7 @@ class Text:
         state: state that the next tree grows from, [h].
     """
 
+    number: int
     prompt: Sequence[int]
     cache: KeyValueCache
     draft_cache: KeyValueCache
@@ -42,9 +44,9 @@ class Text:
     state: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, prompt: Sequence[int], rows: int) -> Text:
+    def of(cls, number: int, prompt: Sequence[int], rows: int) -> Text:
         """Return the text of a prompt, with caches of ``rows`` rows."""
-        return cls(prompt, KeyValueCache(rows), KeyValueCache(rows))
+        return cls(number, prompt, KeyValueCache(rows), KeyValueCache(rows))
 
 
 class Piece(NamedTuple):
@@ -82,7 +84,10 @@ class Passes:
                 text.cache.keep(range(len(tokens)))
             ends = [piece.text.cache.length == len(piece.text.prompt) for piece in pieces]
             lasts = [part[-1:] for part, is_end in zip(output, ends, strict=True) if is_end]
-            first = iter(self.choose(self._logits(torch.cat(lasts))) if lasts else [])
+            places = [
+                Place(text.number, len(text.prompt)) for (text, *_), is_end in zip(pieces, ends, strict=True) if is_end
+            ]
+            first = iter(self.choose(self._logits(torch.cat(lasts)), places) if lasts else [])
             following = []
             for piece, is_end in zip(pieces, ends, strict=True):
                 start, stop = piece.positions[0], piece.positions[-1]
@@ -112,7 +117,8 @@ class Passes:
             positions = [text.cache.length + depth for depth in tree.depths]
             pieces.append(Piece(text, tree.tokens, positions, upload(tree.visible(), self.device)))
         hidden, output = self._run(pieces)
-        chosen, start, accepted, kept = self.choose(self._logits(torch.cat(output))), 0, [], []
+        places = [Place(piece.text.number, position + 1) for piece in pieces for position in piece.positions]
+        chosen, start, accepted, kept = self.choose(self._logits(torch.cat(output)), places), 0, [], []
         for text, tree, states in zip(texts, trees, hidden, strict=True):
             of_text = chosen[start : start + len(tree.tokens)]
             start += len(tree.tokens)

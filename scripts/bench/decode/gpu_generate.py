@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
 from bytescale_ext.decode.sampler import Sampler
@@ -33,7 +31,7 @@ def measure(decoder: Any, tokens: list[int], length: int, batch: int, args: argp
 
     prompt = (tokens * -(-length // len(tokens)))[:length]
     roomy = replace(decoder, context=length + args.max_tokens)  # positions need no table
-    choose = Sampler(0.0, max(tokens) + 1, torch.Generator())
+    choose = Sampler(0.0, max(tokens) + 1)
     arms: dict[str, TreeShape | None] = {"plain": None, "drafts": TreeShape(args.tree_tokens)}
     figures: dict[str, Any] = {"prompt": length, "batch": batch}
     texts = []

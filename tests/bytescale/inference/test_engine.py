@@ -48,7 +48,7 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
     from megatron.bytescale.inference.load import open_decoder
 
     decoder, args = open_decoder(load, draft, on_cpu=True)
-    choose = Sampler(0.0, VOCAB, torch.Generator())
+    choose = Sampler(0.0, VOCAB)
     shapes = {"plain": None, "tree": TreeShape(60, 1.0), "small": TreeShape(3), "chain": TreeShape(9, chain=True)}
     requests = {name: engine.GenerationRequest(NEW_TOKENS, choose, shape) for name, shape in shapes.items()}
     found: dict[str, Any] = {name: [] for name in shapes}
@@ -64,13 +64,18 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
             found[name].append(done)
         for batch in (5, 40):
             found[f"{name} {batch}"] = decoder.generate_all(prompts(), replace(request, batch=batch))
+    sampled = replace(choose, temperature=1.0, seed=5)
+    for name, request in requests.items():
+        for batch in (1, 40):
+            done = decoder.generate_all(prompts(), replace(request, choose=sampled, batch=batch))
+            found[f"sampled {name} {batch}"] = [one.tokens for one in done]
     stock = stock_model(decoder.model, args)
     with torch.no_grad():
         for prompt, done in zip(prompts(), found["plain"], strict=True):
             ids = torch.tensor([prompt + done.tokens])
             mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
             logits = stock(ids, torch.arange(ids.shape[1])[None], mask)
-            found.setdefault("stock", []).append(choose(logits[0])[len(prompt) - 1 : -1])
+            found.setdefault("stock", []).append(choose(logits[0], [])[len(prompt) - 1 : -1])
     first = found["plain"][0].tokens
     ended = decoder.generate(
         prompts()[0], engine.GenerationRequest(NEW_TOKENS, choose, TreeShape(60, 1.0), end=first[4])
@@ -94,6 +99,9 @@ def test_drafts_change_nothing() -> None:
             assert (done.tokens, done.accepted, done.target_forwards) == (
                 alone.tokens, alone.accepted, alone.target_forwards
             )  # fmt: skip
+    sampled = [found[f"sampled {name} {batch}"] for name in ("plain", "tree", "small", "chain") for batch in (1, 40)]
+    assert all(texts == sampled[0] for texts in sampled)
+    assert all(text != plainly for text, plainly in zip(sampled[0], plain, strict=True))
     accepted = {name: sum(sum(done.accepted) for done in found[name]) for name in ("plain", "small", "tree")}
     assert accepted["plain"] == 0
     assert 0 < accepted["small"] < accepted["tree"]
@@ -108,7 +116,7 @@ def streamed(rank: int, world: int, load: Path) -> Any:
     from megatron.bytescale.inference.load import open_decoder
 
     decoder, _ = open_decoder(load, None, on_cpu=True)
-    choose = Sampler(1.0, VOCAB, torch.Generator().manual_seed(3))
+    choose = Sampler(1.0, VOCAB, seed=3)
     request = GenerationRequest(NEW_TOKENS, choose, TreeShape(5), batch=2)
     events = [(index, list(new), done) for index, new, done in decoder.stream(prompts()[:3], request)]
     return [(index, new, done and done.tokens) for index, new, done in events]
@@ -141,7 +149,7 @@ def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) ->
     from megatron.bytescale.inference.engine import GenerationRequest
     from megatron.bytescale.inference.load import open_decoder
 
-    request = GenerationRequest(NEW_TOKENS, Sampler(0.0, VOCAB, torch.Generator()), TreeShape(20), batch=8)
+    request = GenerationRequest(NEW_TOKENS, Sampler(0.0, VOCAB), TreeShape(20), batch=8)
     found = []
     for folder, draft in folders:
         decoder, _ = open_decoder(folder, draft, on_cpu=True)

@@ -92,15 +92,12 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
     trust_checkpoints(args.trust_checkpoint)
     with contextlib.redirect_stdout(io.StringIO()):
         decoder, training = open_decoder(args.load, args.draft, args.cpu)
-    import torch
-
     from bytescale_ext.decode.sampler import Sampler
     from megatron.bytescale.cli.generate.texts import InOrder, Texts
     from megatron.bytescale.inference.engine import Generation, GenerationRequest, described
 
     texts = Texts(training, args.trust_remote_code)
-    generator = torch.Generator(next(decoder.model.parameters()).device).manual_seed(args.seed)
-    choose = Sampler(args.temperature, texts.vocab, generator)
+    choose = Sampler(args.temperature, texts.vocab, args.seed)
     request = GenerationRequest(args.max_tokens, choose, shape, texts.end, args.batch)
     shows = sys.stderr.isatty() and (args.json or not sys.stdout.isatty())  # otherwise the text shows the progress
     out, log = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
