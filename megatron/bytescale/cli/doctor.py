@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from megatron.bytescale.arguments.refusals import ALWAYS
-from megatron.bytescale.cli.shared.inputs import count
+from megatron.bytescale.cli.shared.inputs import count, launch_words
 from megatron.bytescale.cli.shared.options import add_cpu, add_json
 from megatron.bytescale.versions import TESTED, version_of
 
@@ -133,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
 
     With ``--launch``, print the changes of that line; the exit code is 1 if a decision is left to the user.
     """
+    if args.launch is not None:
+        launch_words(args.launch)  # before the slow imports
     from megatron.bytescale import cpu
 
     stand_ins = cpu.install_if_wanted(["--cpu"] if args.cpu else sys.argv)

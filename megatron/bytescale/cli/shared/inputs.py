@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import textwrap
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -112,6 +113,17 @@ def seed(text: str) -> int:
     if not 0 <= number < 1 << 32:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^32 - 1")
     return number
+
+
+def launch_words(line: str) -> list[str]:
+    """Return the words of a launch line. Raises ValueError if they name no script and do not begin with a flag."""
+    try:
+        words = shlex.split(line.replace("\\\n", " "))
+    except ValueError as error:
+        raise ValueError(f"--launch: not a command line ({error})") from error
+    if not any(word.endswith(".py") for word in words) and not (words and words[0].startswith("--")):
+        raise ValueError("--launch: give a command such as 'torchrun ... pretrain_gpt.py --num-layers 2'")
+    return words
 
 
 def check_writable(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:

@@ -27,6 +27,7 @@ from megatron.bytescale.arguments.parse import ENGINE, named_or_installed, set_d
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
+from megatron.bytescale.cli.shared.inputs import launch_words
 from megatron.bytescale.cli.shared.model_flags import FLAG, USUAL_VOCAB, arguments_of
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
@@ -155,13 +156,8 @@ def migrate(line: str, num_processes: int | None = None, on_cpu: bool = False) -
 
 
 def _split(line: str, on_cpu: bool) -> _Line:
-    try:
-        words = shlex.split(line.replace("\\\n", " "))
-    except ValueError as error:
-        raise ValueError(f"--launch: not a command line ({error})") from error
+    words = launch_words(line)
     scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
-    if not words or (not scripts and not words[0].startswith("--")):
-        raise ValueError("--launch: give a command such as 'torchrun ... pretrain_gpt.py --num-layers 2'")
     if not scripts:
         return _Line([], words, on_cpu or "--cpu" in words)
     head, name = words[: scripts[0] + 1], words[scripts[0]].split("/")[-1]
