@@ -48,6 +48,13 @@ PACKAGES: Final = {
     "TikTokenizer": "tiktoken",
 }
 
+# Type of tokenizer -> flags of its files, which Megatron downloads if they are not given.
+VOCABULARY_FILES: Final = {
+    "GPT2BPETokenizer": ("--vocab-file", "--merge-file"),
+    "BertWordPieceLowerCase": ("--vocab-file",),
+    "BertWordPieceCase": ("--vocab-file",),
+}
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -230,6 +237,11 @@ def check_tokenizer(tokenizer: TokenizerChoice) -> None:
         raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install -e '.[tokenizers]'")
     if kind == "NullTokenizer" and tokenizer.vocab_size is None:
         raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (`bytescale corpus` prints it)")
+    missing = [flag for flag in VOCABULARY_FILES.get(kind, ()) if getattr(tokenizer, _name_of(flag)) is None]
+    if missing:
+        raise ValueError(
+            f"--tokenizer-type {kind} needs {' and '.join(missing)}: without the files Megatron downloads a vocabulary"
+        )
     if package is not None and kind not in HUB_MODELS and tokenizer.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
     model = tokenizer.tokenizer_model

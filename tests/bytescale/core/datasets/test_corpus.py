@@ -141,6 +141,15 @@ def test_text_that_is_not_utf8_is_replaced_and_counted_for_a_tokenizer(tmp_path:
         (["--from", "{in}/b.py", "--tokenizer-type", "Nonsense"], "Nonsense is not supported"),
         (["--from", "{in}/b.py", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "{in}/v"], "v: no such file"),
         (
+            ["--from", "{in}/b.py", "--tokenizer-type", "GPT2BPETokenizer"],
+            "needs --vocab-file and --merge-file: without the files Megatron downloads",
+        ),
+        (
+            ["--from", "{in}/b.py", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "{in}/b.py"],
+            "GPT2BPETokenizer needs --merge-file: without",
+        ),
+        (["--from", "{in}/b.py", "--tokenizer-type", "BertWordPieceCase"], "BertWordPieceCase needs --vocab-file: "),
+        (
             ["--from", "{in}/b.py", "--tokenizer-type", "NullTokenizer"],
             "--tokenizer-type NullTokenizer needs --vocab-size",
         ),
