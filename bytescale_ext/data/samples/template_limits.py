@@ -24,6 +24,8 @@ SECONDS: Final = 20.0
 """Time of all renderings of one conversation."""
 BYTES: Final = 1 << 30
 """Memory that the renderings of one conversation may add."""
+MOST_EXCEEDED: Final = 3
+"""Conversations that exceed a limit before a run ends, if it skips them."""
 _GRACE: Final = 5.0  # seconds that an interrupted operation has to end after the limit
 
 
@@ -53,6 +55,10 @@ class TemplateError(Exception):
     """Error that a template raised, in one line."""
 
 
+class LimitExceededError(ValueError):
+    """A template takes more time or memory than it may."""
+
+
 class LimitedFunction[Question, Answer]:
     """Function that runs in a process of its own, within limits. Questions and answers are pickled.
 
@@ -76,7 +82,8 @@ class LimitedFunction[Question, Answer]:
         """Return the function's answer.
 
         Raises:
-            ValueError: the call exceeds a limit, or the function raised a ValueError.
+            LimitExceededError: the call exceeds a limit.
+            ValueError: the function raised a ValueError.
             TemplateError: the function raised another error.
         """
         connection = self._connection or self._start()
@@ -86,7 +93,8 @@ class LimitedFunction[Question, Answer]:
             is_ready = connection.poll(self._limits[0] + _GRACE)
             error, answer = connection.recv() if is_ready else (_too_slow(self._limits[0]), None)
         except (EOFError, OSError):
-            error, answer = ValueError("the chat template ended its process: it may need too much memory"), None
+            reason = "the chat template ended its process: it may need too much memory"
+            error, answer = LimitExceededError(reason), None
             is_ready = False
         if not is_ready:
             self._end()
@@ -117,6 +125,7 @@ def _serve(
     """Answer each question with (error or None, the answer), until the parent ends."""
     parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent ends this process
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python writes about errors that nothing can catch
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the parent are not here
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -127,7 +136,8 @@ def _serve(
                 with limits(seconds, num_bytes):
                     answer = function(question)
             except ValueError as refusal:
-                error = ValueError(str(refusal))
+                kind = LimitExceededError if isinstance(refusal, LimitExceededError) else ValueError
+                error = kind(str(refusal))
             except Exception as other:
                 error = TemplateError(one_line(other, 200))
             connection.send((error, answer))
@@ -135,7 +145,7 @@ def _serve(
 
 @contextlib.contextmanager
 def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
-    """Raise ValueError if the block takes more time or memory. Other threads keep the process's limits."""
+    """Raise LimitExceededError if the block takes more time or memory. Other threads keep the process's limits."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGALRM) if is_main else None
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -156,7 +166,7 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, MemoryError):
-            raise ValueError(f"the chat template needs more than {num_bytes >> 20:,} MiB of memory") from None
+            raise LimitExceededError(f"the chat template needs more than {num_bytes >> 20:,} MiB of memory") from None
         if not ended:
             raise
         raise _too_slow(seconds) from None
@@ -168,8 +178,8 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _too_slow(seconds: float) -> ValueError:
-    return ValueError(f"the chat template takes longer than {seconds:g} s for one conversation")
+def _too_slow(seconds: float) -> LimitExceededError:
+    return LimitExceededError(f"the chat template takes longer than {seconds:g} s for one conversation")
 
 
 def _address_space() -> int:

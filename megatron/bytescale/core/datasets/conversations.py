@@ -31,6 +31,7 @@ from bytescale_ext.data.samples.chat_templates import TemplateEncoder
 from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
 from bytescale_ext.data.samples.rollouts import ChatDocument, RolloutKeys, in_groups, with_fields
 from bytescale_ext.data.samples.sources import Entry, raw_contents
+from bytescale_ext.data.samples.template_limits import MOST_EXCEEDED, LimitExceededError
 from bytescale_ext.data.samples.texts import Tokenizer, check_ids, json_weights
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
@@ -121,13 +122,14 @@ class ConversationSummary(CorpusSummary):
 
 @dataclass
 class _Left:
-    """Counters of answer tokens, groups and skipped conversations."""
+    """Counters of answer tokens, groups and skipped conversations. ``exceeded``: by limits of chat templates."""
 
     answer_tokens: int = 0
     without_answer: int = 0
     groups: int = 0
     bad: int = 0
     first_bad: str = ""
+    exceeded: int = 0
 
     def summary(self, documents: CorpusSummary, notes: list[str], sidecars: list[str]) -> ConversationSummary:
         """Return all counts; ``notes``, ``sidecars``: see ``ConversationSummary``."""
@@ -308,6 +310,9 @@ def _lines(
         except ValueError as error:
             if not reading.fields.skip_bad:
                 raise
+            left.exceeded += isinstance(error.__cause__, LimitExceededError)
+            if left.exceeded == MOST_EXCEEDED:
+                raise ValueError(f"{error}, and for {MOST_EXCEEDED - 1} others: change the template") from error
             left.bad += 1
             left.first_bad = left.first_bad or str(error)
             continue
