@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS: Final = 10_000_000
 """Rows that a file of any size may have; a larger file may have 8 for each byte."""
+MOST_VALUES: Final = 4 * MOST_ROWS
+"""Values of all columns, elements of lists included, that a file of any size may have; a larger one 8 for each byte."""
 MOST_PAGE_BYTES: Final = 128 << 20
 """Unpacked bytes that a page of any size may have; a larger page may have ``MOST_RATIO`` times its packed bytes."""
 MOST_GROUP_BYTES: Final = 1 << 30
@@ -94,22 +96,31 @@ def check_pages(path: Path, metadata: FileMetaData) -> None:
     Reads the headers of all pages, and no values.
 
     Raises:
-        ValueError: the file claims too many rows, or a page is damaged, larger than the file or unpacks to too much.
+        ValueError: the file claims too many rows or values, or a page is damaged, larger than the file or unpacks to
+            too much.
     """
     size = path.stat().st_size
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     if rows > max(MOST_ROWS, 8 * size):
         raise ValueError(f"it claims {rows:,} rows in {size:,} bytes")
+    num_values = 0
     with path.open("rb") as stream:
         for group in groups:
-            total = sum(_largest_pages(stream, size, group.column(number)) for number in range(group.num_columns))
+            pages = [_pages(stream, size, group.column(number)) for number in range(group.num_columns)]
+            num_values += sum(values for _, values in pages)
+            if num_values > max(MOST_VALUES, 8 * size):
+                raise ValueError(f"it claims {num_values:,} values or more in {size:,} bytes")
+            total = sum(largest for largest, _ in pages)
             if total > max(MOST_GROUP_BYTES, MOST_RATIO * size):
                 raise ValueError(f"a page of each column takes {total:,} bytes together, in a file of {size:,}")
 
 
-def _largest_pages(stream: BinaryIO, size: int, column: ColumnChunkMetaData) -> int:
-    """Return the unpacked bytes of the dictionary and of the largest page of a column in a row group."""
+def _pages(stream: BinaryIO, size: int, column: ColumnChunkMetaData) -> tuple[int, int]:
+    """Return the unpacked bytes of the dictionary and of the largest page of a column in a row group, and its values.
+
+    An element of a list is a value; a page without bytes can repeat it any number of times.
+    """
     starts = [column.data_page_offset, column.dictionary_page_offset or column.data_page_offset]
     place = min(start for start in starts if start > 0) if max(starts) > 0 else 0
     end, values, dictionary, largest = min(size, place + column.total_compressed_size), 0, 0, 0
@@ -130,7 +141,7 @@ def _largest_pages(stream: BinaryIO, size: int, column: ColumnChunkMetaData) -> 
         data = next((header[field] for field in _DATA if isinstance(header.get(field), dict)), {})
         number = cast(dict[int, object], data).get(1, 0)
         values += max(0, number) if isinstance(number, int) else 0
-    return dictionary + largest
+    return dictionary + largest, max(values, column.num_values)
 
 
 def _header(stream: BinaryIO, place: int) -> tuple[dict[int, object], int]:

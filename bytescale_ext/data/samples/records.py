@@ -210,14 +210,9 @@ def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
 
 def _records(path: Path, kind: Kind) -> Iterator[bytes | None]:
     if kind == "parquet":
-        left = most_unpacked(path)
         for row in parquet_rows(path):
             line = None if row is None else json.dumps(finite(row), default=str).encode()
-            is_kept = line is not None and len(line) <= MOST_BYTES
-            left -= len(line or b"") if is_kept else 0
-            if left < 0:
-                raise ValueError(unpacks_to_too_much(path))
-            yield line if is_kept else None
+            yield line if line is not None and len(line) <= MOST_BYTES else None
     elif kind == "values":
         yield from _values(path)
     else:
@@ -334,9 +329,10 @@ def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
     """Yield the rows of a Parquet file, and None for each row of more than ``MOST_BYTES``.
 
     Columns of text stay dictionaries until a row is made: a small file can repeat a long text in each row. Raises
-    ValueError if it is another file, or cannot be read any further.
+    ValueError if it is another file, cannot be read any further, or unpacks to more than ``most_unpacked`` bytes.
     """
     _, parquet = _arrow(path)
+    left = most_unpacked(path)
     try:
         with parquet.ParquetFile(path) as table:
             check_pages(path, table.metadata)
@@ -348,8 +344,10 @@ def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
             ]
         with parquet.ParquetFile(path, read_dictionary=texts) as table:
             for batch in table.iter_batches(_BATCH):
-                names = batch.schema.names
-                is_large = sum(map(_num_bytes, batch.columns)) > MOST_BYTES
+                names, num_bytes = batch.schema.names, sum(map(_num_bytes, batch.columns))
+                is_large, left = num_bytes > MOST_BYTES, left - num_bytes
+                if left < 0:
+                    break
                 for row in range(batch.num_rows):
                     if is_large and sum(_num_bytes(column.slice(row, 1)) for column in batch.columns) > MOST_BYTES:
                         yield None
@@ -359,6 +357,8 @@ def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
         raise
     except Exception as error:  # pyarrow raises many types
         raise ValueError(f"{path}: cannot be read any further ({one_line(error, 160)})") from error
+    if left < 0:
+        raise ValueError(unpacks_to_too_much(path))
 
 
 def _num_bytes(column: Array) -> int:

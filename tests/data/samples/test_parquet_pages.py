@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -118,6 +119,19 @@ def test_rows_without_bytes_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         list(parquet_rows(path))
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_values_without_bytes_are_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page can repeat the element of a list any number of times, whatever its size and its number of rows."""
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"text": ["x"] * 4, "ones": [[1] * 100_000] * 4})
+    parquet.write_table(table, path, data_page_version=version, row_group_size=2)
+    assert path.stat().st_size < 10_000
+    assert sum(len(row["ones"]) for row in parquet_rows(path) if row is not None) == 400_000  # type: ignore[arg-type]
+    monkeypatch.setattr(parquet_pages, "MOST_VALUES", 300_000)
+    with pytest.raises(ValueError, match=r"it claims 400,004 values or more in [\d,]+ bytes"):
+        list(parquet_rows(path))
+
+
 def test_pages_of_many_columns_are_refused_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.parquet"
     columns = {f"column {number}": ["x" * 10_000] for number in range(20)}
@@ -172,6 +186,12 @@ def test_the_total_of_a_packed_file_is_bounded(tmp_path: Path, monkeypatch: pyte
     parquet.write_table(pyarrow.table({"text": ["x" * 1000] * 100}), table)
     with pytest.raises(ValueError, match=rf"^{table}: unpacks to more than"):
         file_entries(table)
+    (bad,) = [
+        record
+        for record in documents_of(table, replace(SOURCE, format="parquet"), "text")
+        if isinstance(record, BadRecord)
+    ]
+    assert bad.why.startswith("unpacks to more than")
 
 
 def test_unpacked_records_leave_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
