@@ -21,11 +21,14 @@ Pairs = Callable[[list[tuple[str, object]]], object]
 
 
 def check_stored(path: str | Path) -> None:
-    """Raise OSError for a pipe, and for a large file with holes, which may need more memory than it takes on its disk.
+    """Raise OSError for a file without an end, and for a large file with holes, which needs more memory than it takes.
 
-    Pipes of a shell, below ``/dev``, pass.
+    Pipes have no end, nor devices such as ``/dev/zero``. Pipes of a shell, below ``/dev``, pass, and ``/dev/null``.
     """
     status = os.stat(path)
+    is_null = os.path.exists(os.devnull) and os.path.samestat(status, os.stat(os.devnull))
+    if (stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)) and not is_null:
+        raise OSError(errno.EINVAL, "it is a device", str(path))
     if stat.S_ISFIFO(status.st_mode) and not os.fspath(path).startswith("/dev/"):
         raise OSError(errno.EINVAL, "it is a pipe", str(path))
     if not stat.S_ISREG(status.st_mode) or status.st_size <= _SMALL or not hasattr(os, "SEEK_HOLE"):

@@ -30,6 +30,14 @@ from bytescale_ext.data.samples.records import (
     parquet_rows,
     records,
 )
+from bytescale_ext.data.samples.template_limits import (
+    BYTES,
+    MOST_EXCEEDED,
+    SECONDS,
+    LimitedFunction,
+    LimitExceededError,
+    TemplateError,
+)
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import check_characters, finite, json_value, stored_bytes
 
@@ -40,6 +48,7 @@ _TOO_LONG: Final = f"a document of more than {MOST_BYTES >> 20} MiB"
 _MOST_HEADER_BYTES: Final = 1 << 20  # of a record of WARC
 _MOST_PAGE_BYTES: Final = 4 << 20  # of HTML, whose text takes minutes to find in longer pages
 _LONG_PAGE: Final = f"a page of more than {_MOST_PAGE_BYTES >> 20} MiB of HTML"
+_COSTLY: Final = f"a page whose text takes more than {SECONDS:g} s or {BYTES >> 20:,} MiB to find"
 _HTML: Final = ("text/html", "application/xhtml+xml")
 _NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
 
@@ -302,9 +311,10 @@ def _content(record: ArcWarcRecord) -> bytes:
 
 
 def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
+    import trafilatura  # noqa: F401  # here, so that the process of ``extract`` has it
     from datatrove.pipeline.extractors import Trafilatura
 
-    extractor = Trafilatura()
+    extract, num_costly = LimitedFunction(Trafilatura().extract), 0
     try:
         with opened(path) as stream:
             for number, record in enumerate(_archived_records(stream), 1):
@@ -329,7 +339,19 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                     found = {name: record.rec_headers.get_header(header) for name, header in headers.items()}
                     page.metadata = {name: value for name, value in found.items() if value}
                 if is_page and isinstance(page, Document):
-                    page.text = extractor.extract(page.text) or ""
+                    try:
+                        page.text = extract(page.text) or ""
+                    except LimitExceededError:
+                        yield BadRecord("broken", where, _COSTLY)
+                        num_costly += 1
+                        if num_costly == MOST_EXCEEDED:
+                            raise ValueError(
+                                f"{num_costly} pages are too costly: nothing behind them is read"
+                            ) from None
+                        continue
+                    except (TemplateError, ValueError) as error:
+                        yield BadRecord("broken", where, f"its text cannot be found ({one_line(error, 160)})")
+                        continue
                 is_empty = isinstance(page, Document) and not page.text
                 yield BadRecord("empty", where, "a page without text") if is_empty else page
     except Exception as error:  # warcio, gzip and the extractor raise many types

@@ -1,7 +1,8 @@
 """Limits of time and memory for chat templates, which are programs of whoever wrote the tokenizer's folder.
 
-Templates run in a process of their own: nothing can interrupt an operation of C, such as the comparison of two lists
-that contain themselves many times, so its process is killed.
+They also hold for the search for the text of a page of HTML, whose time depends on the page. Both run in a process of
+their own: nothing can interrupt an operation of C, such as the comparison of two lists that contain themselves many
+times, so its process is killed.
 """
 
 from __future__ import annotations

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from datatrove.data import Document
 
+from bytescale_ext.data.clean import readers
 from bytescale_ext.data.clean.readers import BadRecord, Collect, documents_of
 from bytescale_ext.data.clean.recipe import Recipe, Source
-from bytescale_ext.data.samples import records
+from bytescale_ext.data.samples import records, template_limits
+from bytescale_ext.data.samples.template_limits import LimitedFunction
 from tests.data.cleaning import folder_of, run_steps, told
 
 PAGE = (
@@ -122,6 +126,35 @@ def response(encoding: str, content: bytes) -> bytes:
     page = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Encoding: {encoding}\r\n\r\n".encode() + content
     head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a/\r\nContent-Length: {len(page)}\r\n\r\n"
     return head.encode() + page + b"\r\n\r\n"
+
+
+def test_pages_whose_text_is_costly_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a broken record, and nothing behind the third is read: each takes the whole time again."""
+    extractors = pytest.importorskip("datatrove.pipeline.extractors")
+    warcwriter = pytest.importorskip("warcio.warcwriter")
+    from warcio.statusandheaders import StatusAndHeaders
+
+    def extract(_: object, page: str) -> str:
+        if "damaged" in page:
+            raise RecursionError("too deep\nfor this")
+        if "costly" in page:
+            time.sleep(999)
+        return page
+
+    monkeypatch.setattr(extractors.Trafilatura, "extract", extract)
+    monkeypatch.setattr(template_limits, "_GRACE", 0.5)
+    monkeypatch.setattr(readers, "LimitedFunction", partial(LimitedFunction, seconds=0.2))
+    with (tmp_path / "a.warc").open("wb") as file:
+        writer = warcwriter.WARCWriter(file, gzip=False)
+        for name in ("damaged", "costly", "good", "costly", "costly", "unread"):
+            headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
+            payload = io.BytesIO(name.encode())
+            writer.write_record(writer.create_warc_record("http://a/", "response", payload, http_headers=headers))
+    found = [one.why if isinstance(one, BadRecord) else one.text for one in read(tmp_path / "a.warc", "warc")]
+    costly = "a page whose text takes more than 20 s or 1,024 MiB to find"
+    assert found[0] == "its text cannot be found (too deep for this)"
+    assert found[1:5] == [costly, "good", costly, costly]
+    assert found[5:] == ["not a WARC file (3 pages are too costly: nothing behind them is read)"]
 
 
 def test_archives_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
