@@ -22,6 +22,7 @@ from megatron.bytescale.faults import (
     named_faults,
     told_before_the_watchdog,
 )
+from megatron.bytescale.protection import protect_process
 from megatron.bytescale.versions import check_megatron_version
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
     ``adapt``: changes what the features have built, in experiments.
     """
     sys.excepthook = explain_in_one_line
+    protect_process()
     with one_line_errors(PROGRAM):
         check_megatron_version()
         with without_import_warnings():

@@ -8,6 +8,7 @@ arm) has the same colour and marker in all pictures. Functions import matplotlib
 from __future__ import annotations
 
 import colorsys
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,12 @@ def new_figure(
         columns: number of columns of axes.
         heights: relative height of each row of axes.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it quotes a file of settings in the current folder
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcdefaults()  # such a file could start LaTeX
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)

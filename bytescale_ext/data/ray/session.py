@@ -70,6 +70,7 @@ def start_ray(address: str | None, namespace: str) -> str:
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}},
         "log_to_driver": False,
         "configure_logging": False,
+        "job_config": without_folders(),
     }
     if address is None:
         address = "local"
@@ -96,6 +97,19 @@ def _no_ray(address: str, error: Exception) -> ValueError:
         f"--hdp-ray-address {address}: cannot join ({reason}): every machine of the run must be part of that cluster "
         f"(`ray start --address {address}`), with this version of Ray and the same RAY_AUTH_MODE"
     )
+
+
+def without_folders() -> object:
+    """Return a configuration with which Ray's workers do not import modules of the current folder."""
+    from ray.job_config import JobConfig
+
+    class WithoutFolders(JobConfig):  # type: ignore[misc]  # Ray has no types here
+        """A job whose workers get no folders of the driver: Ray takes it for one with packed code of its own."""
+
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return WithoutFolders()
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ from megatron.bytescale.cli.generate import command as generate
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 from megatron.bytescale.cli.states import command as states
+from megatron.bytescale.protection import protect_process
 from megatron.bytescale.versions import version_of
 
 COMMANDS = (
@@ -89,6 +90,7 @@ def parser() -> OneLineParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 2 for bad input, after one line on standard error."""
     prog = "bytescale"
+    protect_process()
     warnings.simplefilter("ignore")  # Megatron warns on import about each missing optional package
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch about nvcc without a GPU
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings quote files as they are
