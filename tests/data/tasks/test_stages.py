@@ -86,8 +86,9 @@ def test_several_processes(tmp_path: Path, expected: set[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_ray(tmp_path: Path) -> None:
-    """Return a recipe without a stage that only adds seconds."""
+def test_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe without a stage that only adds seconds. Workers do not get the current folder, which has the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     expected = run(tmp_path, "expected", ExecutorSettings(), ("exact",))
     assert run(tmp_path, "out", ExecutorSettings("ray", workers=2), ("exact",)) == expected
 
