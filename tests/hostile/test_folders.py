@@ -25,11 +25,13 @@ MODULES = (
     "torch", "numpy", "megatron", "bytescale_ext", "pretrain_gpt_hdp", "json", "socket", "pickle", "selectors",
     "struct", "tempfile", "random", "sitecustomize", "usercustomize", "conftest", "transformers", "ray", "datatrove",
 )  # fmt: skip
+CLEAN = "bytescale data clean --input a=in --output out --tasks 2".split()
 TRAINING = "--cpu --hybrid-data-parallel --num-layers 0".split()
 MISSING = {"DATA": "no-such-data", "GPUS": "0", "RANKS": "1", "GPUS_PER_NODE": "1", "BATCH": "1"}
 # A command that starts Python, its exit code, and variables of its environment.
 COMMANDS: dict[str, tuple[list[str], int, dict[str, str]]] = {
-    "clean": (["bytescale", "data", "clean", "--input", "a=in", "--output", "out", "--tasks", "2"], 0, {}),
+    "clean": (CLEAN, 0, {}),
+    "clean on Ray": ([*CLEAN, "--executor", "ray"], 0, {}),
     "version": (["bytescale", "--version"], 0, {}),
     "corpus": (["bytescale", "corpus", "--from", "in", "--glob", "*.txt", "--output", "out/x"], 0, {}),
     "plan": (["bytescale", "plan", "--lengths", "in/lengths"], 2, {}),

@@ -103,7 +103,7 @@ def without_folders() -> object:
     """Return a configuration with which Ray's workers do not import modules of the current folder."""
     from ray.job_config import JobConfig
 
-    class WithoutFolders(JobConfig):  # type: ignore[misc]  # Ray has no types here
+    class WithoutFolders(JobConfig):
         """A job whose workers get no folders of the driver: Ray takes it for one with packed code of its own."""
 
         def _runtime_env_has_working_dir(self) -> bool:
