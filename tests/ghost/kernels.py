@@ -3,7 +3,7 @@
 ``install()`` replaces the CUDA kernels of this process. Everything around kernels stays torch's own: the device of
 tensors, autograd's threads, streams and events, the caching allocator, process groups. As on a GPU, tensors on
 different devices are an error. Operators without a CPU version keep their CUDA kernel, whose launch is an error
-(``lib/ghost_cudart.c``). Attention is in ``flash.py``.
+(``lib/ghost_cudart.c``). Attention is in ``flash.py`` and ``attention.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.ghost import flash, trace
+from tests.ghost import attention, flash, trace
 from tests.ghost.memory import alias, upload
 
 # Operators whose CUDA version launches nothing: views, allocations, and reads by the host.
@@ -28,8 +28,7 @@ NATIVE = frozenset(
 )
 # Operators of GPUs without a CPU version, and operators whose CPU version has another result.
 NOT_PLAYED = frozenset(
-    "_cudnn_attention_forward _cudnn_attention_backward _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_cudnn_attention_backward _efficient_attention_forward _efficient_attention_backward "
+    "_cudnn_attention_forward _cudnn_attention_backward "
     "_scaled_mm _cudnn_init_dropout_state _use_cudnn_ctc_loss _cudnn_rnn_flatten_weight".split()
 )
 # Operators that take tensors of the host and of a device together.
@@ -315,6 +314,10 @@ def _addmm_dtype_out(
 SPECIAL: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": flash.forward,
     "_flash_attention_backward": flash.backward,
+    "_efficient_attention_forward": attention.efficient_forward,
+    "_efficient_attention_backward": attention.efficient_backward,
+    "_scaled_dot_product_cudnn_attention": attention.cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": attention.cudnn_backward,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_local_scalar_dense": _read_scalar,
     "addmm.dtype": _addmm_dtype,
