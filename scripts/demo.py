@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -116,6 +116,14 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def packages_folder() -> str:
+    """Return the folder of this environment's packages: where torch is, on machines that add it to the path too."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    return str(Path(torch.origin).resolve().parents[1])
+
+
 def build_corpora(demo: Demo, tell: Callable[[str], object]) -> None:
     """Write each missing corpus from the source files of this environment's packages; report lines to ``tell``."""
     for name, (_, pattern, num_tokens) in CORPORA.items():
@@ -123,7 +131,7 @@ def build_corpora(demo: Demo, tell: Callable[[str], object]) -> None:
         if prefix.with_suffix(".idx").exists():
             tell(f"corpus: {shown(prefix)} exists")
             continue
-        command = [*BYTESCALE, "corpus", "--output", str(prefix), "--json", "--from", sysconfig.get_path("purelib"),
+        command = [*BYTESCALE, "corpus", "--output", str(prefix), "--json", "--from", packages_folder(),
                    "--glob", pattern, "--tokens", str(num_tokens)]  # fmt: skip
         tell(f"corpus: reading the {pattern} files of this environment")
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

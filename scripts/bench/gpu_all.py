@@ -126,7 +126,7 @@ def run_one(command: Command, minutes: float, output: Path) -> Result:
     if code is None:
         status = f"ended after {spent:.1f} minutes"
     elif code or figures is None:
-        status = f"exit code {code}: {lines[-1][:120] if lines else 'no message'}"
+        status = f"exit code {code}: {last_message(lines)[:120]}"
     else:
         status = DONE
     result = Result(command.name, status, spent, figures if status == DONE else None)
@@ -152,6 +152,12 @@ def json_of(lines: Sequence[str]) -> dict[str, Any] | None:
             if isinstance(value := json.loads(line), dict):
                 return value
     return None
+
+
+def last_message(lines: Sequence[str]) -> str:
+    """Return the last line that is no warning; NCCL prints warnings when a process ends."""
+    messages = [line for line in lines if line.strip() and "Warning:" not in line]
+    return messages[-1] if messages else "no message"
 
 
 def write_summary(commands: Sequence[Command], results: Sequence[Result], output: Path) -> None:

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from scripts.bench import gpu_all
-from scripts.bench.gpu_all import Command, Limits, Result, finished, json_of, plan_text, run_all, run_one
+from scripts.bench.gpu_all import (
+    Command,
+    Limits,
+    Result,
+    finished,
+    json_of,
+    last_message,
+    plan_text,
+    run_all,
+    run_one,
+)
 from scripts.bench.gpu_commands import gpu_commands
 
 AMPLE = Limits(60.0, 10.0)
@@ -51,6 +61,13 @@ def test_figures_may_precede_a_warning_of_nccl() -> None:
     assert json_of(["1", '{"x": 7}', "[rank0]: destroy_process_group() was not called"]) == {"x": 7}
     assert json_of(["1", "[rank0]: a warning"]) is None
     assert json_of([]) is None
+
+
+def test_an_error_may_precede_a_warning_of_nccl() -> None:
+    assert last_message(["Error: no memory", "[rank0]: Warning: destroy_process_group() was not called", ""]) == (
+        "Error: no memory"
+    )
+    assert last_message(["[rank0]: Warning: late"]) == last_message([]) == "no message"
 
 
 @pytest.mark.ranks
