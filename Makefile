@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest transformers4 megatron next docs gpu-rehearsal pins clean
+.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest transformers4 megatron next docs gpu-rehearsal peer-tests pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all  everything: make test, all twins, and all comparisons with the reference model"
 	@echo "make twins  train a scaled-down twin of each recipe for 5 steps and print the losses (2 minutes)"
 	@echo "make gpu-rehearsal  train each feature on ghost GPUs: torch's CUDA wheel on the CPU (needs a C compiler)"
+	@echo "make peer-tests MEGATRON=PATH  Megatron's own unit tests on ghost GPUs, with and without our patch rows"
 	@echo "make megatron VERSION=0.19.0  the main tests with another release of Megatron"
 	@echo "make next MEGATRON=PATH  the main tests with a source tree of Megatron"
 	@echo "make docs   build the documentation as a site in site/"
@@ -75,6 +76,15 @@ twins: $(STAMP)
 # What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
 gpu-rehearsal: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -rs tests/ghost
+
+# Not a part of `make test`: unit tests of the source tree in $(MEGATRON), at the release that is installed here, with the
+# packages that they import. They run for PEER_MINUTES; a second call continues.
+PEER_MINUTES ?= 60
+PEER_PACKAGES := mock==5.2.0 pytest-mock==3.17.0 nltk==3.10.4 omegaconf==2.4.0 einops==0.8.2 antlr4-python3-runtime==4.9.3
+peer-tests: $(STAMP)
+	test -d "$(MEGATRON)/tests/unit_tests"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target .venv-peers $(PEER_PACKAGES)
+	PYTHONPATH="$(CURDIR)/.venv-peers" OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.ghost.peer_tests "$(MEGATRON)" --minutes $(PEER_MINUTES)
 
 lint: style types
 
@@ -140,4 +150,4 @@ pins: $(STAMP)
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python requirements.in -o requirements.txt
 
 clean:
-	rm -rf .venv .venv-newest .venv-transformers4 .venv-megatron runs data build site ./*.egg-info
+	rm -rf .venv .venv-newest .venv-transformers4 .venv-megatron .venv-peers runs data build site ./*.egg-info

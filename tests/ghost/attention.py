@@ -69,7 +69,8 @@ def gradients(
         of_query[tile] = torch.einsum("hqk,khd->qhd", of_scores, key)
         of_key += torch.einsum("hqk,qhd->khd", of_scores, query[tile])
         of_value += torch.einsum("hqk,qhd->khd", weights, of_out[tile])
-    return of_query, *(one.unflatten(1, (-1, repeats)).sum(2) for one in (of_key, of_value))
+    of_key, of_value = (one.unflatten(1, (-1, repeats)).sum(2) for one in (of_key, of_value))
+    return of_query, of_key, of_value
 
 
 def tiles(num_rows: int) -> list[slice]:

@@ -21,7 +21,7 @@ from scripts.demo import BYTESCALE, CONTEXT
 from scripts.demo import MODEL as DEMO_MODEL
 
 TINY = ["--max-tokens", "256", "--repeats", "1"]
-TINY_ON_GPU = ["--max-tokens", "2048", "--repeats", "2"]
+TINY_ON_GPU = ["--max-tokens", "1024", "--repeats", "1"]
 """On a GPU, starting the kernels of 256 tokens takes longer than computing them, and no cost fits."""
 
 
