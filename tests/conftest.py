@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -83,8 +84,12 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_alone() -> Iterator[None]:
-    """Check that the replacements of CUDA functions are not installed. They would change torch in this process."""
+    """Restore the environment, and check that the replacements of CUDA functions are not installed.
+
+    They would change torch in this process. Commands set variables for the processes that they start.
+    """
     handler = signal.getsignal(signal.SIGTERM)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     assert not cpu.installed(), "this test left the stand-ins for torch.cuda in place"
     assert signal.getsignal(signal.SIGTERM) == handler, "this test left another handler of SIGTERM in place"

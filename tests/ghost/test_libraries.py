@@ -32,8 +32,7 @@ def use_one_gpu(rank: int, world: int) -> dict[str, object]:
     def register() -> int:
         return int(runtime.cudaHostRegister(start, memory.numel() * 4, 0))
 
-    heads = torch.zeros(1, 8, 2, 16, device="cuda", dtype=torch.bfloat16)
-    efficient = torch.ops.aten._efficient_attention_forward
+    heads = torch.zeros(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
     generator = torch.cuda.get_rng_state()
     drawn = [torch.rand(3, device="cuda").tolist() for _ in range(2)]
     torch.cuda.set_rng_state(generator)
@@ -44,7 +43,7 @@ def use_one_gpu(rank: int, world: int) -> dict[str, object]:
         "out": torch.add(x, 1, out=torch.empty(0, device="cuda")).shape,
         "mixed devices": error_of(torch.add, x, torch.ones(3, 4)),
         "other generator": error_of(lambda: x.normal_(generator=torch.Generator())),
-        "no kernel": error_of(lambda: efficient(heads, heads, heads, None, None, None, None, None, 0.0, 0)),
+        "not played": error_of(torch.ops.aten._cudnn_attention_forward, *3 * [heads], *3 * [None], 8, 8, True),
         "too large": error_of(lambda: torch.empty(100 << 30, dtype=torch.uint8, device="cuda")),
         "drawn again": drawn[0] != drawn[1] and torch.rand(3, device="cuda").tolist() == drawn[0],
         "pinned": (torch.empty(3, pin_memory=True).is_pinned(), memory.is_pinned()),
@@ -62,7 +61,7 @@ def test_one_gpu() -> None:
     assert found["out"] == (3, 4)
     assert "Expected all tensors to be on the same device" in found["mixed devices"]
     assert "Expected a 'cuda' device type for generator" in found["other generator"]
-    assert "no kernel image is available" in found["no kernel"]
+    assert "cuDNN error" in found["not played"]
     assert "out of memory" in found["too large"]
     assert found["drawn again"]
     assert found["pinned"] == (True, False)

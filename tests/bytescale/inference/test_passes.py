@@ -11,7 +11,7 @@ from megatron.bytescale.inference.passes import Text, next_pieces
 def test_prompts_fill_slices_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "SLICE_TOKENS", 5)
     prompts = [[1, 2], [3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13, 14]]
-    texts = [Text.of(prompt, 20) for prompt in prompts]
+    texts = [Text.of(number, prompt, 20) for number, prompt in enumerate(prompts)]
     seen: list[list[tuple[int, list[int]]]] = []
     while pieces := next_pieces(texts):
         assert sum(len(piece.tokens) for piece in pieces) <= 5
