@@ -21,6 +21,7 @@ from tests.data.chats import chat, write_lines, write_tokenizer
 from tests.sample import sampled
 
 SECONDS, BYTES = 0.5, 1 << 28
+LONG = 60.0  # where another limit ends a template; a busy machine takes its time
 READ = "read"
 PLAIN = "{% for m in messages %}{{ m.role }}\n{{ m.content }}<SPECIAL_12>{% endfor %}"
 RUN = "os.system('touch {canary}')"
@@ -93,22 +94,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextlib.contextmanager
-def limited(tokenizer: Any, template: str) -> Iterator[TemplateEncoder]:
+def limited(tokenizer: Any, template: str, seconds: float) -> Iterator[TemplateEncoder]:
     """Yield an encoder with small limits."""
     before = tokenizer.chat_template
     tokenizer.chat_template = template
     try:
         encoder = TemplateEncoder(tokenizer)
-        encoder._limited._limits = SECONDS, BYTES
+        encoder._limited._limits = seconds, BYTES
         yield encoder
     finally:
         tokenizer.chat_template = before
 
 
-def result(tokenizer: Any, template: str) -> str:
+def result(tokenizer: Any, template: str, seconds: float = LONG) -> str:
     """Return the message of a template's refusal, or READ."""
     try:
-        with limited(tokenizer, template) as encoder:
+        with limited(tokenizer, template, seconds) as encoder:
             documents = encode_at("c.jsonl:1", encoder, Conversation(chat("one", "two"), {}))
     except ValueError as error:
         return str(error)
@@ -129,7 +130,8 @@ def test_each_template_ends_in_one_line(
     monkeypatch.setattr(template_limits, "_GRACE", 0.5)
     head, wanted = TEMPLATES[name]
     canary = tmp_path / "canary"
-    message = result(tokenizer, head.replace("{canary}", str(canary)) + PLAIN)
+    seconds = SECONDS if "takes longer" in wanted else LONG
+    message = result(tokenizer, head.replace("{canary}", str(canary)) + PLAIN, seconds)
     assert re.search(wanted, message), message
     assert "\n" not in message
     assert len(message) < 400
@@ -149,7 +151,7 @@ def test_a_slow_template_ends_a_run_that_skips_bad_lines(
     slow = "{% if messages[0].content == 'slow' %}" + LOOPS + "{% endif %}" + PLAIN
     vocabulary = type("Vocabulary", (), {"vocab_size": 999, "eod": 1})()
     chats = [chat("one", "two"), *[chat("slow", "two")] * MOST_EXCEEDED]
-    with limited(tokenizer, slow) as encoder:
+    with limited(tokenizer, slow, 2.0) as encoder:
         skipping = Fields(skip_bad=True)
         path = write_lines(tmp_path / "in.jsonl", chats)
         with pytest.raises(ValueError, match=r"in\.jsonl:4: .* takes longer .*, and for 2 others: change the template"):
