@@ -1,8 +1,8 @@
 """Torch's memory-efficient and cuDNN attention on ghost GPUs.
 
-What callers can see is played, from torch's sources (``aten/src/ATen/native/transformers/cuda/attention.cu`` and
-``attention_backward.cu``): shapes, types, alignment of head widths, the three masks, the window, and a log-sum-exp with
-rows that nothing has written. ``flash.py`` has FlashAttention.
+They play the parts that callers can see, from torch's sources (``attention.cu`` and ``attention_backward.cu`` in
+``aten/src/ATen/native/transformers/cuda``): shapes, types, alignment of head widths, the three masks, the window, and a
+log-sum-exp with rows that nothing has written. ``flash.py`` has FlashAttention, ``scores.py`` the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,69 +13,12 @@ import torch
 
 from tests.ghost import flash
 from tests.ghost.memory import alias, upload
+from tests.ghost.scores import attend, gradients, hidden_keys
 
 NO_MASK, CAUSAL, CAUSAL_FROM_THE_END = 0, 1, 2
 LSE_ALIGNMENT = 32
 ALIGNED_BYTES = 16
 CUDNN_WIDEST = 128
-TILE = 512
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [q, heads, width of values] and the log-sum-exp [heads, q] of one document in float32.
-
-    ``query`` [q, heads, d], ``key`` and ``value`` [k, heads or fewer, d], ``hidden`` [q, k].
-    """
-    repeats = query.shape[1] // key.shape[1]
-    keys, values = (one.float().repeat_interleave(repeats, 1) for one in (key, value))
-    outputs, sums = [], []
-    for tile in tiles(len(query)):
-        scores = torch.einsum("qhd,khd->hqk", query[tile].float(), keys) * scale
-        scores.masked_fill_(hidden[tile], float("-inf"))
-        logs = torch.logsumexp(scores, -1)
-        is_empty = torch.isneginf(logs)
-        weights = torch.exp(scores - logs.masked_fill(is_empty, 0)[..., None])
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
-        sums.append(logs.masked_fill(is_empty, float("inf")))
-    return torch.cat(outputs), torch.cat(sums, 1)
-
-
-def gradients(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    keys: tuple[torch.Tensor, torch.Tensor],
-    hidden: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value of one document in float32.
-
-    Args:
-        rows: gradient of the output, query and output [q, heads, d], log-sum-exp [heads, q].
-        keys: keys and values [k, heads or fewer, d].
-        hidden: hidden keys [q, k].
-        scale: factor of scores.
-    """
-    of_out, query, out = (one.float() for one in rows[:3])
-    repeats = query.shape[1] // keys[0].shape[1]
-    key, value = (one.float().repeat_interleave(repeats, 1) for one in keys)
-    of_query, of_key, of_value = (torch.zeros_like(one) for one in (query, key, value))
-    for tile in tiles(len(query)):
-        sums = rows[3][:, tile, None]
-        scores = torch.einsum("qhd,khd->hqk", query[tile], key) * scale
-        weights = torch.exp(scores - sums).masked_fill(hidden[tile] | torch.isinf(sums), 0)
-        inner = (of_out[tile] * out[tile]).sum(-1).t()[..., None]
-        of_scores = weights * (torch.einsum("qhd,khd->hqk", of_out[tile], value) - inner) * scale
-        of_query[tile] = torch.einsum("hqk,khd->qhd", of_scores, key)
-        of_key += torch.einsum("hqk,qhd->khd", of_scores, query[tile])
-        of_value += torch.einsum("hqk,qhd->khd", weights, of_out[tile])
-    of_key, of_value = (one.unflatten(1, (-1, repeats)).sum(2) for one in (of_key, of_value))
-    return of_query, of_key, of_value
-
-
-def tiles(num_rows: int) -> list[slice]:
-    """Return parts of rows, whose scores fit into memory. There is one part even without rows."""
-    return [slice(start, start + TILE) for start in range(0, max(num_rows, 1), TILE)]
 
 
 # ---- memory-efficient attention: tensors [batch, rows or keys, heads, width]
@@ -97,7 +40,7 @@ def efficient_forward(
     out = torch.full((*query.shape[:3], value.shape[3]), float("nan"), dtype=query.dtype)
     lse = torch.full((len(bounds), query.shape[2], longest + -longest % LSE_ALIGNMENT), float("nan"))
     for index, (batch, start, end, first, last) in enumerate(bounds):
-        hidden = hidden_keys(end - start, last - first, custom_mask_type, window_size)
+        hidden = hidden_by(end - start, last - first, custom_mask_type, window_size)
         part, sums = attend(q[batch, start:end], k[batch, first:last], v[batch, first:last], hidden, scale)
         out[batch, start:end] = part.to(out.dtype)
         lse[index, :, : end - start] = sums
@@ -123,7 +66,7 @@ def efficient_backward(
     found = [torch.full(one.shape, float("nan"), dtype=one.dtype) for one in (query, key, value)]
     bounds = places(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     for index, (batch, start, end, first, last) in enumerate(bounds):
-        hidden = hidden_keys(end - start, last - first, custom_mask_type, window_size)
+        hidden = hidden_by(end - start, last - first, custom_mask_type, window_size)
         rows = (*(one[batch, start:end] for one in (of_out, q, output)), lse[index, :, : end - start])
         parts = gradients(rows, (k[batch, first:last], v[batch, first:last]), hidden, scale)  # type: ignore[arg-type]
         found[0][batch, start:end] = parts[0].to(query.dtype)
@@ -155,18 +98,14 @@ def places(
     return [(0, *bounds) for bounds in flash.documents(rows, keys, max_rows, longest)]
 
 
-def hidden_keys(num_rows: int, num_keys: int, mask_type: int, window: int | None) -> torch.Tensor:
+def hidden_by(num_rows: int, num_keys: int, mask_type: int, window: int | None) -> torch.Tensor:
     """Return the mask of hidden keys [rows, keys]. A window includes the query's own key."""
+    has_window = window is not None and window > 0
+    if has_window and mask_type == NO_MASK:
+        raise RuntimeError("a window needs a causal mask")
     offset = num_keys - num_rows if mask_type == CAUSAL_FROM_THE_END else 0
-    row, key = torch.arange(num_rows)[:, None] + offset, torch.arange(num_keys)[None]
-    hidden = torch.zeros(num_rows, num_keys, dtype=torch.bool)
-    if mask_type != NO_MASK:
-        hidden |= key > row
-    if window is not None and window > 0:
-        if mask_type == NO_MASK:
-            raise RuntimeError("a window needs a causal mask")
-        hidden |= key <= row - window
-    return hidden
+    left = window - 1 if window is not None and has_window else None
+    return hidden_keys(num_rows, num_keys, offset, left, None if mask_type == NO_MASK else 0)
 
 
 # ---- cuDNN: tensors [batch, heads, rows or keys, width], a causal mask that is aligned with the first key
@@ -181,7 +120,7 @@ def cudnn_forward(
     check_cudnn(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     num_rows, num_keys, device = query.shape[2], key.shape[2], query.device
-    hidden = hidden_keys(num_rows, num_keys, CAUSAL if is_causal else NO_MASK, None)
+    hidden = hidden_keys(num_rows, num_keys, 0, None, 0 if is_causal else None)
     q, k, v = (alias(one).transpose(1, 2) for one in (query, key, value))
     parts = [attend(q[batch], k[batch], v[batch], hidden, scale) for batch in range(len(q))]
     out = torch.stack([part for part, _ in parts]).to(query.dtype).transpose(1, 2)
@@ -201,7 +140,7 @@ def cudnn_backward(
     if logsumexp.dtype != torch.float32 or logsumexp.shape != (*query.shape[:3], 1):
         raise RuntimeError("the log-sum-exp must be float32 [batch, heads, rows, 1]")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    hidden = hidden_keys(query.shape[2], key.shape[2], CAUSAL if is_causal else NO_MASK, None)
+    hidden = hidden_keys(query.shape[2], key.shape[2], 0, None, 0 if is_causal else None)
     of_out, q, k, v, output = (alias(one).transpose(1, 2) for one in (grad_out, query, key, value, out))
     lse = alias(logsumexp)[..., 0]
     parts = [

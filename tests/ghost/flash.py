@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.ghost.memory import alias, upload
+from tests.ghost.scores import attend, gradients, hidden_keys
 
 Bounds = tuple[int, int, int, int]
 """First row, end of rows, first key and end of keys of a document."""
@@ -38,22 +39,14 @@ def forward(
     check(query, key, value)
     assert cum_seq_q is not None, "only documents of different lengths are played"
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rows, keys, values = (alias(one).float() for one in (query, key, value))
-    repeats = query.shape[1] // key.shape[1]
+    rows, keys, values = map(alias, (query, key, value))
     output = torch.full((*query.shape[:2], value.shape[2]), float("nan"), dtype=query.dtype)
     sums = torch.full((query.shape[1], query.shape[0]), float("nan"))
-    for start, end, first, last in documents(cum_seq_q, cum_seq_k, max_q, max_k):
-        if start == end:
-            continue
-        scores = torch.einsum("qhd,khd->hqk", rows[start:end], keys[first:last].repeat_interleave(repeats, 1)) * scale
-        hidden = hidden_keys(end - start, last - first, is_causal, window_size_left, window_size_right)
-        scores.masked_fill_(hidden, float("-inf"))
-        logs = torch.logsumexp(scores, -1) if last > first else torch.full(scores.shape[:2], float("-inf"))
-        is_empty = torch.isneginf(logs)
-        weights = torch.exp(scores - logs.masked_fill(is_empty, 0)[..., None])
-        repeated = values[first:last].repeat_interleave(repeats, 1)
-        output[start:end] = torch.einsum("hqk,khd->qhd", weights, repeated).to(query.dtype)
-        sums[:, start:end] = logs.masked_fill(is_empty, float("inf"))
+    for bounds in documents(cum_seq_q, cum_seq_k, max_q, max_k):
+        mine, own = slice(*bounds[:2]), slice(*bounds[2:])
+        hidden = hidden_from_the_end(bounds, is_causal, window_size_left, window_size_right)
+        part, sums[:, mine] = attend(rows[mine], keys[own], values[own], hidden, scale)
+        output[mine] = part.to(query.dtype)
     device = query.device
     seeds = torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64)
     unused_seed = torch.empty(0, dtype=torch.int64, device=device).view(torch.uint64)
@@ -87,24 +80,15 @@ def backward(
     if logsumexp.dtype != torch.float32 or not logsumexp.is_contiguous():
         raise RuntimeError("the log-sum-exp must be float32 and contiguous")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rows, keys, values, gradient, output = (alias(one).float() for one in (query, key, value, grad_out, out))
-    logs, repeats = alias(logsumexp), query.shape[1] // key.shape[1]
+    rows, keys, values, gradient, output = map(alias, (query, key, value, grad_out, out))
+    logs = alias(logsumexp)
     found = [torch.full(one.shape, float("nan")) for one in (query, key, value)]
-    for start, end, first, last in documents(cum_seq_q, cum_seq_k, max_q, max_k):
-        found[0][start:end] = found[1][first:last] = found[2][first:last] = 0
-        if start == end or first == last:
-            continue
-        mine, sums = slice(start, end), logs[:, start:end, None]
-        own_keys, own_values = (one[first:last].repeat_interleave(repeats, 1) for one in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", rows[mine], own_keys) * scale
-        hidden = hidden_keys(end - start, last - first, is_causal, window_size_left, window_size_right)
-        weights = torch.exp(scores - sums).masked_fill(hidden | torch.isinf(sums), 0)
-        inner = (gradient[mine] * output[mine]).sum(-1).t()[..., None]
-        of_scores = weights * (torch.einsum("qhd,khd->hqk", gradient[mine], own_values) - inner) * scale
-        found[0][mine] = torch.einsum("hqk,khd->qhd", of_scores, own_keys)
-        for place, weight, other in ((1, of_scores, rows), (2, weights, gradient)):
-            of_heads = torch.einsum("hqk,qhd->khd", weight, other[mine])
-            found[place][first:last] = of_heads.unflatten(1, (-1, repeats)).sum(2)
+    for bounds in documents(cum_seq_q, cum_seq_k, max_q, max_k):
+        mine, own = slice(*bounds[:2]), slice(*bounds[2:])
+        hidden = hidden_from_the_end(bounds, is_causal, window_size_left, window_size_right)
+        of_rows = gradient[mine], rows[mine], output[mine], logs[:, mine]
+        parts = gradients(of_rows, (keys[own], values[own]), hidden, scale)
+        found[0][mine], found[1][own], found[2][own] = parts
     return tuple(upload(one.to(query.dtype), query.device) for one in found)
 
 
@@ -140,14 +124,7 @@ def documents(rows: torch.Tensor, keys: torch.Tensor, max_rows: int, max_keys: i
     return found
 
 
-def hidden_keys(num_rows: int, num_keys: int, is_causal: bool, left: int | None, right: int | None) -> torch.Tensor:
-    """Return the mask of the keys that a row does not see [rows, keys]. The last row is aligned with the last key."""
-    right = 0 if is_causal else right
-    row = torch.arange(num_rows)[:, None] + num_keys - num_rows
-    key = torch.arange(num_keys)[None]
-    hidden = torch.zeros(num_rows, num_keys, dtype=torch.bool)
-    if right is not None and right >= 0:
-        hidden |= key > row + right
-    if left is not None and left >= 0:
-        hidden |= key < row - left
-    return hidden
+def hidden_from_the_end(bounds: Bounds, is_causal: bool, left: int | None, right: int | None) -> torch.Tensor:
+    """Return the mask of hidden keys [rows, keys]. The last row is aligned with the last key."""
+    num_rows, num_keys = bounds[1] - bounds[0], bounds[3] - bounds[2]
+    return hidden_keys(num_rows, num_keys, num_keys - num_rows, left, 0 if is_causal else right)

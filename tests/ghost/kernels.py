@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
 from tests.ghost import attention, flash, trace
+from tests.ghost.environment import NUM_DEVICES
 from tests.ghost.memory import alias, upload
 
 # Operators whose CUDA version launches nothing: views, allocations, and reads by the host.
@@ -38,6 +41,14 @@ READS = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive 
 HALF = (torch.bfloat16, torch.float16)
 
 _library: torch.library.Library | None = None
+
+
+def known_devices() -> AbstractContextManager[object]:
+    """Tell modules that are imported inside the number of devices, for which some ask.
+
+    Asking the runtime counts as a use of CUDA, and torch refuses CUDA in the children of a process that has used it.
+    """
+    return mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=NUM_DEVICES)
 
 
 def install() -> int:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from unittest import mock
-
-import torch
 
 from tests.ghost import kernels
-from tests.ghost.environment import NUM_DEVICES
 
 NUM_KERNELS = kernels.install()
 
-# As in ``preload.py``: asking the runtime for devices would count as a use of CUDA, which forked children may not have.
-with mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=NUM_DEVICES), warnings.catch_warnings():
+with kernels.known_devices(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core.models.gpt
     import megatron.training.training  # noqa: F401

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from unittest import mock
-
-import torch
 
 from tests.ghost import kernels
-from tests.ghost.environment import NUM_DEVICES
 
 NUM_KERNELS = kernels.install()
 
@@ -19,7 +15,5 @@ if importlib.util.find_spec("triton"):
 
     cache.triton_key()
 
-# Modules ask for the number of devices when they are imported. Asking the runtime counts as a use of CUDA, and torch
-# refuses CUDA in the children of a process that has used it.
-with mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=NUM_DEVICES):
+with kernels.known_devices():
     import tests.e2e.preload  # noqa: F401
