@@ -78,6 +78,14 @@ SECONDS_TO_END = 60.0
 may_start_processes = True
 
 
+def free_port() -> int:
+    """Return a port of the loopback interface that no one listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def check_may_start_processes() -> None:
     """Raise RuntimeError if the running test lacks the mark ``ranks``."""
     if not may_start_processes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -19,7 +18,7 @@ from scripts.cluster.topology import Topology
 from tests.e2e.corpora import write_documents
 from tests.faults import strikes
 from tests.faults.points import BATCH, FAULTS, LAYOUTS, NUM_RANKS, NUM_STEPS, SAVE_INTERVAL, Point
-from tests.harness import run_ranks
+from tests.harness import free_port, run_ranks
 
 LENGTHS = (256, 3, 190, 130, 100, 17, 64, 40, 90, 100, 33, 65, 129, 8, 120, 50, 9, 193, 60, 5, 77, 12, 31, 110)
 assert len(LENGTHS) == BATCH * NUM_STEPS
@@ -108,9 +107,7 @@ def write_data(point: Point, folder: Path) -> Path:
 def run(job: Job) -> Ended:
     """Run a job until all ranks have ended. Raises TimeoutError if a rank hangs."""
     job.folder.mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     codes = run_ranks(rank_main, NUM_RANKS, job, port, init_group=False, may_die=range(NUM_RANKS), timeout=120.0)
     struck = job.folder / "struck"
     seconds = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from bytescale_ext.parallel.faults import PeerLost, failure_text, is_peer_error
 from bytescale_ext.parallel.p2p import RingComm
-from tests.harness import run_ranks
+from tests.harness import free_port, run_ranks
 
 
 def lose_a_peer(rank: int, world: int) -> list[str]:
@@ -46,9 +45,7 @@ def test_a_collective_and_an_exchange_name_their_ranks() -> None:
 
 def wait_for_nobody(rank: int, world: int) -> str:
     """Return the error of a rank if the others do not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     place, soon = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=1)
     with pytest.raises(RuntimeError) as found:
         dist.init_process_group("gloo", init_method=place, rank=0, world_size=2, timeout=soon)

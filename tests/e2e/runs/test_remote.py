@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from tests.e2e.training import (
     train_ranks,
     train_with,
 )
-from tests.harness import run_ranks
+from tests.harness import free_port, run_ranks
 
 # Ranks unpickle functions of this module, and Ray must not be imported before its settings are known.
 pytestmark = [
@@ -81,9 +80,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def start_cluster(folder: Path) -> tuple[str, subprocess.Popen[bytes], Path]:
     """Address, process and log of a cluster; the process has ended if it cannot start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = folder / "ray.log"
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1",
                f"--port={port}", "--num-cpus=0", "--include-dashboard=false", "--object-store-memory=100000000",
