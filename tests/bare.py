@@ -1,4 +1,4 @@
-"""A machine that has only Python, torch, pytest and Megatron: an environment of links to installed packages."""
+"""A machine that has only Python, torch, pytest and Megatron: its packages, and an environment of links to them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import venv
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+MEGATRON = "megatron-core"
 ROOTS = ("torch", "pytest", "setuptools", "numpy", "nvidia-cuda-runtime", "nvidia-cublas")
 """Packages that such a machine has, with their needs; setuptools compiles kernels of Triton."""
-MEGATRON = "megatron-core"
 
 
 def bare_environment(folder: Path) -> tuple[Path, Path]:
@@ -33,12 +33,17 @@ def link(package: Distribution, folder: Path) -> None:
             target.symlink_to(source)
 
 
+def canonical(name: str) -> str:
+    """Return the name of a package in the spelling that all its spellings share."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def needs(roots: tuple[str, ...]) -> list[Distribution]:
     """Return packages and all packages that they need, without extras."""
     found: dict[str, Distribution] = {}
     waiting = list(roots)
     while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        name = canonical(waiting.pop())
         if name in found:
             continue
         try:

@@ -12,24 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Imports fail for packages that neither torch nor Megatron nor pytest installs.
-BARE = r"""
-import re, sys
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+BARE = """
+import sys
+from importlib.metadata import packages_distributions
+from tests.bare import MEGATRON, canonical, needs
 
-def canonical(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-installed, waiting = set(), ["torch", "megatron-core", "pytest", "setuptools"]
-while waiting:
-    name = canonical(waiting.pop())
-    if name in installed:
-        continue
-    try:
-        needs = distribution(name).requires or []
-    except PackageNotFoundError:  # of another platform
-        continue
-    installed.add(name)
-    waiting += [re.match(r"[\w.-]+", need)[0] for need in needs if "extra ==" not in need]
+installed = {canonical(package.name) for package in needs(("torch", MEGATRON, "pytest", "setuptools"))}
 for module, owners in packages_distributions().items():
     is_ours = module in ("megatron", "bytescale_ext", "pretrain_gpt_hdp")
     if not is_ours and installed.isdisjoint(map(canonical, owners)):
