@@ -34,9 +34,9 @@ from bytescale_ext.data.samples.template_limits import (
     BYTES,
     MOST_EXCEEDED,
     SECONDS,
+    CallError,
     LimitedFunction,
     LimitExceededError,
-    TemplateError,
 )
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import check_characters, finite, json_value, stored_bytes
@@ -310,6 +310,17 @@ def _content(record: ArcWarcRecord) -> bytes:
         return cast(bytes, record.content_stream().read(MOST_BYTES + 1))
 
 
+def _with_its_text(page: Document, where: str, extract: Callable[[str], str]) -> Document | BadRecord:
+    """Return a page of HTML with the text that ``extract`` finds in it."""
+    try:
+        page.text = extract(page.text) or ""
+    except LimitExceededError:
+        return BadRecord("broken", where, _COSTLY)
+    except (CallError, ValueError) as error:
+        return BadRecord("broken", where, f"its text cannot be found ({one_line(error, 160)})")
+    return page
+
+
 def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
     import trafilatura  # noqa: F401  # here, so that the process of ``extract`` has it
     from datatrove.pipeline.extractors import Trafilatura
@@ -339,20 +350,11 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
                     found = {name: record.rec_headers.get_header(header) for name, header in headers.items()}
                     page.metadata = {name: value for name, value in found.items() if value}
                 if is_page and isinstance(page, Document):
-                    try:
-                        page.text = extract(page.text) or ""
-                    except LimitExceededError:
-                        yield BadRecord("broken", where, _COSTLY)
-                        num_costly += 1
-                        if num_costly == MOST_EXCEEDED:
-                            raise ValueError(
-                                f"{num_costly} pages are too costly: nothing behind them is read"
-                            ) from None
-                        continue
-                    except (TemplateError, ValueError) as error:
-                        yield BadRecord("broken", where, f"its text cannot be found ({one_line(error, 160)})")
-                        continue
+                    page = _with_its_text(page, where, extract)
                 is_empty = isinstance(page, Document) and not page.text
                 yield BadRecord("empty", where, "a page without text") if is_empty else page
+                num_costly += isinstance(page, BadRecord) and page.why == _COSTLY
+                if num_costly == MOST_EXCEEDED:
+                    raise ValueError(f"{num_costly} pages are too costly: nothing behind them is read")
     except Exception as error:  # warcio, gzip and the extractor raise many types
         yield BadRecord("broken", str(path), f"not a WARC file ({one_line(_reason(error, path), 300)})")

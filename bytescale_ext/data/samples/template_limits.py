@@ -52,12 +52,12 @@ def _has_power(template: str) -> bool:
     return False
 
 
-class TemplateError(Exception):
-    """Error that a template raised, in one line."""
+class CallError(Exception):
+    """Error that the function of a ``LimitedFunction`` raised, in one line."""
 
 
 class LimitExceededError(ValueError):
-    """A template takes more time or memory than it may."""
+    """A call takes more time or memory than it may."""
 
 
 class LimitedFunction[Question, Answer]:
@@ -85,7 +85,7 @@ class LimitedFunction[Question, Answer]:
         Raises:
             LimitExceededError: the call exceeds a limit.
             ValueError: the function raised a ValueError.
-            TemplateError: the function raised another error.
+            CallError: the function raised another error.
         """
         connection = self._connection or self._start()
         is_ready = False
@@ -140,7 +140,7 @@ def _serve(
                 kind = LimitExceededError if isinstance(refusal, LimitExceededError) else ValueError
                 error = kind(str(refusal))
             except Exception as other:
-                error = TemplateError(one_line(other, 200))
+                error = CallError(one_line(other, 200))
             connection.send((error, answer))
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bytescale_ext.data.samples import template_limits
-from bytescale_ext.data.samples.template_limits import LimitedFunction, TemplateError, check_template, limits
+from bytescale_ext.data.samples.template_limits import CallError, LimitedFunction, check_template, limits
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.Monke
         assert render("{{ 2 + 2 }}") == "4"
     with pytest.raises(ValueError, match="memory"):
         LimitedFunction(rendered, 20.0, 1 << 28)("{{ 'a' * 4000000000 }}")
-    with pytest.raises(TemplateError, match="unknown tag 'x'"):
+    with pytest.raises(CallError, match="unknown tag 'x'"):
         render("{% x %}")
