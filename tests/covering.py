@@ -9,7 +9,7 @@ Names = tuple[str, ...]
 
 
 def covering_array(features: Sequence[str], fits: Callable[[Names], bool]) -> list[Names]:
-    """Return sets of features in which each pair that fits occurs at least once.
+    """Return sets of features: each pair that fits is in one of them at least.
 
     A set begins with the first pair that no set has, and grows by the feature that adds most such pairs. Equal
     arguments give equal sets.

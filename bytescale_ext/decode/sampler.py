@@ -48,7 +48,7 @@ class Sampler:
             return list(map(int, scores.argmax(-1).tolist()))
         cumulative = (scores / self.temperature).softmax(-1, dtype=torch.float64).cumsum(-1)
         numbers = torch.tensor([[self._number(place)] for place in places], dtype=torch.float64)
-        # The sum of all probabilities is 1 but for rounding. A token of probability 0 is never taken.
+        # The sum of all probabilities is 1, except for rounding. A token of probability 0 is never taken.
         tokens = torch.searchsorted(cumulative, upload(numbers, logits.device) * cumulative[:, -1:], right=True)
         return list(map(int, tokens[:, 0].clamp(max=scores.shape[1] - 1).tolist()))
 

@@ -83,7 +83,7 @@ def train(num_ranks: int, *flags: object, entry: Callable[[], None] | None = Non
 def train_ranks(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> list[Outcome]:
     """Train like ``train``, and return the results of all ranks."""
     argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
-    outcomes: list[Outcome] = run_ranks(_train, num_ranks, argv, entry)
+    outcomes: list[Outcome] = run_ranks(train_in_process, num_ranks, argv, entry)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
     if not outcomes[0].code:
         note(argv)
@@ -129,7 +129,7 @@ def train_apart(*runs: Sequence[object], entry: Callable[[], None] | None = None
 
 def _train_apart(rank: int, world: int, argvs: list[list[str]], entry: Callable[[], None] | None) -> Outcome:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    return _train(0, 1, argvs[rank], entry)
+    return train_in_process(0, 1, argvs[rank], entry)
 
 
 def train_to_failure(num_ranks: int, *flags: object, entry: Callable[[], None], folder: Path) -> list[str | None]:
@@ -148,13 +148,13 @@ def train_to_failure(num_ranks: int, *flags: object, entry: Callable[[], None], 
 
 def _train_alone(rank: int, world: int, argv: list[str], entry: Callable[[], None], folder: str) -> Outcome:
     try:
-        return _train(rank, world, argv, entry)
+        return train_in_process(rank, world, argv, entry)
     except BaseException:
         Path(folder, f"rank{rank}.txt").write_text(traceback.format_exc())
         os._exit(1)  # a failed process must not stay connected to its peers, unlike a rank of the harness
 
 
-def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | None) -> Outcome:
+def train_in_process(rank: int, world: int, argv: list[str], entry: Callable[[], None] | None) -> Outcome:
     import pretrain_gpt_hdp
 
     plan_in_process(False)

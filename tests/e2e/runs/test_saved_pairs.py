@@ -22,7 +22,7 @@ from tests.covering import covering_array
 from tests.e2e.corpora import VOCAB
 from tests.e2e.once import once
 from tests.e2e.tested import ROWS, flags_of
-from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, _train, step_losses, train_ranks
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_in_process, train_ranks
 from tests.harness import run_ranks
 from tests.sample import examples, sampled
 
@@ -167,7 +167,7 @@ def ranks_of(names: tuple[str, ...]) -> int:
 
 PAIRS = [pair for pair in itertools.combinations(PIECES, 2) if not are_one(pair)]
 SETS = [" + ".join(names) for names in covering_array(tuple(PIECES), fits)]
-"""Sets of features in which each pair that trains occurs: some twenty trainings in place of hundreds."""
+"""Sets of features: each pair that trains is in one of them. Thirteen trainings replace hundreds."""
 SAMPLE = SETS[-1:]
 
 
@@ -205,14 +205,14 @@ def test_pairs_that_are_refused_end_in_one_line(corpus: Path, tmp_path: Path) ->
 
 
 def refusals_of(rank: int, world: int, lines: Mapping[str, tuple[list[str], int]]) -> dict[str, tuple[object, str]]:
-    """Return the exit code and the text of each command line, each in a process forked from this one."""
+    """Return the exit code and the text of each command line. Each runs in a fork of this process."""
     found = {}
     for name, (flags, num_ranks) in lines.items():
         with tempfile.TemporaryFile("w+") as answer:
             child = os.fork()
             if child == 0:
                 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(num_ranks))
-                outcome = _train(0, num_ranks, ["pretrain_gpt_hdp.py", *flags], None)
+                outcome = train_in_process(0, num_ranks, ["pretrain_gpt_hdp.py", *flags], None)
                 answer.write(json.dumps((outcome.code, outcome.text)))
                 answer.flush()
                 os._exit(0)

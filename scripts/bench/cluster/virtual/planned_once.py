@@ -1,6 +1,6 @@
 """Plans of a recording, made once for all ranks.
 
-In training every rank makes each plan for itself, beside its work. Here two cores run all ranks, and planning has no
+In training every rank makes each plan for itself, while it trains. Here two cores run all ranks, and planning has no
 time in the replay.
 """
 
