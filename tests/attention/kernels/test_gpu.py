@@ -129,9 +129,11 @@ def test_no_host_wait_in_rings(name: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [33, 64, 100, 264])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, BF16_TOLERANCE)])
-def test_ring_of_any_head_size(dim: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ring_of_any_head_size(dim: int, dtype: torch.dtype) -> None:
     """Rings run the memory-efficient kernel, in float32 and with heads that flash attention does not support."""
+    # A document of one token has the gradient 0, the difference of two sums of ``dim`` products.
+    tolerance = BF16_TOLERANCE if dtype is torch.bfloat16 else 1e-5 if dim <= 64 else 5e-5
     case = Case(MIXED.lengths, MIXED.rounds, MIXED.num_ranks, heads=8, kv_heads=2, dim=dim, num_padding=5)
     row, comms, ranks = kernel("torch_efficient", dtype, dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
     for number in range(len(case.rounds)):
