@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -126,7 +127,8 @@ def _serve(
     """Answer each question with (error or None, the answer), until the parent ends."""
     parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the parent ends this process
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python writes about errors that nothing can catch
+    sys.stderr = open(os.devnull, "w")  # Python writes about errors that nothing can catch
+    os.dup2(sys.stderr.fileno(), 2)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the parent are not here
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 import time
 
 import pytest
@@ -68,3 +70,16 @@ def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.Monke
         LimitedFunction(rendered, 20.0, 1 << 28)("{{ 'a' * 4000000000 }}")
     with pytest.raises(CallError, match="unknown tag 'x'"):
         render("{% x %}")
+
+
+def test_a_limited_function_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python writes about errors that nothing can catch to its own stream, or to the process's."""
+
+    def written(text: str) -> str:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os.write(2, text.encode())
+        return text
+
+    assert LimitedFunction(written, 20.0)("text") == "text"
+    assert capfd.readouterr() == ("", "")
