@@ -137,6 +137,7 @@ def with_plans() -> None:
     with_equal_weights(partial(train_with, print_plan))
 
 
+@pytest.mark.full
 def test_documents_with_unequal_micro_batches(corpus: Path) -> None:
     """Two pairs of ranks share experts, with different numbers of tokens and micro-batches, in slices.
 

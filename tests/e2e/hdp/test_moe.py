@@ -156,7 +156,7 @@ def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outc
 
 @pytest.mark.parametrize(
     "name",
-    sampled(CASES, ["zero1-overlap-recompute", "ep4-empty-ranks", "slices-ep2-policy", "deepep-ep4", "hybridep-ep4"]),
+    sampled(CASES, ["ep4-empty-ranks", "slices-ep2-policy", "deepep-ep4"]),
 )
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path
