@@ -36,7 +36,8 @@ def slurm_job(checkout: Path) -> tuple[Path, dict[str, str]]:
     commands.mkdir()
     fakes = {
         "scontrol": '[[ "$*" == "show hostnames node[7-9]" ]] && printf "node7\\nnode8\\nnode9\\n"\n'
-        f'[[ "$*" == "show job 1234567" ]] && echo "   Command={checkout}/scripts/{SLURM.name} --lr 1"; true',
+        f'[[ "$*" == "show job 1234567" ]] && echo "JobId=1234567\n   Command={checkout}/scripts/{SLURM.name} --lr 1\n'
+        '   WorkDir=/"; true',
         "sbatch": '[[ ${SBATCH_PARTITION:-} != none ]] && echo "submitted $*" && exit\n'
         'printf "sbatch: error: %s\\n" "no such partition" "not submitted" >&2; exit 1',
         "srun": 'echo "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK" >&2; printf "%q " "$@"',

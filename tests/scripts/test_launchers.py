@@ -221,10 +221,13 @@ def test_slurm_gives_each_task_of_an_array_its_flags_and_its_folder(
 
 
 @pytest.mark.ranks
-def test_slurm_finds_a_checkout_in_a_folder_with_spaces(slurm_job: tuple[Path, dict[str, str]], checkout: Path) -> None:
-    """The path of the script ended at its first space, so that another folder's files ran."""
+@pytest.mark.parametrize("space", [" ", "\n"], ids=["space", "newline"])
+def test_slurm_finds_a_checkout_in_a_folder_with_spaces(
+    space: str, slurm_job: tuple[Path, dict[str, str]], checkout: Path
+) -> None:
+    """The path of the script ended at its first space or newline, so that another folder's files ran."""
     script, environment = slurm_job
-    spaced = checkout / "proj x"
+    spaced = checkout / f"proj{space}x"
     spaced.mkdir()
     for name in ("scripts", ".venv", "data"):
         shutil.copytree(checkout / name, spaced / name)

@@ -22,7 +22,9 @@ _FOLDER: Final = """folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) # the c
 """
 _SLURM_FOLDER: Final = """script=${BASH_SOURCE[0]}
 if [[ ${script##*/} == slurm_script ]]; then # a copy: scontrol shows the path of the original, and its arguments
-  script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1)
+  script=$(scontrol show job "$SLURM_JOB_ID")
+  script=${script#*$'\\n   Command='}
+  script=${script%%$'\\n   WorkDir='*}
   while [[ ! -f $script && $script == *' '* ]]; do script=${script% *}; done
 fi
 folder=$(cd "$(dirname "$script")" && pwd) # the cost file is in the folder of this script

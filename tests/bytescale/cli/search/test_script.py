@@ -72,8 +72,9 @@ def test_words_with_spaces_are_quoted() -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_script_and_cost_file_run_from_any_folder(launcher: str, tmp_path: Path) -> None:
     """A copy of both files finds the cost file, also as the copy of the script that SLURM runs."""
-    here, other = tmp_path / "a folder", tmp_path / "spool"
+    here, other = tmp_path / "a\nnew folder", tmp_path / "spool"
     here.mkdir()
+    (tmp_path / "a").mkdir()
     other.mkdir()
     script = here / "launch.sh"
     script.write_text(script_text(replace(RUN, cost_file="the cost.json"), 2, 8, launcher, []))
@@ -82,7 +83,7 @@ def test_script_and_cost_file_run_from_any_folder(launcher: str, tmp_path: Path)
     tools = {
         "python": f'echo "$@" > {tmp_path}/words',
         "srun": '"$@"',
-        "scontrol": f'[[ $2 == job ]] && printf "   JobState=RUNNING\n   Command={script} --lr 1\n" || echo node1',
+        "scontrol": f'[[ $2 == job ]] && echo "JobId=7\n   Command={script} --lr 1\n   WorkDir=/" || echo node1',
     }
     for name, body in tools.items():
         (other / name).write_text(f"#!/bin/bash\n{body}\n")
