@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from megatron.bytescale.convert.arguments import TrainedModel, configuration
 from megatron.bytescale.convert.config_file import ONLY_THIS_FOLDER, completed, config_in, write_config
 from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.convert.library import library
-from megatron.bytescale.convert.source import FOLDER, copy_source, source_of
+from megatron.bytescale.convert.source import FOLDER, add_source, copy_source, source_of
 from megatron.bytescale.convert.weights import FolderWeights
 from megatron.bytescale.inference.load import Heads, build_model, checkpoint_arguments, checkpoint_at, read_weights
 from megatron.bytescale.inference.new_folder import new_folder
@@ -135,7 +134,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         _write_shards(tensors, part)
         _copy_tokenizer(tokenizer, part)
         if source is not None:
-            shutil.copytree(source, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin"))
+            add_source(source, part)
         write_config(config, part)
     return str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values())
 

@@ -22,6 +22,14 @@ _TEMPLATES: Final = "additional_chat_templates"
 def copy_source(model: Path, target: Path) -> None:
     """Copy the files of a model's folder, except its tensors and code, to a new folder."""
     target.mkdir()
+    add_source(model, target)
+
+
+def add_source(model: Path, target: Path) -> None:
+    """Copy the files of a model's folder, except its tensors and code, into a folder of our own.
+
+    A folder of a stranger may hold devices, pipes, and links to itself: only regular files of known names are copied.
+    """
     for path in _files(model):
         copy = target / path.relative_to(model)
         copy.parent.mkdir(exist_ok=True)
@@ -42,7 +50,7 @@ def keep_source(load: Path | None, save: Path | None) -> None:
     part = save / f".{FOLDER}.part"
     shutil.rmtree(part, ignore_errors=True)
     save.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(load / FOLDER, part)
+    copy_source(load / FOLDER, part)
     part.rename(save / FOLDER)
 
 
