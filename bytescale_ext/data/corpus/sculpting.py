@@ -38,7 +38,7 @@ from bytescale_ext.data.corpus.tokens import CorpusTokens, MappedTokens, map_tok
 from bytescale_ext.data.corpus.windows_file import ORDERS, WindowsHeader, save_windows, sha256_of
 from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths, sample_table
 from bytescale_ext.data.samples.texts import BYTE_LEVEL_EOD
-from bytescale_ext.data.tasks.runs import mapped, save_array
+from bytescale_ext.data.tasks.runs import mapped, new_mapped, save_array
 from bytescale_ext.data.tasks.stages import Stage, Step
 from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import write_text
@@ -285,7 +285,7 @@ class Join:
         """Write the files."""
         job, settings = self.job, self.job.settings
         tables = [mapped(job.partition_path(partition, "rows.npy")) for partition in range(job.num_partitions)]
-        joined = np.lib.format.open_memmap(job.work / "table.npy", "w+", ROW, (sum(map(len, tables)),))
+        joined = new_mapped(job.work / "table.npy", ROW, sum(map(len, tables)))
         row = windows = 0
         for table in tables:
             part = joined[row : row + len(table)]

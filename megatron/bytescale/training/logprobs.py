@@ -141,10 +141,15 @@ class Recorder:
     step: StepBatch | None = None
 
     def begin(self) -> None:
-        """Make the file of the numbers, with 0 for each token, unless the run before has made it."""
+        """Make the file of the numbers, with 0 for each token, unless the run before has made it.
+
+        Raises ValueError if somebody has replaced that file by a link.
+        """
+        path = Path(self.task.output + VALUES)
+        if self.done.num_documents and path.is_symlink():
+            raise ValueError(f"{path}: is a link, whose target is not overwritten: remove it, or give another --output")
         Path(self.task.output + HEADER).unlink(missing_ok=True)  # the sidecar is not complete
         if not self.done.num_documents:
-            path = Path(self.task.output + VALUES)
             path.parent.mkdir(parents=True, exist_ok=True)
             with new_log(path, is_binary=True) as file:
                 file.truncate(4 * check_indexed_dataset(self.task.prefix).num_tokens)

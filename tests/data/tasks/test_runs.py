@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.data.tasks.runs import hash_range, joined, rows_between, save_array
+from bytescale_ext.data.tasks.runs import hash_range, joined, new_mapped, rows_between, save_array
 
 ROW = np.dtype([("key", "<u8"), ("value", "<u4")])
 
@@ -28,3 +28,15 @@ def test_a_range_of_each_run(tmp_path: Path) -> None:
     assert [part["key"].tolist() for part in found] == [[5, 5], [5, 6], []]
     assert joined(rows_between(paths, "key", 7, 1 << 64), ROW)["key"].tolist() == [9, (1 << 64) - 1]
     assert len(joined([], ROW)) == 0
+
+
+def test_a_mapped_file_replaces_a_planted_link(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "table.npy"
+    target.write_text("kept")
+    path.symlink_to(target)
+    values = new_mapped(path, ROW, 3)
+    values["key"] = 5
+    values.flush()
+    assert target.read_text() == "kept"
+    assert np.load(path)["key"].tolist() == [5, 5, 5]
+    assert len(new_mapped(path, ROW, 0)) == 0
