@@ -22,7 +22,7 @@ def new_mapped(path: Path, dtype: np.dtype, size: int) -> np.ndarray:
     """Return a memory map of a new file of zeros, which replaces ``path`` and can be written: [size]."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
     with new_file(path, is_binary=True) as stream:
-        np.lib.format.write_array_header_1_0(stream, header)  # type: ignore[no-untyped-call]
+        np.lib.format.write_array_header_1_0(stream, header)
         stream.truncate(stream.tell() + size * dtype.itemsize)
     values: np.ndarray = np.load(path, mmap_mode="r+", allow_pickle=False)
     return values
