@@ -21,7 +21,15 @@ from bytescale_ext.data.clean.words import LinedText
 from bytescale_ext.errors import one_line
 
 _Step = Callable[..., object]
-_SAFE_MODULES: Final = ("datatrove.pipeline.filters", "datatrove.pipeline.formatters")
+_SAFE: Final = {
+    "datatrove.pipeline.filters": (
+        "C4ParagraphFilter", "C4QualityFilter", "FineWebQualityFilter", "GopherQualityFilter",
+        "GopherRepetitionFilter", "SamplerFilter",
+    ),
+    "datatrove.pipeline.formatters": ("FTFYFormatter", "PIIFormatter", "SymbolLinesFormatter"),
+}  # fmt: skip
+"""Steps that run no code, download nothing and end. Others fetch models or lists, or match any regular expression."""
+_WRITER: Final = "exclusion_writer"
 _NAMED: Final = {CLASSIFIER: "bytescale_ext.data.clean.classifiers:Classifier"}
 
 
@@ -51,23 +59,24 @@ def check_own_steps(recipe: Recipe) -> None:
 
 
 def check_runs_no_code(recipe: Recipe) -> None:
-    """Raise ValueError for a step that can run code of the recipe's author.
+    """Raise ValueError for a step that can run code of the recipe's author, or download files, or run without end.
 
-    Other steps are filters and formatters of datatrove, and classifiers without types that the recipe trusts.
+    Other steps are those of ``_SAFE``, and classifiers without types that the recipe trusts.
     """
     for step in recipe.own:
-        if not _runs_no_code(step):
-            raise ValueError(f"step {step.use}: it can run code, so read the recipe and give --trust-recipe")
+        if not _is_safe(step):
+            raise ValueError(
+                f"step {step.use}: it can run code, download files or run without end, so read the recipe and give "
+                "--trust-recipe"
+            )
 
 
-def _runs_no_code(step: OwnStep) -> bool:
+def _is_safe(step: OwnStep) -> bool:
+    options = dict(step.options)
     if step.use == CLASSIFIER:
-        return not dict(step.options).get("trusted")
+        return not options.get("trusted")
     place, _, name = step.use.rpartition(":")
-    if place not in _SAFE_MODULES:
-        return False
-    found = getattr(importlib.import_module(place), name, None)
-    return inspect.isclass(found) and issubclass(found, (BaseFilter, BaseFormatter))
+    return name in _SAFE.get(place, ()) and _WRITER not in options
 
 
 def _run(step: _Step, document: Document) -> str | None:

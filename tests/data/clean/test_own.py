@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.formatters.base import BaseFormatter
 
 from bytescale_ext.data.clean.output import gather
-from bytescale_ext.data.clean.own import OwnSteps, check_own_steps, check_runs_no_code
+from bytescale_ext.data.clean.own import _SAFE, OwnSteps, check_own_steps, check_runs_no_code
 from bytescale_ext.data.clean.recipe import OwnStep, Recipe, Source, read_recipe
 from tests.data.cleaning import document, run_recipe, told
 
@@ -92,14 +95,28 @@ def test_a_step_that_cannot_be_made_is_refused_before_anything_runs(code: Path, 
         OwnStep("datatrove.pipeline.filters:none"),
         OwnStep("datatrove.pipeline.writers:JsonlWriter", (("output_folder", "/tmp/x"),)),
         OwnStep("datatrove.pipeline.filters.lambda_filter:os"),
+        OwnStep("datatrove.pipeline.filters:UnigramLogProbFilter", (("logprobs_threshold", 0),)),  # downloads a table
+        OwnStep("datatrove.pipeline.filters:FastTextClassifierFilter", (("model_url", "https://example.com/m"),)),
+        OwnStep("datatrove.pipeline.filters:LanguageFilter"),
+        OwnStep("datatrove.pipeline.filters:URLFilter"),
+        OwnStep("datatrove.pipeline.filters:C4BadWordsFilter"),
+        OwnStep("datatrove.pipeline.filters:LambdaFilter", (("filter_function", "print"),)),
+        OwnStep("datatrove.pipeline.filters:RegexFilter", (("regex_exp", "(a+)+$"),)),  # takes 2^n steps
+        OwnStep("datatrove.pipeline.filters:GopherQualityFilter", (("exclusion_writer", "/tmp/x"),)),
         OwnStep("classifier", (("model", "x.skops"), ("trusted", ["os.system"]))),
     ],
 )
 def test_a_recipe_runs_no_code_without_trust(step: OwnStep) -> None:
-    with pytest.raises(ValueError, match=f"^step {step.use}: it can run code, so read the recipe and give --trust-rec"):
+    with pytest.raises(ValueError, match=f"^step {step.use}: it can run code, download files or run without end, so "):
         check_runs_no_code(Recipe((), own=(step,)))
-    safe = ("datatrove.pipeline.filters:RegexFilter", "datatrove.pipeline.formatters:PIIFormatter", "classifier")
-    check_runs_no_code(Recipe((), own=tuple(map(OwnStep, safe))))
+
+
+def test_safe_steps_exist_and_need_no_trust() -> None:
+    for place, names in _SAFE.items():
+        steps = tuple(OwnStep(f"{place}:{name}") for name in names)
+        check_runs_no_code(Recipe((), own=(*steps, OwnStep("classifier"))))
+        for name in names:
+            assert issubclass(getattr(importlib.import_module(place), name), (BaseFilter, BaseFormatter))
 
 
 @pytest.mark.parametrize(("name", "message"), [("wrong", "not float"), ("failing", "no such key")])

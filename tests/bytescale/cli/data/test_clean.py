@@ -83,7 +83,7 @@ def test_bad_calls_are_one_line_before_any_work(
     code.write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\n")
     recipe.write_text(f"[[step]]\nuse = '{code}:x'\n")
     for words, message in (
-        (("--recipe", recipe), f"step {code}:x: it can run code, so read the recipe and give --trust-recipe"),
+        (("--recipe", recipe), f"step {code}:x: it can run code, download files or run without end, so read"),
         (("--steps", "near"), "near needs exact"),
         (("--concurrent-tasks", 0), "--concurrent-tasks 0: give 1 or more"),
         (("--executor", "slurm"), "--executor slurm needs a partition: give --slurm partition=P"),
