@@ -19,12 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, BinaryIO, Final, Literal, cast
 
-from bytescale_ext.data.samples.parquet_pages import MOST_RATIO, MOST_ROWS, check_pages
+from bytescale_ext.data.samples.parquet_pages import MOST_RATIO, MOST_ROWS, ColumnPages, check_pages
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import check_stored, finite, json_value
 
 if TYPE_CHECKING:
     from pyarrow import Array
+    from pyarrow.parquet import ParquetFile
 
 Kind = Literal["text", "lines", "values", "parquet", "warc"]
 DAMAGED: Final = (OSError, EOFError, lzma.LZMAError, zlib.error)
@@ -48,6 +49,8 @@ _PACKED: Final = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _LINES: Final = (".jsonl", ".ndjson")
 _HEAD: Final = 1 << 16  # bytes that tell a kind
 _BATCH: Final = 256  # rows of Parquet that are read together
+_SHORT: Final = 64  # bytes of a value that may be in lists of any length
+_BATCH_BYTES: Final = 512 << 20  # to which rows that are read together may unpack
 _BLANK: Final = b" \t\r\n\xef\xbb\xbf"
 _BETWEEN: Final = {False: re.compile(r"[ \t\r\n]*"), True: re.compile(r"[ \t\r\n]*(?:,[ \t\r\n]*)?")}
 """What stands between values, outside and inside a list."""
@@ -335,15 +338,9 @@ def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
     left = most_unpacked(path)
     try:
         with parquet.ParquetFile(path) as table:
-            check_pages(path, table.metadata)
-            leaves = [table.schema.column(number) for number in range(len(table.schema.names))]
-            texts = [
-                leaf.path
-                for leaf in leaves
-                if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in ("STRING", "NONE")
-            ]
+            texts, batch_rows = _read_as(table, check_pages(path, table.metadata))
         with parquet.ParquetFile(path, read_dictionary=texts) as table:
-            for batch in table.iter_batches(_BATCH):
+            for batch in table.iter_batches(batch_rows):
                 names, num_bytes = batch.schema.names, sum(map(_num_bytes, batch.columns))
                 is_large, left = num_bytes > MOST_BYTES, left - num_bytes
                 if left < 0:
@@ -359,6 +356,25 @@ def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
         raise ValueError(f"{path}: cannot be read any further ({one_line(error, 160)})") from error
     if left < 0:
         raise ValueError(unpacks_to_too_much(path))
+
+
+def _read_as(table: ParquetFile, pages: list[ColumnPages]) -> tuple[list[str], int]:
+    """Return the columns that are read as dictionaries, and the rows that are read together.
+
+    A value of another column of bytes may be as long as its page, and a page may repeat it in each row. Raises
+    ValueError for lists of such values.
+    """
+    texts, longest = [], 0
+    for number, column in enumerate(pages):
+        leaf = table.schema.column(number)
+        is_list, kind = leaf.max_repetition_level > 0, leaf.physical_type
+        if kind == "BYTE_ARRAY" and leaf.logical_type.type in ("STRING", "NONE") and (is_list or not column.is_delta):
+            texts.append(leaf.path)
+        elif kind == "BYTE_ARRAY" or (kind == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _SHORT):
+            if is_list:
+                raise ValueError(f"the column {leaf.path!r} has lists of bytes, which no limit holds")
+            longest += column.largest
+    return texts, max(1, min(_BATCH, _BATCH_BYTES // max(1, longest)))
 
 
 def _num_bytes(column: Array) -> int:

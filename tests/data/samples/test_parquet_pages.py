@@ -132,6 +132,65 @@ def test_values_without_bytes_are_refused(version: str, tmp_path: Path, monkeypa
         list(parquet_rows(path))
 
 
+@pytest.mark.ranks
+def test_no_change_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    """pyarrow ends the process when it shows a column whose statistics do not fit the schema."""
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"text": TEXTS, "numbers": list(range(99))})
+    parquet.write_table(table, path, compression="zstd", write_page_index=True)
+    code = """
+import sys
+from pathlib import Path
+from bytescale_ext.data.samples.records import parquet_rows
+path = Path(sys.argv[1])
+content = path.read_bytes()
+end = len(content) - 8
+for place in range(end - int.from_bytes(content[end : end + 4], "little"), end):
+    for flip in (1, 3, 16):
+        changed = bytearray(content)
+        changed[place] ^= flip
+        path.write_bytes(changed)
+        try:
+            list(parquet_rows(path))
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: "), error
+"""
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_that_are_differences_are_read(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of a few bytes can repeat the text before, so few rows are read together if pages are large."""
+    path = tmp_path / "x.parquet"
+
+    def write(table: pyarrow.Table, column: str) -> None:
+        parquet.write_table(table, path, use_dictionary=False, column_encoding={column: encoding})
+
+    table = pyarrow.table({"text": ["a text " * 1000] * 600})
+    write(table, "text")
+    assert list(parquet_rows(path)) == table.to_pylist()
+    sizes: list[int] = []
+    monkeypatch.setattr(records, "_num_bytes", lambda column: sizes.append(len(column)) or 0)
+    monkeypatch.setattr(records, "_BATCH_BYTES", 3 * path.stat().st_size)
+    assert list(parquet_rows(path)) == table.to_pylist()
+    assert 1 <= max(sizes) <= 3
+    write(pyarrow.table({"text": ["x"], "lists": [["a", "ab"]]}), "lists.list.element")
+    with pytest.raises(ValueError, match="cannot be read any further"):
+        list(parquet_rows(path))
+
+
+def test_lists_of_long_values_without_a_limit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    long = pyarrow.array([[b"x" * 100] * 3], pyarrow.list_(pyarrow.binary(100)))
+    short = pyarrow.array([[b"x" * 16] * 3], pyarrow.list_(pyarrow.binary(16)))
+    parquet.write_table(pyarrow.table({"text": ["x"], "short": short}), path)
+    assert len(list(parquet_rows(path))) == 1
+    parquet.write_table(pyarrow.table({"text": ["x"], "long": long}), path)
+    with pytest.raises(ValueError, match=r"the column 'long.list.element' has lists of bytes, which no limit holds"):
+        list(parquet_rows(path))
+
+
 def test_pages_of_many_columns_are_refused_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.parquet"
     columns = {f"column {number}": ["x" * 10_000] for number in range(20)}
