@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -30,7 +31,7 @@ def new_file(path: str | os.PathLike[str], is_binary: bool = False) -> Iterator[
     """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
-        with _stream(os.open(path, os.O_WRONLY | os.O_CLOEXEC), is_binary) as stream:
+        with _named(path), _stream(os.open(path, os.O_WRONLY | os.O_CLOEXEC), is_binary) as stream:
             yield stream
         return
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.partial")
@@ -39,7 +40,7 @@ def new_file(path: str | os.PathLike[str], is_binary: bool = False) -> Iterator[
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
-        with _stream(handle, is_binary) as stream:
+        with _named(path), _stream(handle, is_binary) as stream:
             yield stream
         os.replace(part, path)
     except BaseException:
@@ -78,7 +79,8 @@ def private_folder(parent: str | os.PathLike[str], name: str) -> Iterator[Path]:
     """Yield a new folder in ``parent`` that only this user can enter, and remove it at the end."""
     folder = Path(tempfile.mkdtemp(prefix=f".{name[:100]}.", suffix=".partial", dir=parent))
     try:
-        yield folder
+        with _named(Path(parent) / name):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,6 +106,17 @@ def check_writable_folder(folder: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=".writable-", dir=folder)
     os.close(handle)
     os.unlink(name)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the path in the error of a full disk: writing to an open file raises one without a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _FULL:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def _stream(handle: int, is_binary: bool) -> IO[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -86,3 +87,15 @@ def test_a_private_folder_is_removed(tmp_path: Path) -> None:
         print(1 / 0)
     check_writable_folder(tmp_path / "new" / "deep")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "new"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    full = "No space left on device: "
+    for is_binary, content in ((False, "x"), (True, b"x")):
+        with pytest.raises(OSError, match=f"{full}'/dev/full'"), new_file("/dev/full", is_binary) as file:
+            file.write(content)
+    with pytest.raises(OSError, match=f"{full}'{tmp_path}/x'"), private_folder(tmp_path, "x"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r"^other$"), private_folder(tmp_path, "x"):
+        raise OSError("other")
+    assert not list(tmp_path.iterdir())

@@ -132,7 +132,7 @@ def read_windows(path: Path) -> object:
 def table(columns: dict[str, object]) -> bytes:
     """Return a Parquet file."""
     file = io.BytesIO()
-    parquet.write_table(pyarrow.table(columns), file)
+    parquet.write_table(pyarrow.table(columns), file, write_page_index=True)
     return file.getvalue()
 
 
