@@ -108,8 +108,9 @@ class DeviceNeed:
     cheap tensors, which are rebuilt. Gradients take additional memory; before them, rebuilt rows of a tensor do, until
     they are copied into it. In slices, all layers also hold keys and sums of key gradients until their own backward
     pass, and experts hold tensors that no policy moves. Layers of multi-token prediction are whole until the
-    backward pass of the other layers. The last stage holds the memory behind its layers. Swapped keys
-    are on the device in two layers. Gathered hidden states and messages of virtual stages exist during all passes.
+    backward pass of the other layers; the last of these is written while they run. The last stage holds the memory
+    behind its layers. Swapped keys are on the device in two layers. Gathered hidden states and messages of virtual
+    stages exist during all passes.
 
     Attributes:
         peaks: bytes and number of layers of each peak.
@@ -124,7 +125,7 @@ class DeviceNeed:
         ``copies``: bytes of rebuilt rows; ``products``: planned layers rebuild from whole outputs of products.
         """
         layer, planned, peaks = load.whole_bytes, load.num_layers - resident, []
-        on_its_way = min(2, load.in_flight) if moves and not resident else 0
+        on_its_way = min(2, load.in_flight) - (load.later_layers > 0) if moves and not resident else 0
         running = layer - (0.0 if products else load.bytes_of("view"))  # in its backward pass
         ahead = layer - load.bytes_of("cheap") if products else running  # on its way to host memory, or back
         for moment in load.moments:
@@ -136,6 +137,7 @@ class DeviceNeed:
             others += load.later_layers * moment.bytes * (1 - moment.running / moment.tokens)
             always = (times - share) * resident * layer + held + others
             of_later = moment.running * (load.later_bytes + load.later_layers * moment.bytes / moment.tokens)
+            of_later += moment.running * load.later_gradient
             in_experts = moment.running * load.expert_working_bytes
             at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)
             peaks.append((always + of_later + at_loss, max(0.0, times * planned - share * on_its_way)))

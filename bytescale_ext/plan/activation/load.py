@@ -42,6 +42,9 @@ LATER_STATES: Final = 5
 """Hidden states that a layer of multi-token prediction saves in addition to a plain layer: the later token's embedding,
 two normed states side by side, and its output before and after the last norm."""
 
+LATER_NORMS: Final = 3
+"""Norms of a layer of multi-token prediction outside of its transformer layer: of both inputs, and of its output."""
+
 LOGIT_BYTES: Final = 6
 """Bytes of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
 
@@ -189,6 +192,11 @@ class LayerLoad:
         return max(moment.tokens for moment in self.moments) / self.num_tokens
 
     @property
+    def later_gradient(self) -> float:
+        """Bytes of the gradient of a running token's states: of the model, and of each depth of later tokens."""
+        return (1 + self.later_layers) * self.tensors[0].bytes_per_token if self.later_layers else 0.0
+
+    @property
     def whole_bytes(self) -> float:
         """Bytes of one layer that keeps all its tensors, without keys that slices hold."""
         return self.bytes_of() - self.bytes_of("key")
@@ -222,6 +230,15 @@ class LayerLoad:
         share = moment.running / self.num_tokens
         in_attention = 3 * moment.running * self.tensors[0].bytes_per_token + moment.gathered
         return max(share * self.working_bytes, in_attention if moment.gathered else 0.0)
+
+
+def later_state_bytes(hidden_bytes: float, element_bytes: int, operators: LayerOperators) -> float:
+    """Return the bytes of a token that a layer of multi-token prediction saves in addition to a plain layer.
+
+    ``hidden_bytes``: bytes of a hidden state on this rank.
+    """
+    norms = operators.norm_bytes(hidden_bytes / element_bytes, element_bytes)
+    return LATER_STATES * hidden_bytes + LATER_NORMS * norms
 
 
 def layer_load(cost: ModelCost, length: int, settings: LayerSettings, width: int = 1) -> LayerLoad:
@@ -265,7 +282,8 @@ def load_of_tokens(
     )
     is_split = cost.shape.gated and settings.operators.split_activation
     split_experts = max(1, cost.shape.num_experts // settings.expert_ranks) if is_split else 0
-    of_later = sum(tensor.bytes_per_token for tensor in tensors) + LATER_STATES * tensors[0].bytes_per_token
+    of_later = sum(tensor.bytes_per_token for tensor in tensors)
+    of_later += later_state_bytes(tensors[0].bytes_per_token, settings.element_bytes, settings.operators)
     return LayerLoad(
         tensors=tensors,
         num_tokens=num_tokens,

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.activation.load import LOGIT_BYTES, LayerSettings
+from bytescale_ext.plan.activation.load import LOGIT_BYTES, LayerSettings, later_state_bytes
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import (
     EXPERT_LOAD,
@@ -73,6 +73,8 @@ class PassBytes:
         message: bytes for each token: its hidden state in a message between stages.
         num_messages: messages of the pass's size that exist during it.
         again: bytes for each token of the pass in the layer that is recomputed.
+        later_layers: layers of multi-token prediction on the last stage.
+        in_later: bytes for each token that each of them saves in addition to a plain layer.
     """
 
     num_tokens: float
@@ -85,6 +87,19 @@ class PassBytes:
     message: float = 0.0
     num_messages: int = 0
     again: float = 0.0
+    later_layers: int = 0
+    in_later: float = 0.0
+
+    @property
+    def of_later(self) -> float:
+        """Bytes for each token of layers of multi-token prediction, with the gradient of the states of all depths.
+
+        Recomputed layers keep the later token's embedding, except the layer that runs.
+        """
+        if not self.later_layers:
+            return 0.0
+        others = (self.later_layers - 1) * (self.hidden if self.again else self.in_later)
+        return self.in_later + others + (1 + self.later_layers) * self.hidden
 
     def of_loss(self, tokens: Floats) -> Floats:
         """Return the bytes of the loss in forward or backward passes of these tokens. Arrays keep their shape."""
@@ -100,8 +115,8 @@ class PassBytes:
         """
         in_attention = tokens * 3 * self.hidden + attended * self.of_keys
         layer = np.maximum(tokens * self.in_mlp, in_attention) + tokens * self.again
-        messages = self.num_messages * self.message
-        return np.asarray((np.maximum(layer, self.of_loss(tokens)) if has_loss else layer) + tokens * messages)
+        others = self.num_messages * self.message + (self.of_later if has_loss else 0.0)
+        return np.asarray((np.maximum(layer, self.of_loss(tokens)) if has_loss else layer) + tokens * others)
 
     def of_full(self, num_stages: int) -> tuple[float, ...]:
         """Return the bytes of the backward pass of a full micro-batch on each stage."""
@@ -164,14 +179,17 @@ class StageMemory:
             loss_tokens=loss_tokens or math.inf,
             buffer=gathered_bytes(shape, ranks, element_bytes, sequence_parallel),
             message=shared,
+            later_layers=shape.later_layers,
+            in_later=later_state_bytes(shared, element_bytes, settings.operators),
         )
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
             stage_parameters(part, ranks, stage == 0, stage == last)
             for stage, part in enumerate(shape.stages(num_layers))
         )
+        head = head_bytes(shape, ranks, element_bytes, loss_tokens is not None, settings.operators)
         return cls(
-            replace(layer, head=head_bytes(shape, ranks, element_bytes, loss_tokens is not None, settings.operators)),
+            replace(layer, head=head + passes.later_layers * passes.in_later),
             (*num_layers[:-1], num_layers[-1] + shape.later_layers),
             tuple(of_parameter * count for count in parameters),
             passes.of_full(len(num_layers)),
@@ -194,7 +212,14 @@ class StageMemory:
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         keys = self.layer.keys if sliced else 0.0
         again = replace(self.passes, again=self.layer.activations - input_bytes - keys)
-        layer = replace(self.layer, activations=input_bytes + keys, only_sliced=keys, angles=self.angle_bytes)
+        freed = again.later_layers * (again.in_later - again.hidden)
+        layer = replace(
+            self.layer,
+            activations=input_bytes + keys,
+            only_sliced=keys,
+            angles=self.angle_bytes,
+            head=self.layer.head - freed,
+        )
         return replace(self, layer=layer)._of(again)
 
     def unsliced(self) -> StageMemory:

@@ -79,7 +79,7 @@ def parameters(setup: Setup) -> list[Parameters]:
 
 def _dense_parameters(setup: Setup, stage: int) -> float:
     """Return the parameters of a stage without experts and added parameters. Tied embeddings of a stage count once."""
-    mesh, shape = setup.mesh, setup.shape.part(setup.mesh.stage_layers[stage])
+    mesh, shape = setup.mesh, setup.shape.stages(setup.mesh.stage_layers)[stage]
     has_embedding, has_head = stage == 0 and not setup.states.embedding_in_host, stage == mesh.last_stage
     count = stage_parameters(shape, mesh.tensor_parallel, has_embedding, has_head)
     if has_embedding and has_head and setup.states.ties_embeddings:

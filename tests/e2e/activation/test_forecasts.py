@@ -1,0 +1,89 @@
+"""The activations of a training step take the bytes that a dry run predicts, for latent attention and later tokens.
+
+``--hdp-memory-step`` counts live tensor storages on CPU. Each step has full micro-batches, as forecasts assume.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.corpora import documents
+from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_with
+from tests.sample import sampled
+
+pytestmark = pytest.mark.ranks
+
+TOKENS = 512
+STEPS = 2
+GROUPS = MODEL.index("--group-query-attention")
+SIZES = (
+    f"--num-layers 5 --hidden-size 256 --ffn-hidden-size 688 --num-attention-heads 8 --init-method-std 0.02 "
+    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --global-batch-size 2 --train-iters {STEPS} "
+    f"--hdp-tokens-per-rank {TOKENS} --hdp-memory-step {STEPS} --hdp-learn-costs off --chunked-cross-entropy 64"
+).split()
+LATENT = [
+    *MODEL[:GROUPS],
+    *MODEL[GROUPS + 3 :],
+    *"--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32".split(),
+    *"--qk-layernorm --rope-type yarn --rotary-scaling-factor 4 --mscale 1.0 --mscale-all-dim 0.5".split(),
+]
+MODELS = {
+    "latent": [*LATENT, "--q-lora-rank", "96"],
+    "latent without query latent": LATENT,
+    "later tokens": [*MODEL, *"--mtp-num-layers 1".split()],
+    "latent and later tokens": [*LATENT, *"--q-lora-rank 96 --mtp-num-layers 2".split()],
+}
+HOST = "--host-memory-gb 0.2"
+POLICIES = {
+    "none": "",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "memo": f"--activation-policy memo --swap-fraction 0.4 {HOST}",
+    "priced": f"--activation-policy priced --swap-fraction 0.3 --recompute-fraction 0.5 {HOST}",
+    "swap": f"--swap-fraction 1 {HOST}",
+}
+CASES = [(model, policy) for model in MODELS for policy in POLICIES]
+
+
+def train_and_measure() -> None:
+    """Entry that prints the forecast of each step, [states, total], and the bytes that exist before the last step."""
+    from bytescale_ext.measure.peak import PeakMeter
+
+    begin = PeakMeter.begin
+
+    def begin_and_print(self: PeakMeter, on_cuda: bool, host: Any = ()) -> None:
+        begin(self, on_cuda, host)
+        print("EXISTING", sum(storage.nbytes() for storage in self._storages.values()))
+
+    PeakMeter.begin = begin_and_print  # type: ignore[method-assign]
+    train_with(print_forecast)
+
+
+def print_forecast(runtime: Any, model: torch.nn.Module) -> None:
+    """Print the forecast of this step's memory on the only stage, in bytes."""
+    from bytescale_ext.plan.setup.forecast import Forecast
+
+    forecast = Forecast(runtime.run.decision)
+    (stage,) = forecast.memory(*forecast.table(runtime.step.batch.plan))
+    print("FORECAST", json.dumps([stage.device.states, stage.device.total]))
+
+
+@pytest.mark.parametrize(("model", "policy"), sampled(CASES, [("latent and later tokens", "memo")]))
+def test_a_step_takes_the_memory_that_a_dry_run_predicts(model: str, policy: str, tmp_path: Path) -> None:
+    corpus = documents((TOKENS,), copies=8)
+    words = [*MODELS[model], *TRAIN, *HDP, *SIZES, *POLICIES[policy].split()]
+    (outcome,) = train_ranks(1, *words, "--data-path", corpus, "--hdp-log-dir", tmp_path, entry=train_and_measure)
+    assert outcome.code is None, outcome.text[-2000:]
+    states, total = json.loads(re.findall(r"^FORECAST (.*)$", outcome.text, re.MULTILINE)[-1])
+    existing = int(re.findall(r"^EXISTING (.*)$", outcome.text, re.MULTILINE)[-1])
+    *_, last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    live = last["device_peak_megabytes"] * 1e6
+    print(f"{model}, {policy}: states {states / existing:.3f}, activations {(total - states) / (live - existing):.3f}")
+    assert states == pytest.approx(existing, rel=0.06)  # tables of rotary angles are not counted
+    assert total - states == pytest.approx(live - existing, rel=0.05)
+    assert total == pytest.approx(live, rel=0.05)
