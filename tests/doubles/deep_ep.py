@@ -84,8 +84,20 @@ class Buffer:
     num_sms: int = 20
 
     def __init__(
-        self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, **options: Any
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
     ) -> None:
+        assert not low_latency_mode, "not played"
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
 
     @staticmethod
@@ -227,6 +239,13 @@ class HybridEPBuffer:
         num_sms_dispatch_api: int | None = None,
         num_sms_combine_api: int | None = None,
         num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
     ) -> None:
         assert not use_fp8
         self.group, self.hidden_dim, self.num_local = group, hidden_dim, num_local_experts
@@ -239,13 +258,17 @@ class HybridEPBuffer:
         topk_weights: torch.Tensor | None = None,
         num_of_experts_per_rank: int | None = None,
         num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
         routing_map: torch.Tensor | None = None,
         probs: torch.Tensor | None = None,
         scaling_factor: torch.Tensor | None = None,
-        handle: HybridHandle | None = None,
         num_permuted_tokens: int | None = None,
         pad_multiple: int | None = None,
+        handle: HybridHandle | None = None,
         non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor | None, HybridHandle]:
         """Send hidden [tokens, hidden]; return (rows, their probabilities, None, rows of each expert, handle)."""
         assert hidden.dim() == 2
@@ -266,10 +289,13 @@ class HybridEPBuffer:
         *,
         hidden: torch.Tensor,
         probs: torch.Tensor | None = None,
-        handle: HybridHandle,
+        handle: HybridHandle | None = None,
         pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sums of rows [rows, hidden] per token, [tokens, hidden], and probabilities [tokens, experts]."""
+        assert handle is not None
         assert len(hidden) == handle.num_rows
         returned = exchange(hidden[handle.order], handle.received, handle.sent, self.group)
         combined = hidden.new_zeros(handle.shape[0], hidden.shape[1]).index_add_(0, handle.rows, returned)
