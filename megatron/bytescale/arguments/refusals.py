@@ -139,7 +139,6 @@ _IS_ON_CPU = equals("distributed_backend", "gloo")
 _IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
 _LACKS_GROUPED = Condition(lambda _: _capability() < 8)
-_LACKS_DEEP_EP = Condition(lambda _: importlib.util.find_spec("deep_ep") is None)
 _RECOMPUTES_MODULES = equals("recompute_granularity", "selective") | given("recompute_activations")
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _UNREAD = "remove it: no code of Megatron 0.19.2 reads it"
@@ -246,8 +245,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     *(refuse(f"{flag} on CPU", ALWAYS, "remove it: it needs a GPU", _IS_ON_CPU & given(name))
       for flag, name in (("--moe-permute-fusion", "moe_permute_fusion"), ("--moe-router-fusion", "moe_router_fusion"),
                          ("--use-nccl-ub", "nccl_ub"))),
-    refuse("--moe-token-dispatcher-type flex on CPU", ALWAYS, "use alltoall: DeepEP needs a GPU",
-           _IS_ON_CPU & equals("moe_token_dispatcher_type", "flex") & _LACKS_DEEP_EP),
     refuse("--moe-grouped-gemm on CPU", ALWAYS, "remove it: it needs a GPU",
            _IS_ON_CPU & given("moe_grouped_gemm") & _LACKS_GROUPED),
     refuse("--recompute-modules moe_act without --moe-grouped-gemm", ALWAYS, "leave moe_act out: only grouped experts "

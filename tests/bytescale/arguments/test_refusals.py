@@ -84,7 +84,6 @@ EXAMPLES = {
     "--moe-permute-fusion on CPU": "--moe-permute-fusion --num-experts 4",
     "--moe-router-fusion on CPU": "--moe-router-fusion --num-experts 4",
     "--use-nccl-ub on CPU": "--use-nccl-ub",
-    "--moe-token-dispatcher-type flex on CPU": "--moe-token-dispatcher-type flex --num-experts 4",
     "--recompute-modules moe_act without --moe-grouped-gemm": (
         "--recompute-modules moe_act --recompute-granularity selective"
     ),
