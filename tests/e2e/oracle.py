@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.doubles.engine import expert_name
+
 
 def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, torch.Tensor]:
     """Return the reduced gradients saved by ``--save-wgrads-interval 1``, by parameter name."""
@@ -59,6 +61,7 @@ def draw_weights_by_name(scale: float = 0.1, everything: bool = False) -> None:
                 continue
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # copy on the last stage
+            name = expert_name(name)
             group = groups.expt_tp if "local_experts" in name else groups.tp
             whole_name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
             whole_name = re.sub(r"experts\.(\d+)", lambda found: f"experts.{first_expert + int(found[1])}", whole_name)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.doubles import install_deep_ep
+from tests.doubles.engine import expert_name, install_engine_experts
 from tests.e2e.corpora import documents, write_documents
 from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
 from tests.e2e.pipelines import FULL, SHARDED
@@ -68,6 +69,9 @@ CASES: dict[str, tuple[int, list[object]]] = {
         4,
         [*HYBRID, *EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05, "--hdp-learn-costs", "off"],
     ),
+    "engine-ep4-empty-ranks": (4, [*EP4, "--hdp-tokens-per-rank", 256]),
+    "engine-ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),
+    "engine-deepep-slices-ep2-pp2": (4, [*FLEX, *EP2, *PP2, "--hdp-tokens-per-rank", 512, *SLICES]),
 }
 
 
@@ -94,10 +98,17 @@ def corpus() -> Path:
     return documents(seed=SEED)
 
 
-def run(corpus: Path, save: Path, num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> Outcome:
+def run(
+    corpus: Path,
+    save: Path,
+    num_ranks: int,
+    *flags: object,
+    entry: Callable[[], None] | None = None,
+    has_engine: bool = False,
+) -> Outcome:
     common = [*MODEL, *TRAIN, *MOE, "--data-path", corpus, "--save", save,
               "--save-wgrads-interval", 1, "--make-vocab-size-divisible-by", 128 // Sizes.of(flags).tensor]  # fmt: skip
-    outcome = train(num_ranks, *common, *flags, entry=partial(with_equal_weights, entry))
+    outcome = train(num_ranks, *common, *flags, entry=partial(with_equal_weights, entry, has_engine))
     assert outcome.code is None
     return outcome
 
@@ -108,11 +119,16 @@ def run_oracle(
     return run(corpus, save, 1, "--micro-batch-size", 1, "--calculate-per-token-loss", *flags, entry=entry)
 
 
-def with_equal_weights(entry: Callable[[], None] | None) -> None:
-    """Entry that starts from the same weights for every distribution of layers and experts, with a played DeepEP."""
+def with_equal_weights(entry: Callable[[], None] | None, has_engine: bool = False) -> None:
+    """Entry that starts from the same weights for every distribution of layers and experts, with a played DeepEP.
+
+    ``has_engine``: experts are TransformerEngine's, which are played too.
+    """
     import pretrain_gpt_hdp
 
     install_deep_ep()
+    if has_engine:
+        install_engine_experts()
     draw_weights_by_name(scale=0.25)
     (entry or pretrain_gpt_hdp.main)()
 
@@ -141,6 +157,7 @@ def gradients(save: Path, sizes: Sizes) -> dict[tuple[int, int], dict[str, torch
         stage = numbers[1] if sizes.stages > 1 else 0
         of_rank = found.setdefault((numbers[0], numbers[-1] if sizes.expert > 1 else 0), {})
         for name, gradient in torch.load(file, weights_only=False)["model_chunk0"].items():
+            name = expert_name(name)
             of_rank[re.sub(r"layers\.0", f"layers.{stage}", name) if sizes.stages > 1 else name] = gradient
     return found
 
@@ -156,13 +173,14 @@ def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outc
 
 @pytest.mark.parametrize(
     "name",
-    sampled(CASES, ["ep4-empty-ranks", "slices-ep2-policy", "deepep-ep4"]),
+    sampled(CASES, ["ep4-empty-ranks", "slices-ep2-policy", "deepep-ep4", "engine-ep4-empty-ranks"]),
 )
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     num_ranks, flags = CASES[name]
-    outcome = run(corpus, tmp_path, num_ranks, *HDP, *EXACT, *flags, *TWO_STEPS)
+    has_engine = name.startswith("engine")
+    outcome = run(corpus, tmp_path, num_ranks, *HDP, *EXACT, *flags, *TWO_STEPS, has_engine=has_engine)
     assert outcome.losses == pytest.approx(oracle[0].losses[:2], rel=TOLERANCE)
     sizes = Sizes.of(flags)
     found = gradients(tmp_path, sizes)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -114,8 +115,8 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Runtime, h
     if getattr(mlp, "func", None) is MoELayer:
         router = SampleRouter if runtime.run.find(HdpConfig) is None else DocumentRouter
         modules = replace(mlp.keywords["submodules"], router=partial(router, runtime=runtime))
-        if not has_engine:
-            experts: ModuleSpec = modules.experts
+        experts: ModuleSpec = modules.experts
+        if not has_engine and experts.func is SequentialMLP:
             products = replace(experts.keywords["submodules"], linear_fc2=ExpertRowParallelLinear)
             modules.experts = partial(experts.func, *experts.args, **{**experts.keywords, "submodules": products})
         layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": modules})
