@@ -303,7 +303,7 @@ class Runtime:
         totals.stale_steps += self.step.stale_steps
         totals.most_stale_steps = max(totals.most_stale_steps, self.step.stale_steps)
         totals.step_samples = len(batch.sample_ids)
-        self.log.tokens_so_far += int(sum(batch.lengths))
+        self.log.tokens_so_far += batch.num_tokens
         shape = self.run.shape
         if self.step.active_experts is not None:
             shape = shape.with_experts_per_token(self.step.active_experts)

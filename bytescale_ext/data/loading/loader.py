@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bytescale_ext.data.loading.loads import LoadHistory
@@ -24,6 +24,7 @@ from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker
 from bytescale_ext.data.samples.answers import PairSource
 from bytescale_ext.data.samples.packed import TokenSource, lengths_of
 from bytescale_ext.plan.cost.learned import LearnedCosts
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.plan import StepPlan
 
 _JOIN_SECONDS = 10.0
@@ -152,7 +153,7 @@ class StepLoader(StepsAhead):
         source: TokenSource,
         plans: PlanMaker,
         settings: LoaderSettings,
-        sequences: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
+        sequences: Callable[[Sequence[int]], Sequence[int]] = Numbers,
         loads: LoadHistory | None = None,
         costs: Callable[[int], LearnedCosts] | None = None,
     ) -> None:
@@ -168,17 +169,17 @@ class _LocalSteps:
     source: TokenSource
     plans: PlanMaker
     settings: LoaderSettings
-    sequences: Callable[[tuple[int, ...]], tuple[int, ...]]
+    sequences: Callable[[Sequence[int]], Sequence[int]]
     loads: LoadHistory | None
     costs: Callable[[int], LearnedCosts] | None
 
-    def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+    def sample_ids(self, consumed_samples: int) -> Sequence[int] | None:
         num_tokens = self.settings.tokens_per_step
         if num_tokens is not None:
             return samples_within(num_tokens, consumed_samples, self.source)
         return self.settings.sample_ids(consumed_samples, len(self.source))
 
-    def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:
+    def step(self, step_index: int, sample_ids: Sequence[int], should_stop: Callable[[], bool] = bool) -> StepBatch:
         """Plan one step and read this rank's part of it. Never waits, so ``should_stop`` is ignored."""
         return self._make(step_index, sample_ids)
 
@@ -189,10 +190,10 @@ class _LocalSteps:
         plans = self.plans if self.costs is None else self.plans.with_costs(self.costs(step_index))
         return plans if self.loads is None else plans.with_expert_imbalance(self.loads.at(step_index))
 
-    def _make(self, step_index: int, sample_ids: tuple[int, ...], is_simple: bool = False) -> StepBatch:
+    def _make(self, step_index: int, sample_ids: Sequence[int], is_simple: bool = False) -> StepBatch:
         began, plans = time.perf_counter(), self._plans_of(step_index)
         sequences = self.sequences(sample_ids)
-        lengths = tuple(lengths_of(self.source, sequences).tolist())
+        lengths = Numbers(lengths_of(self.source, sequences))
         plan, fell_back = plans.simple(lengths) if is_simple else plans(lengths)
         groups = None
         if self.settings.prompts is not None and not fell_back:
@@ -216,7 +217,7 @@ class _LocalSteps:
         )
 
     def _with_prompts(
-        self, copies: StepPlan, documents: tuple[int, ...], plans: PlanMaker
+        self, copies: StepPlan, documents: Sequence[int], plans: PlanMaker
     ) -> tuple[StepPlan, bool, tuple[PlannedSequence, ...] | None]:
         """Return the plan of a step, whether it is the simple plan, and its sequences if prompts are computed once.
 
@@ -229,7 +230,7 @@ class _LocalSteps:
         found: tuple[StepPlan, bool, tuple[PlannedSequence, ...] | None] = (copies, False, None)
         least = prompts.seconds(copies, None)
         for groups in prompts.choices(self.source, documents, copies.lengths):
-            plan, fell_back = plans(tuple(group.num_tokens for group in groups))
+            plan, fell_back = plans(Numbers([group.num_tokens for group in groups]))
             if fell_back:
                 return (*plans.simple(copies.lengths), None)
             if prompts.can_run(plan, groups) and (seconds := prompts.seconds(plan, groups)) < least:

@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol, cast, runtime_checkable
 
+import numpy as np
+
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
 from bytescale_ext.plan.setup.forecast import StepTime
 from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 
@@ -88,7 +91,7 @@ class PlanMaker:
         """Return the predicted time of a planned step; None if nothing is predicted."""
         return None if self.predict is None else self.predict(plan, self.learned)
 
-    def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
+    def __call__(self, lengths: Sequence[int]) -> tuple[StepPlan, bool]:
         """Return the checked plan of a step, and whether it is the simple plan because time ran out."""
         if self.plan_seconds is None:
             return self._checked(self.planner(lengths), lengths), False
@@ -98,14 +101,51 @@ class PlanMaker:
         except OutOfTime:
             return self.simple(lengths)
 
-    def simple(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
+    def simple(self, lengths: Sequence[int]) -> tuple[StepPlan, bool]:
         """Return the simple plan of a step, and True."""
         return self._checked(self.planner.fallback(lengths), lengths), True
 
-    def _checked(self, plan: StepPlan, lengths: tuple[int, ...]) -> StepPlan:
+    def _checked(self, plan: StepPlan, lengths: Sequence[int]) -> StepPlan:
         if self.check is not None:
             self.check(plan)
-        assert tuple(plan.lengths) == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
+        assert np.array_equal(plan.lengths, lengths), f"a plan of other sequences: {plan.lengths=} {lengths=}"
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPlanner:
+    """A ``Planner`` that checks its plans and makes what a rank reads of them, so that a process can do both for it.
+
+    Attributes:
+        planner: planner of the steps.
+        check: function that raises an error for an invalid plan.
+        rank: HDP rank whose micro-batches the plan holds.
+    """
+
+    planner: Planner
+    check: Callable[[StepPlan], None]
+    rank: int
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        """See ``Planner``; raises the planner's own errors, and ``PlanError`` for an invalid plan."""
+        return self._checked(self.planner(lengths, should_stop))
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        """See ``Planner``."""
+        return self._checked(self.planner.fallback(lengths))
+
+    def with_expert_imbalance(self, load: float) -> Planner:
+        """See ``LoadedPlanner``."""
+        return replace(self, planner=planner_at(self.planner, load))
+
+    def with_costs(self, learned: LearnedCosts) -> Planner:
+        """See ``LearningPlanner``."""
+        return replace(self, planner=planner_at(self.planner, 1.0, learned))
+
+    def _checked(self, plan: StepPlan) -> StepPlan:
+        self.check(plan)
+        if isinstance(plan.ranks, PlacedRanks):
+            _ = plan.ranks.counts, plan.ranks[self.rank], plan.digest()  # the plan keeps them
         return plan
 
 
@@ -160,7 +200,7 @@ class PlannerInProcess:
             finally:
                 self._is_slow = time.thread_time() - began > self._slow_seconds
         try:
-            answer = self._ask((tuple(lengths), load, learned), should_stop)
+            answer = self._ask((Numbers(lengths), load, learned), should_stop)
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended
             if self._end is not None and not self._end.alive:  # the interpreter is exiting too
                 raise

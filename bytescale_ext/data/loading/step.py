@@ -25,6 +25,7 @@ from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, len
 from bytescale_ext.data.samples.units import Unit, units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.setup.forecast import StepTime
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.plan import StepPlan
 
 
@@ -89,7 +90,7 @@ class LoaderSettings:
         if self.rows_multiple < 1:
             raise ValueError(f"rows_multiple {self.rows_multiple}: give 1 or more")
 
-    def sample_ids(self, consumed_samples: int, num_samples: int) -> tuple[int, ...] | None:
+    def sample_ids(self, consumed_samples: int, num_samples: int) -> Sequence[int] | None:
         """Return the samples of the step after ``consumed_samples``, or None if too few of ``num_samples`` remain.
 
         This counts samples; ``samples_within`` counts tokens.
@@ -97,8 +98,8 @@ class LoaderSettings:
         sizes = [size for begin, size in self.schedule if begin <= consumed_samples]
         ids = range(consumed_samples, consumed_samples + (sizes[-1] if sizes else self.samples_per_step))
         if self.cyclic:
-            return tuple(i % num_samples for i in ids)
-        return tuple(ids) if ids.stop <= num_samples else None
+            return Numbers(Numbers(ids).array % num_samples)
+        return Numbers(ids) if ids.stop <= num_samples else None
 
     def units(self, plan: StepPlan) -> tuple[Unit, ...]:
         """Return this rank's micro-batches of a plan, or their slices, in execution order."""
@@ -145,7 +146,7 @@ class LoaderSettings:
         return replace(packed, future=future_tokens(*inputs), future_weights=weights)
 
 
-def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) -> tuple[int, ...] | None:
+def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) -> Sequence[int] | None:
     """Return the next samples with at most ``num_tokens`` tokens, but at least one sample.
 
     Returns None if the remaining samples of the source do not exceed ``num_tokens``.
@@ -157,7 +158,7 @@ def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) 
         ends = np.cumsum(lengths)
         num_fitting = int(np.searchsorted(ends, remaining, side="right"))
         if num_fitting < len(ends):
-            return tuple(range(consumed_samples, max(first + num_fitting, consumed_samples + 1)))
+            return Numbers(range(consumed_samples, max(first + num_fitting, consumed_samples + 1)))
         remaining -= int(ends[-1])
         first, size = first + len(ends), 2 * size
     return None
@@ -188,7 +189,7 @@ class StepBatch:
     """
 
     step_index: int
-    sample_ids: tuple[int, ...]
+    sample_ids: Sequence[int]
     plan: StepPlan
     micro_batches: tuple[PackedMicroBatch, ...]
     plan_seconds: float = 0.0
@@ -203,11 +204,11 @@ class StepBatch:
     row_counts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum(self.plan.lengths))
+        object.__setattr__(self, "num_tokens", int(np.sum(self.plan.lengths, dtype=np.int64)))
         object.__setattr__(self, "row_counts", tuple(packed.num_rows for packed in self.micro_batches))
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def lengths(self) -> Sequence[int]:
         """Length of each sequence of the step in tokens."""
         return self.plan.lengths
 
@@ -220,11 +221,11 @@ class StepBatch:
 class StepMaker(Protocol):
     """Makes the steps of a loader."""
 
-    def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+    def sample_ids(self, consumed_samples: int) -> Sequence[int] | None:
         """Return the samples of the next step, or None if too few remain."""
         ...
 
-    def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool]) -> StepBatch:
+    def step(self, step_index: int, sample_ids: Sequence[int], should_stop: Callable[[], bool]) -> StepBatch:
         """Plan one step and read this rank's part of it. If it blocks, it raises soon after ``should_stop``."""
         ...
 

@@ -74,10 +74,10 @@ class _RemoteSteps:
     settings: LoaderSettings
     reads_tokens: bool
 
-    def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+    def sample_ids(self, consumed_samples: int) -> Sequence[int] | None:
         return self.settings.sample_ids(consumed_samples, self.split.num_samples)
 
-    def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool]) -> StepBatch:
+    def step(self, step_index: int, sample_ids: Sequence[int], should_stop: Callable[[], bool]) -> StepBatch:
         began = time.perf_counter()
         request = self.client, self.split.name, step_index, sample_ids[0], len(sample_ids)
         planned = fetch_shared(lambda: self.split.actors.scheduler.plan_step.remote(*request), should_stop)
@@ -90,7 +90,7 @@ class _RemoteSteps:
         return self._read(batch.step_index, batch.sample_ids, PlannedStep(batch.places, plan, fell_back), bool)
 
     def _read(
-        self, step_index: int, sample_ids: tuple[int, ...], planned: PlannedStep, should_stop: Callable[[], bool]
+        self, step_index: int, sample_ids: Sequence[int], planned: PlannedStep, should_stop: Callable[[], bool]
     ) -> StepBatch:
         began = time.perf_counter()
         plan = planned.plan

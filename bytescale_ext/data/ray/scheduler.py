@@ -25,11 +25,12 @@ from bytescale_ext.data.ray.fetching import Reference, RemoteMethod
 from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.server import PLACE
 from bytescale_ext.data.samples.epochs import SampleOrder
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.plan import StepPlan
 
 _TOKENIZE_SECONDS = 600.0
 
-MakePlan = Callable[[tuple[int, ...]], tuple[StepPlan, bool]]
+MakePlan = Callable[[Sequence[int]], tuple[StepPlan, bool]]
 """Function from lengths to (checked plan, whether it is the simple plan)."""
 
 _Key = tuple[str, int, int, int]  # split, number of the step, first sample, number of samples
@@ -302,9 +303,9 @@ class StepScheduler:
         lengths = np.zeros(len(places), dtype=np.int64)
         for number, answer in zip(used, answers, strict=True):
             lengths[servers == number] = answer
-        return await asyncio.to_thread(self._plan, places, tuple(lengths.tolist()))
+        return await asyncio.to_thread(self._plan, places, Numbers(lengths))
 
-    def _plan(self, places: np.ndarray, lengths: tuple[int, ...]) -> Reference[PlannedStep]:
+    def _plan(self, places: np.ndarray, lengths: Numbers) -> Reference[PlannedStep]:
         plan, fell_back = self._make_plan(lengths)
         assert plan.lengths == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
         return self._share(PlannedStep(places, without_tables(plan), fell_back))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -203,11 +203,11 @@ def expert_share(shape: ModelShape, num_layers: int, has_head: bool = True) -> f
     return 2.0 * (3 if shape.gated else 2) * shape.hidden * routed / linear_flops_per_token(part)
 
 
-def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+def model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Return the model FLOPs of documents, forward and backward, with causal attention inside each document.
 
     ``lengths``: tokens of each document. Recomputation does not count as model FLOPs (PaLM, Chowdhery et al. 2022,
     appendix B, "MFU").
     """
-    tokens, cost = np.fromiter(lengths, dtype=np.float64), flops_cost(shape)
+    tokens, cost = np.asarray(lengths, dtype=np.float64), flops_cost(shape)
     return float(cost.a * cost.squares(tokens).sum() + cost.b * tokens.sum())

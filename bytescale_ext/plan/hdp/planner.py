@@ -15,6 +15,7 @@ from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.forms import with_ring_forms
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
 from bytescale_ext.plan.hdp.table import STATIC_MESH, Place, PlannerRow, auto_balance, planner_row, stateless
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
@@ -153,5 +154,5 @@ class HdpPlanner:
             shares = self._limits.min_shares(tokens.astype(np.float64), self.cluster.tokens_per_rank)
             placed = replace(placed, offloads=shares)
         placed = with_ring_forms(placed, self.stages[-1], self.cluster, slicing or self.slicing)
-        lengths = tuple(placed.lengths.tolist())
-        return StepPlan(self.cluster.num_ranks, self.cluster.tokens_per_rank, lengths, placed, placed.aligned, slicing)
+        settings = (self.cluster.num_ranks, self.cluster.tokens_per_rank, Numbers(placed.lengths))
+        return StepPlan(*settings, placed, placed.aligned, slicing)

@@ -111,6 +111,19 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
         )
 
     @cached_property
+    def digests(self) -> dict[tuple[int, ...], str]:
+        """The digests of the plans with these ranks, by their other numbers. Pickling keeps them."""
+        return {}
+
+    def held(self, rank: int) -> tuple[MicroBatch, ...] | None:
+        """Return the micro-batches of a rank if they are known without the table, else None."""
+        return self._latest.get(rank)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the arrays, the counts and the latest rank, but no table: it is made again from the arrays."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("shards", "table")}
+
+    @cached_property
     def _latest(self) -> dict[int, tuple[MicroBatch, ...]]:
         """The micro-batches of the latest rank: a training process reads a single rank, several times."""
         return {}

@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NotRequired, TypedDict, cast
 
+import numpy as np
+
 from bytescale_ext.json_input import real, whole
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.sizes import Slicing
-from bytescale_ext.plan.step.table import table_of
+from bytescale_ext.plan.step.table import HasDigests, table_of
 
 
 class ShardJson(TypedDict):
@@ -65,7 +68,7 @@ class StepPlan:
     Attributes:
         num_ranks: HDP ranks.
         tokens_per_rank: C, largest number of tokens of a micro-batch.
-        lengths: tokens of each sequence of the step, in sample order.
+        lengths: tokens of each sequence of the step, in sample order: a tuple, or ``Numbers``.
         ranks: micro-batches of each rank in running order; ranks may have different numbers of them, also none.
         aligned: whether the micro-batches of a sequence have the same index on every rank of its ring, as pipelines and
             expert parallelism need; a rank without work at an index has an empty micro-batch there.
@@ -74,7 +77,7 @@ class StepPlan:
 
     num_ranks: int
     tokens_per_rank: int
-    lengths: tuple[int, ...]
+    lengths: Sequence[int]
     ranks: Sequence[tuple[MicroBatch, ...]]
     aligned: bool = False
     slicing: Slicing | None = None
@@ -99,7 +102,7 @@ class StepPlan:
         return cls(
             num_ranks=whole(value["num_ranks"]),
             tokens_per_rank=whole(value["tokens_per_rank"]),
-            lengths=tuple(whole(length) for length in value["lengths"]),
+            lengths=Numbers([whole(length) for length in value["lengths"]]),
             ranks=tuple(
                 tuple(
                     MicroBatch(
@@ -128,7 +131,13 @@ class StepPlan:
         settings = [int(self.aligned)]
         if self.slicing is not None:
             settings += [int(value) for value in asdict(self.slicing).values()]
-        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, settings)
+        sizes, ranks = (self.num_ranks, self.tokens_per_rank), self.ranks
+        if not isinstance(ranks, HasDigests) or not np.array_equal(ranks.lengths, self.lengths):
+            return table_of(ranks).digest(*sizes, self.lengths, settings)
+        key = (*sizes, *settings)
+        if key not in ranks.digests:
+            ranks.digests[key] = ranks.table.digest(*sizes, self.lengths, settings)
+        return ranks.digests[key]
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> MicroBatchJson:

@@ -185,6 +185,20 @@ class HasTable(Protocol):
     @property
     def table(self) -> PlanTable: ...
 
+    def held(self, rank: int) -> tuple[MicroBatch, ...] | None:
+        """Return the micro-batches of a rank if they are known without the table, else None."""
+        ...
+
+
+@runtime_checkable
+class HasDigests(HasTable, Protocol):
+    """``StepPlan.ranks`` that keep the digests of their plans, by the plan's other numbers."""
+
+    @property
+    def lengths(self) -> Ints: ...
+    @property
+    def digests(self) -> dict[tuple[int, ...], str]: ...
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankShards:
@@ -208,8 +222,16 @@ class RankShards:
 
 
 def shards_of_rank(ranks: Sequence[tuple[MicroBatch, ...]], rank: int) -> RankShards:
-    """Return the shards of one rank of ``StepPlan.ranks``. If the ranks have a table, no micro-batches are made."""
-    table, index = (ranks.table, rank) if isinstance(ranks, HasTable) else (table_of((ranks[rank],)), 0)
+    """Return the shards of one rank of ``StepPlan.ranks``.
+
+    If the ranks have a table, no micro-batches are made; if they hold the rank's micro-batches, no table is made.
+    """
+    held = ranks.held(rank) if isinstance(ranks, HasTable) else ranks[rank]
+    if held is None:
+        assert isinstance(ranks, HasTable), f"{ranks=}"
+        table, index = ranks.table, rank
+    else:
+        table, index = table_of((held,)), 0
     shards = table.rank_slice(index)
     rows = table.shard_rows[shards]
     num_filled = int(np.count_nonzero(np.diff(rows))) + 1 if len(rows) else 0

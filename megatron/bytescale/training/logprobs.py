@@ -22,7 +22,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.data.corpus.sidecar import HEADER, LOGPROBS, VALUES, identity_of, write_header
 from bytescale_ext.data.loading.loader import StepLoader
-from bytescale_ext.data.loading.planning import PlannerInProcess
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
 from bytescale_ext.data.samples.packed import PackedMicroBatch
@@ -33,7 +32,7 @@ from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.core.datasets.document_dataset import read_document
 from megatron.bytescale.core.packed_seq_params import PackedUnit
-from megatron.bytescale.features.hdp.build import common_settings, plan_maker
+from megatron.bytescale.features.hdp.build import common_settings, own_plan_maker
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
 from megatron.bytescale.training.stock import ForwardStep, LossFunction
@@ -239,7 +238,7 @@ def _loaders(
     if vp_stage:
         return None, None, None
     settings = common_settings(runtime, recorder.task.documents_per_step, recorder.done.num_documents)
-    plans = plan_maker(runtime, PlannerInProcess(planner_of(runtime.run.decision)))
+    plans = own_plan_maker(runtime, planner_of(runtime.run.decision))
     loader = RecordedSteps(recorder.source, plans, settings)
     loader.recorder = recorder
     return None, loader, None

@@ -9,16 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bytescale_ext.data.loading import planning
-from bytescale_ext.data.loading.planning import PlanMaker, PlannerInProcess
-from bytescale_ext.errors import OutOfTime
+from bytescale_ext.data.loading.planning import CheckedPlanner, PlanMaker, PlannerInProcess
+from bytescale_ext.errors import OutOfTime, PlanError
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.learned import UNLEARNED
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import planner_names
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
+from bytescale_ext.plan.step.table import RankShards, shards_of_rank
 
 
 class Clock:
@@ -172,3 +177,32 @@ def test_the_process_ends_with_its_planner() -> None:
     gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("slow_seconds", [-1.0, float("inf")])
+def test_a_plan_from_a_process_holds_what_its_rank_reads(slow_seconds: float) -> None:
+    expected, lengths = HdpPlanner(Cluster(4, 64), (COST,))([200, 9, 64, 30, 5]), [200, 9, 64, 30, 5]
+    planner = PlannerInProcess(CheckedPlanner(HdpPlanner(Cluster(4, 64), (COST,)), check_step_plan, 2), slow_seconds)
+    plan = [planner(lengths) for _ in range(2)][1]  # the second is from the process
+    assert isinstance(plan.ranks, PlacedRanks)
+    assert isinstance(expected.ranks, PlacedRanks)
+    assert plan.digest() == expected.digest()
+    assert plan.ranks.held(2) == expected.ranks[2] == plan.ranks[2]
+    mine, by_table = shards_of_rank(plan.ranks, 2), shards_of_rank(replace(expected.ranks), 2)
+    assert all(np.array_equal(getattr(mine, name), getattr(by_table, name)) for name in RankShards.__slots__)
+    assert ("table" in vars(plan.ranks)) == (slow_seconds > 0)
+    assert plan.ranks[1] == expected.ranks[1]
+    assert plan == expected
+    assert replace(plan, tokens_per_rank=128).digest() == replace(expected, tokens_per_rank=128).digest()
+    assert replace(plan, lengths=(1,) * 5).digest() == replace(expected, lengths=(1,) * 5).digest() != plan.digest()
+
+
+def test_a_plan_that_breaks_a_law_is_refused_in_the_process_too() -> None:
+    def refuse(plan: StepPlan) -> None:
+        raise PlanError("broken")
+
+    planner = CheckedPlanner(HdpPlanner(Cluster(4, 64), (COST,)), refuse, 0)
+    for call in (planner, planner.fallback, planner.with_expert_imbalance(1.5), planner.with_costs(UNLEARNED)):
+        with pytest.raises(PlanError, match="broken"):
+            call([5, 6])

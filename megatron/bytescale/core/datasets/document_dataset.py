@@ -240,7 +240,7 @@ class SampleSource:
         dataset, inner = self._locate(i)
         return dataset.describe(inner)
 
-    def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+    def sequences(self, samples: Sequence[int]) -> Sequence[int]:
         """Return the units that a plan places for these samples: the samples themselves."""
         return samples
 

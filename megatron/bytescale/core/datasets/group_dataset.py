@@ -138,7 +138,7 @@ class Groups(SampleSource):
         parts = [dataset] if isinstance(dataset, DocumentDataset) else dataset.datasets
         self._stride = max(int(np.diff(part.dataset.document_indices).max()) for part in parts)
 
-    def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+    def sequences(self, samples: Sequence[int]) -> Sequence[int]:
         """Return the documents of these groups."""
         return tuple(number for sample in samples for number in self._members(sample))
 

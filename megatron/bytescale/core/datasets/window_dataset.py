@@ -169,7 +169,7 @@ class DocumentsOfWindows(SampleSource):
         datasets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
         self._most = max(int(np.diff(part.dataset.document_indices).max()) for part in datasets)
 
-    def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+    def sequences(self, samples: Sequence[int]) -> Sequence[int]:
         """Return the row numbers of the windows of these samples."""
         numbers: list[int] = []
         for first in (i * self._most for i in samples):

@@ -30,7 +30,7 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
-from bytescale_ext.data.loading.planning import PlanMaker, Planner, PlannerInProcess
+from bytescale_ext.data.loading.planning import CheckedPlanner, PlanMaker, Planner, PlannerInProcess
 from bytescale_ext.data.loading.prompts import PromptSource, SharedPrompts
 from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
@@ -41,6 +41,7 @@ from bytescale_ext.plan.setup.costs import cost_source
 from bytescale_ext.plan.setup.forecast import Forecast
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.plan import StepPlan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.layer_settings import RouterChanges
@@ -256,14 +257,22 @@ def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Seque
 
 def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
     """Return the maker and checker of each step's plan."""
-    hdp = runtime.hdp
-    check = partial(
+    return PlanMaker(planner, _check(runtime), runtime.hdp.plan_seconds)
+
+
+def own_plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
+    """Return the maker of each step's plan for this rank. A slow planner plans and checks in another process."""
+    checked = CheckedPlanner(planner, _check(runtime), hdp_rank())
+    return PlanMaker(PlannerInProcess(checked), None, runtime.hdp.plan_seconds)
+
+
+def _check(runtime: Runtime) -> Callable[[StepPlan], None]:
+    return partial(
         check_step_plan,
-        tokens_multiple=hdp.rows_multiple,
+        tokens_multiple=runtime.hdp.rows_multiple,
         num_layers=runtime.run.decision.offloading_layers,
-        ranks_per_node=hdp.cluster.ranks_per_node,
+        ranks_per_node=runtime.hdp.cluster.ranks_per_node,
     )
-    return PlanMaker(planner, check, hdp.plan_seconds)
 
 
 def step_loader(
@@ -287,7 +296,7 @@ def step_loader(
     loads = None if settings.cyclic else runtime.parts.load_history
     learner = None if settings.cyclic else runtime.parts.learner
     costs = None if learner is None else learner.at
-    plans = replace(plan_maker(runtime, PlannerInProcess(planner)), predict=predict)
+    plans = replace(own_plan_maker(runtime, planner), predict=predict)
     return StepLoader(source, plans, settings, source.sequences, loads, costs)
 
 
