@@ -1,9 +1,9 @@
-"""Measure time and memory of cleaning and sculpting on made-up short documents, and the quality of partitioned windows.
+"""Measure processor time and memory of cleaning and sculpting on short documents, and the quality of windows.
 
     .venv/bin/python scripts/bench/data/scale.py near --documents 100000 --tasks 4 [--json]
     .venv/bin/python scripts/bench/data/scale.py sculpt --documents 100000 --tasks 4 [--together] [--json]
 
-A document has 20 to 60 words: half of them from one of 1,000 topics, the others common. ``near``: a tenth of the
+A document has 20 to 60 made-up words, half of them from one of 1,000 topics. ``near``: a tenth of the
 documents are copies with one changed word, and a twentieth are equal copies. Tasks run one after the other, each in a
 process of its own, whose peak of memory is reported. ``--together`` also makes the windows of all documents in one
 process and without partitions, and compares their relevance and fill.
@@ -45,7 +45,7 @@ CONTEXT = 8192
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of all tasks of a stage together, and the largest peak of memory of a task."""
+    """Processor seconds of all tasks of a stage together, and the largest peak of memory of a task."""
 
     tasks: int
     seconds: float
@@ -84,22 +84,24 @@ def texts(count: int, copies: bool) -> Iterator[str]:
 def run(stages: list[Stage], bench: Bench) -> None:
     """Run the tasks of each stage one after the other, each in a new process."""
     for stage in stages:
-        began, peaks = time.perf_counter(), []
+        costs = []
         for rank in range(stage.tasks):
             with multiprocessing.get_context("fork").Pool(1) as pool:
-                peaks.append(pool.apply(run_task, (stage, rank)))
-        bench.stages[stage.name] = StageCost(stage.tasks, time.perf_counter() - began, max(peaks))
+                costs.append(pool.apply(run_task, (stage, rank)))
+        seconds, peaks = zip(*costs, strict=True)
+        bench.stages[stage.name] = StageCost(stage.tasks, sum(seconds), max(peaks))
         print(f"{stage.name}: {bench.stages[stage.name]}", file=sys.stderr)
 
 
-def run_task(stage: Stage, rank: int) -> float:
-    """Run one task in this process, and return its peak of memory in MB."""
+def run_task(stage: Stage, rank: int) -> tuple[float, float]:
+    """Run one task in this process, and return its processor seconds and its peak of memory in MB."""
     data: object = None
+    began = time.process_time()
     for step in stage.steps:
         data = step(data, rank, stage.tasks)
     for _ in data if isinstance(data, Iterator) else ():
         pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def near(count: int, tasks: int, memory_gb: float, folder: Path) -> Bench:
@@ -139,12 +141,12 @@ def windows(count: int, tasks: int, together: bool, pieces: int, folder: Path) -
     report = json.loads((job.work / REPORT).read_text())
     bench.outcomes |= {name: report[name] for name in Quality.__dataclass_fields__}
     if together:
-        began = time.perf_counter()
+        began = time.process_time()
         every = embedded_pieces(open_tokens(str(prefix)), CONTEXT, None, SEED)
         whole = quality_of(sculpt(every, settings, nearest_centres).table, every, CONTEXT)
         ours = quality_of(np.load(job.output), every, CONTEXT)  # with the same vectors
         bench.outcomes |= {
-            "together_seconds": time.perf_counter() - began,
+            "together_seconds": time.process_time() - began,
             "relevance_to_together": ours.relevance / whole.relevance,
             "fill_to_together": ours.fill / whole.fill,
         }
@@ -170,7 +172,7 @@ def main() -> int:
     if args.json:
         print(json.dumps(asdict(bench), indent=2))
         return 0
-    print("| stage | tasks | seconds | MB of the largest task |\n|---|---|---|---|")
+    print("| stage | tasks | processor seconds | MB of the largest task |\n|---|---|---|---|")
     for name, cost in bench.stages.items():
         print(f"| {name} | {cost.tasks} | {cost.seconds:.1f} | {cost.peak_mbytes:,.0f} |")
     for name, value in bench.outcomes.items():
