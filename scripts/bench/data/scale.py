@@ -107,12 +107,13 @@ def run_task(stage: Stage, rank: int) -> tuple[float, float]:
 def near(count: int, tasks: int, memory_gb: float, folder: Path) -> Bench:
     """Clean documents with copies."""
     bench = Bench(count)
-    streams = [new_log(folder / f"{number:02d}.jsonl") for number in range(FILES)]
+    source = Source("docs", str(folder / "texts"), "jsonl", "*.jsonl", ())
+    Path(source.path).mkdir()
+    streams = [new_log(Path(source.path) / f"{number:02d}.jsonl") for number in range(FILES)]
     for number, text in enumerate(texts(count, copies=True)):
         streams[number * FILES // count].write(json.dumps({"text": text}) + "\n")
     for stream in streams:
         stream.close()
-    source = Source("docs", str(folder), "jsonl", "*.jsonl", ())
     recipe = Recipe((source,), steps=("exact", "near"), tasks=tasks)
     run(stages_of(recipe, folder / "work", print, memory_gb)[:-1], bench)
     lines = [path.read_text().splitlines() for path in (folder / "work" / "duplicates").glob("*.jsonl")]
