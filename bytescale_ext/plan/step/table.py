@@ -195,7 +195,10 @@ class HasDigests(HasTable, Protocol):
     """``StepPlan.ranks`` that keep the digests of their plans, by the plan's other numbers."""
 
     @property
-    def lengths(self) -> Ints: ...
+    def lengths(self) -> Ints:
+        """Tokens of each sequence: [n]."""
+        ...
+
     @property
     def digests(self) -> dict[tuple[int, ...], str]: ...
 
