@@ -141,7 +141,7 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
         assert count > 20
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, ["documents, bf16, zero1", "samples in slices, pp, zero1"]))
+@pytest.mark.parametrize("name", sampled(LAYOUTS, ["samples in slices, pp, zero1"]))
 def test_paged_is_resident(name: str, documents: Path, tmp_path: Path) -> None:
     folders = [tmp_path / kind for kind in ("paged", "resident", "paged then resident", "resident then paged")]
     host_gb = HOST_GB_OF_STAGE_3 if name in STAGES else HOST_GB
