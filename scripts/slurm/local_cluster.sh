@@ -5,8 +5,8 @@
 #   RENDEZVOUS=localhost sbatch --nodes=2 --gpus-per-node=1 --cpus-per-task=1 scripts/train_slurm.sbatch --cpu
 #   scripts/slurm/local_cluster.sh stop /tmp/slurm         # ends its jobs and daemons
 #
-# Needs root, slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm munge). Each node claims 8 processors and
-# 8 GPUs, which need not exist. Ports: PORT to PORT + 2.
+# Needs root, slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm munge). Each node claims 8 processors, the
+# memory of this machine and 8 GPUs, which need not exist. Ports: PORT to PORT + 2.
 set -euo pipefail
 fail() {
   echo "local_cluster.sh: error: $1" >&2
@@ -43,6 +43,7 @@ for program in munged slurmctld slurmd; do
   command -v "$program" >/dev/null || fail "there is no $program; Debian: apt-get install slurm-wlm munge"
 done
 [[ ! -f $folder/slurmctld.pid ]] || fail "a cluster runs in $folder; stop it first"
+mib=$(awk '/^MemTotal/ {print int($2 / 1024)}' /proc/meminfo)
 cat >"$folder/slurm.conf" <<END
 ClusterName=local
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -64,8 +65,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MinJobAge=600
 GresTypes=gpu
-NodeName=node1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=8 Gres=gpu:8
-NodeName=node2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=8 Gres=gpu:8
+NodeName=node1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=8 RealMemory=$mib Gres=gpu:8
+NodeName=node2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=8 RealMemory=$mib Gres=gpu:8
 PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE
 END
 touch "$folder"/gpu{0..7}
