@@ -220,8 +220,8 @@ def print_step(runtime: Any, model: torch.nn.Module) -> None:
     record = {
         "training": model.training,
         "iteration": step.step_index + 1,
-        "sample_ids": step.sample_ids,
-        "lengths": step.lengths,
+        "sample_ids": list(step.sample_ids),
+        "lengths": list(step.lengths),
         "documents": documents,
         "num_micro_batches": len(step.micro_batches),
         "num_rows": sum(packed.num_rows for packed in step.micro_batches),

@@ -72,6 +72,7 @@ TABLE: list[tuple[str, bytes, str]] = [
       (0, -1, 1 << 62, "x", None, [], 10**30)),
     *(("plan", numbered(PLAN, **change), "(true|1.5|\"8\") is not a whole number") for change in
       ({"num_ranks": True}, {"lengths": [True]}, {"tokens_per_rank": 1.5}, {"lengths": ["8"]})),
+    ("plan", numbered(PLAN, lengths=[2**63]), "more than 64 bits"),
     *(("plan", numbered(PLAN, ranks=ranks), "broken plan|not the output") for ranks in
       ([], [[]], [5], {}, None, "x", [[{}]], [[{"shards": 5}]])),
     *(("phases", numbered(PHASE, **{name: number}), "is not a phase|is a phase of") for name in

@@ -17,7 +17,6 @@ import numpy as np
 
 from bytescale_ext.json_input import real, whole
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
-from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import HasDigests, table_of
 
@@ -102,7 +101,7 @@ class StepPlan:
         return cls(
             num_ranks=whole(value["num_ranks"]),
             tokens_per_rank=whole(value["tokens_per_rank"]),
-            lengths=Numbers([whole(length) for length in value["lengths"]]),
+            lengths=tuple(whole(length) for length in value["lengths"]),
             ranks=tuple(
                 tuple(
                     MicroBatch(
