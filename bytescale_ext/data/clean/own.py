@@ -58,10 +58,10 @@ def check_own_steps(recipe: Recipe) -> None:
     OwnSteps(recipe.own)
 
 
-def check_runs_no_code(recipe: Recipe) -> None:
+def check_needs_no_trust(recipe: Recipe) -> None:
     """Raise ValueError for a step that can run code of the recipe's author, or download files, or run without end.
 
-    Other steps are those of ``_SAFE``, and classifiers without types that the recipe trusts.
+    Steps of ``_SAFE`` need no trust, and nor do classifiers without types that the recipe trusts.
     """
     for step in recipe.own:
         if not _is_safe(step):

@@ -114,7 +114,7 @@ class PlanMaker:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlanner:
-    """A ``Planner`` that checks its plans and makes what a rank reads of them, so that a process can do both for it.
+    """A ``Planner`` that checks its plans and computes the parts that a rank reads. Another process can run it.
 
     Attributes:
         planner: planner of the steps.
@@ -147,11 +147,6 @@ class CheckedPlanner:
         if isinstance(plan.ranks, PlacedRanks):
             _ = plan.ranks.counts, plan.ranks[self.rank], plan.digest()  # the plan keeps them
         return plan
-
-
-def without_tables(plan: StepPlan) -> StepPlan:
-    """Return the plan without the tables that were computed from its arrays, to send or save less data."""
-    return replace(plan, ranks=replace(plan.ranks)) if isinstance(plan.ranks, PlacedRanks) else plan
 
 
 class PlannerInProcess:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from bytescale_ext.config.hdp import NORMALIZATIONS
-from bytescale_ext.data.loading.planning import without_tables
 from bytescale_ext.data.loading.prompts import SharedPrompts
 from bytescale_ext.data.samples.answers import (
     GroupSource,
@@ -98,7 +97,7 @@ class LoaderSettings:
         sizes = [size for begin, size in self.schedule if begin <= consumed_samples]
         ids = range(consumed_samples, consumed_samples + (sizes[-1] if sizes else self.samples_per_step))
         if self.cyclic:
-            return Numbers(Numbers(ids).array % num_samples)
+            return Numbers(np.arange(ids.start, ids.stop) % num_samples)
         return Numbers(ids) if ids.stop <= num_samples else None
 
     def units(self, plan: StepPlan) -> tuple[Unit, ...]:
@@ -211,11 +210,6 @@ class StepBatch:
     def lengths(self) -> Sequence[int]:
         """Length of each sequence of the step in tokens."""
         return self.plan.lengths
-
-    def __reduce__(self) -> tuple[type[StepBatch], tuple[object, ...]]:
-        """Pickle and copy the step with a plan without tables."""
-        values = (getattr(self, entry.name) for entry in fields(self) if entry.init)
-        return StepBatch, tuple(without_tables(value) if isinstance(value, StepPlan) else value for value in values)
 
 
 class StepMaker(Protocol):

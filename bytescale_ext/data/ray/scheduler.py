@@ -20,7 +20,6 @@ from typing import Protocol
 
 import numpy as np
 
-from bytescale_ext.data.loading.planning import without_tables
 from bytescale_ext.data.ray.fetching import Reference, RemoteMethod
 from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.server import PLACE
@@ -308,4 +307,4 @@ class StepScheduler:
     def _plan(self, places: np.ndarray, lengths: Numbers) -> Reference[PlannedStep]:
         plan, fell_back = self._make_plan(lengths)
         assert plan.lengths == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
-        return self._share(PlannedStep(places, without_tables(plan), fell_back))
+        return self._share(PlannedStep(places, plan, fell_back))

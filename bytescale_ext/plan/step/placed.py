@@ -110,11 +110,6 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             shares=uneven,
         )
 
-    @cached_property
-    def digests(self) -> dict[tuple[int, ...], str]:
-        """The digests of the plans with these ranks, by their other numbers. Pickling keeps them."""
-        return {}
-
     def held(self, rank: int) -> tuple[MicroBatch, ...] | None:
         """Return the micro-batches of a rank if they are known without the table, else None."""
         return self._latest.get(rank)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import NotRequired, TypedDict, cast
-
-import numpy as np
 
 from bytescale_ext.json_input import real, whole
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.sizes import Slicing
-from bytescale_ext.plan.step.table import HasDigests, table_of
+from bytescale_ext.plan.step.table import table_of
 
 
 class ShardJson(TypedDict):
@@ -60,7 +59,7 @@ class StepPlanJson(TypedDict):
     slicing: NotRequired[SlicingJson]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """The rank and micro-batch that compute each token of one optimizer step.
 
@@ -127,16 +126,15 @@ class StepPlan:
 
     def digest(self) -> str:
         """Return the first 16 hex digits of the plan's sha256. Equal plans have equal digests on every machine."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        """The digest, which pickling keeps: a process that received a plan has no table to compute it from."""
         settings = [int(self.aligned)]
         if self.slicing is not None:
             settings += [int(value) for value in asdict(self.slicing).values()]
-        sizes, ranks = (self.num_ranks, self.tokens_per_rank), self.ranks
-        if not isinstance(ranks, HasDigests) or not np.array_equal(ranks.lengths, self.lengths):
-            return table_of(ranks).digest(*sizes, self.lengths, settings)
-        key = (*sizes, *settings)
-        if key not in ranks.digests:
-            ranks.digests[key] = ranks.table.digest(*sizes, self.lengths, settings)
-        return ranks.digests[key]
+        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, settings)
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> MicroBatchJson:

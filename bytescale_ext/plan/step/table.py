@@ -190,19 +190,6 @@ class HasTable(Protocol):
         ...
 
 
-@runtime_checkable
-class HasDigests(HasTable, Protocol):
-    """``StepPlan.ranks`` that keep the digests of their plans, by the plan's other numbers."""
-
-    @property
-    def lengths(self) -> Ints:
-        """Tokens of each sequence: [n]."""
-        ...
-
-    @property
-    def digests(self) -> dict[tuple[int, ...], str]: ...
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class RankShards:
     """The shards of one rank as columns.

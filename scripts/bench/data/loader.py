@@ -53,7 +53,7 @@ class Timed:
     profile: cProfile.Profile = field(default_factory=cProfile.Profile)
 
     def __call__(self, *args: object) -> StepBatch:
-        """Return what the call returns."""
+        """Call, and return the result."""
         began = time.thread_time()
         if self.profiled:
             self.profile.enable()
@@ -65,7 +65,7 @@ class Timed:
 
 
 def of_step_thread(batch: StepBatch, rank: int) -> StepBatch:
-    """Compute what training reads of a step in its own thread, besides the tokens."""
+    """Compute the figures of a step that training computes in its own thread, and return the step."""
     mine = shards_of_rank(batch.plan.ranks, rank)
     FORWARD.rank_cost(mine, batch.lengths)
     micro_batch_counts(batch.plan)

@@ -11,7 +11,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.formatters.base import BaseFormatter
 
 from bytescale_ext.data.clean.output import gather
-from bytescale_ext.data.clean.own import _SAFE, OwnSteps, check_own_steps, check_runs_no_code
+from bytescale_ext.data.clean.own import _SAFE, OwnSteps, check_needs_no_trust, check_own_steps
 from bytescale_ext.data.clean.recipe import OwnStep, Recipe, Source, read_recipe
 from tests.data.cleaning import document, run_recipe, told
 
@@ -108,13 +108,13 @@ def test_a_step_that_cannot_be_made_is_refused_before_anything_runs(code: Path, 
 )
 def test_a_recipe_runs_no_code_without_trust(step: OwnStep) -> None:
     with pytest.raises(ValueError, match=f"^step {step.use}: it can run code, download files or run without end, so "):
-        check_runs_no_code(Recipe((), own=(step,)))
+        check_needs_no_trust(Recipe((), own=(step,)))
 
 
 def test_safe_steps_exist_and_need_no_trust() -> None:
     for place, names in _SAFE.items():
         steps = tuple(OwnStep(f"{place}:{name}") for name in names)
-        check_runs_no_code(Recipe((), own=(*steps, OwnStep("classifier"))))
+        check_needs_no_trust(Recipe((), own=(*steps, OwnStep("classifier"))))
         for name in names:
             assert issubclass(getattr(importlib.import_module(place), name), (BaseFilter, BaseFormatter))
 

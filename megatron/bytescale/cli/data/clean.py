@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if finish.settings and not args.tokenize:
         raise ValueError("--tokenizer-type needs --tokenize")
     if recipe.own and not args.trust_recipe:
-        from bytescale_ext.data.clean.own import check_runs_no_code
+        from bytescale_ext.data.clean.own import check_needs_no_trust
 
-        check_runs_no_code(recipe)
+        check_needs_no_trust(recipe)
     done = begin(finish)
     if not done:
         from bytescale_ext.data.clean.own import check_own_steps

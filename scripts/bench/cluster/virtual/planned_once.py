@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.data.loading.planning import Planner, without_tables
+from bytescale_ext.data.loading.planning import Planner
 from bytescale_ext.new_file import new_file
 from bytescale_ext.plan.step.plan import StepPlan
 
@@ -41,7 +41,7 @@ class PlannedOnce:
             if not file.exists():
                 plan = self.planner(lengths, should_stop)
                 with new_file(file, is_binary=True) as stream:
-                    pickle.dump(without_tables(plan), stream)
+                    pickle.dump(plan, stream)
         with file.open("rb") as stream:
             planned: StepPlan = pickle.load(stream)
         return planned
