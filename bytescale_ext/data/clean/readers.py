@@ -210,7 +210,7 @@ def _document(raw: bytes, where: str, name: str) -> Read:
 
 def _json_lines(path: Path, source: Source, key: str, kind: Kind | None = None) -> Iterator[Read]:
     """Yield the documents and unreadable records of a file of JSON; without its kind, the file tells it."""
-    number = 0
+    number, name = 0, _name(path, source)
     try:
         if kind is None:
             kind = "values" if kind_of(path, key) == "values" else "lines"
@@ -218,7 +218,7 @@ def _json_lines(path: Path, source: Source, key: str, kind: Kind | None = None) 
             if line is None:
                 yield BadRecord("broken", f"{path}:{number}", _TOO_LONG)
             elif line.strip():
-                yield _json_line(line, f"{path}:{number}", f"{_name(path, source)}#{number}", key)
+                yield _json_line(line, f"{path}:{number}", f"{name}#{number}", key)
     except Exception as error:  # each compression has errors of its own
         yield BadRecord("broken", f"{path}:{number + 1}", f"cannot be read any further ({_reason(error, path)})")
 
@@ -242,25 +242,21 @@ def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
 
 
 def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
-    number = num_documents = 0
+    number, num_documents, file_path, file_name = 0, 0, str(path), _name(path, source)
     try:
         if flaw := column_flaw(path, key):
             yield BadRecord("broken", str(path), flaw)
             return
         for number, row in enumerate(parquet_rows(path), 1):
-            where = f"{path}, row {number}"
-            if row is None:
-                yield BadRecord("broken", where, _TOO_LONG)
+            text = None if row is None else row.pop(key)
+            if row is None or len(str(text)) > MOST_BYTES:
+                yield BadRecord("broken", f"{file_path}, row {number}", _TOO_LONG)
                 continue
-            text = row.pop(key)
             if text is None or not str(text).strip():
-                yield BadRecord("empty", where, "a row without text")
-                continue
-            if len(str(text)) > MOST_BYTES:
-                yield BadRecord("broken", where, _TOO_LONG)
+                yield BadRecord("empty", f"{file_path}, row {number}", "a row without text")
                 continue
             num_documents += 1
-            name = row.pop("id", f"{_name(path, source)}#{num_documents}")
+            name = row.pop("id", f"{file_name}#{num_documents}")
             yield Document(str(text), str(name), metadata=row)
     except ValueError as error:
         yield BadRecord("broken", f"{path}, row {number + 1}", str(error).removeprefix(f"{path}: "))

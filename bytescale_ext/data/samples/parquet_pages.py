@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, BinaryIO, Final, cast
 if TYPE_CHECKING:
     from pyarrow.parquet import FileMetaData
 
-MOST_ROWS: Final = 10_000_000
-"""Rows that a file of any size may have; a larger file may have 8 for each byte."""
-MOST_VALUES: Final = 4 * MOST_ROWS
+MOST_ROWS: Final = 1_000_000
+"""Rows or records that a file of any size may have; a larger file may have one for each byte."""
+MOST_VALUES: Final = 40 * MOST_ROWS
 """Values of all columns, elements of lists included, that a file of any size may have; a larger one 8 for each byte."""
 MOST_PAGE_BYTES: Final = 128 << 20
 """Unpacked bytes that a page of any size may have; a larger page may have ``MOST_RATIO`` times its packed bytes."""
@@ -185,7 +185,7 @@ def check_pages(path: Path, metadata: FileMetaData) -> list[ColumnPages]:
     with path.open("rb") as stream:
         for group_rows, chunks in _row_groups(path, metadata.num_columns):
             rows += max(0, group_rows)
-            if max(rows, metadata.num_rows) > max(MOST_ROWS, 8 * size):
+            if max(rows, metadata.num_rows) > max(MOST_ROWS, size):
                 raise ValueError(f"it claims {max(rows, metadata.num_rows):,} rows in {size:,} bytes")
             pages = [_pages(stream, size, chunk) for chunk in chunks]
             num_values += sum(values for _, values in pages)

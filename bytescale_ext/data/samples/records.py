@@ -202,9 +202,9 @@ def records(path: Path, kind: Kind) -> Iterator[bytes | None]:
     """Yield each record of a file as a line of JSON, blank lines included; damaged records are yielded as they are.
 
     A record of more than ``MOST_BYTES`` is None, and is never in memory as a whole. Raises an error of ``DAMAGED`` or
-    ValueError if the file cannot be read any further, or has more than ``MOST_ROWS`` records and 8 for each byte.
+    ValueError if the file cannot be read any further, or has more than ``MOST_ROWS`` records and one for each byte.
     """
-    most = max(MOST_ROWS, 8 * path.stat().st_size)
+    most = max(MOST_ROWS, path.stat().st_size)
     for number, record in enumerate(_records(path, kind), 1):
         if number > most:
             raise ValueError(f"{path}: has more than {most:,} records, blank ones included: unpack it yourself")
@@ -345,8 +345,12 @@ def parquet_rows(path: Path) -> Iterator[dict[str, object] | None]:
                 is_large, left = num_bytes > MOST_BYTES, left - num_bytes
                 if left < 0:
                     break
+                if not is_large:
+                    for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                        yield dict(zip(names, values, strict=True))
+                    continue
                 for row in range(batch.num_rows):
-                    if is_large and sum(_num_bytes(column.slice(row, 1)) for column in batch.columns) > MOST_BYTES:
+                    if sum(_num_bytes(column.slice(row, 1)) for column in batch.columns) > MOST_BYTES:
                         yield None
                         continue
                     yield {name: column[row].as_py() for name, column in zip(names, batch.columns, strict=True)}
