@@ -23,7 +23,8 @@ Pairs = Callable[[list[tuple[str, object]]], object]
 def check_stored(path: str | Path) -> None:
     """Raise OSError for a file without an end, and for a large file with holes, which needs more memory than it takes.
 
-    Pipes have no end, nor devices such as ``/dev/zero``. Pipes of a shell, below ``/dev``, pass, and ``/dev/null``.
+    Pipes have no end, nor devices such as ``/dev/zero``, and a file of the kernel, such as ``/proc/self/pagemap``, may
+    have 0 bytes and content without end. Pipes of a shell, below ``/dev``, pass, and ``/dev/null``.
     """
     status = os.stat(path)
     is_null = os.path.exists(os.devnull) and os.path.samestat(status, os.stat(os.devnull))
@@ -31,6 +32,8 @@ def check_stored(path: str | Path) -> None:
         raise OSError(errno.EINVAL, "it is a device", str(path))
     if stat.S_ISFIFO(status.st_mode) and not os.fspath(path).startswith("/dev/"):
         raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    if stat.S_ISREG(status.st_mode) and not status.st_size and _has_content(path):
+        raise OSError(errno.EINVAL, "it has content and a size of 0, so it is no stored file", str(path))
     if not stat.S_ISREG(status.st_mode) or status.st_size <= _SMALL or not hasattr(os, "SEEK_HOLE"):
         return
     with open(path, "rb") as file:
@@ -40,6 +43,15 @@ def check_stored(path: str | Path) -> None:
             return
     if first_hole < status.st_size:
         raise OSError(errno.EINVAL, f"it has {status.st_size:,} bytes, of which not all are stored", str(path))
+
+
+def _has_content(path: str | Path) -> bool:
+    """Return whether bytes of a file can be read now; files of the kernel may wait for some."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return bool(os.read(file, 4096))  # pagemap gives multiples of 8 bytes only
+    finally:
+        os.close(file)
 
 
 def stored_bytes(path: str | Path) -> bytes:

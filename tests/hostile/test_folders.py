@@ -140,3 +140,13 @@ def test_devices_are_not_read(device: str) -> None:
     with pytest.raises(OSError, match="it is a device"):
         check_stored(device)
     check_stored(os.devnull)
+
+
+@pytest.mark.parametrize("file", ["/proc/self/pagemap", "/proc/self/maps", "/proc/self/environ"])
+def test_files_of_the_kernel_are_not_read(file: str, tmp_path: Path) -> None:
+    if not Path(file).is_file():
+        pytest.skip("this machine has no such file")
+    with pytest.raises(OSError, match="no stored file"):
+        check_stored(file)
+    (tmp_path / "empty").touch()
+    check_stored(tmp_path / "empty")
