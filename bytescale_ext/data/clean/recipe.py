@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import hashlib
 import json
 import tomllib
@@ -16,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.data.clean.repositories import repositories_in, repository_files
+from bytescale_ext.data.samples.patterns import paths_below, paths_matching
 from bytescale_ext.data.samples.sources import shown_files
 from bytescale_ext.json_input import stored_text
 
-_MOST: Final = 1_000_000  # tasks, hashes and other counts of a recipe
+_MOST: Final = 1_000_000  # hashes and other counts of a recipe
+_MOST_TASKS: Final = 10_000  # each takes a process in each stage
+_MOST_NAME: Final = 100  # letters, of which each may take several bytes in the name of a file
 FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc", "repositories")
 STEPS: Final = ("filters", "pii", "exact", "near", "sentences")
 FILTERS: Final = ("gopher-quality", "gopher-repetition", "c4", "fineweb")
@@ -198,15 +200,18 @@ def files_of(sources: Sequence[Source]) -> list[tuple[int, Path]]:
     for number, source in enumerate(sources):
         path = Path(source.path)
         if source.format == "repositories" and path.is_dir():
-            numbered += [(number, repository) for repository in repositories_in(path)]
+            repositories = repositories_in(path)
+            if not repositories:
+                raise ValueError(f"source {source.name}: {path}: has no folder, so no repository")
+            numbered += [(number, repository) for repository in repositories]
             continue
-        matches = [] if path.exists() else sorted(map(Path, glob.glob(source.path, recursive=True)))
+        matches = [] if path.exists() else paths_matching(source.path)
         numbered += [(number, match) for match in matches if match.is_file()]
         if matches:
             continue
         if not path.exists():
             raise ValueError(f"source {source.name}: {path}: no such file or folder")
-        files = [path] if path.is_file() else shown_files(path.rglob(source.glob), path)
+        files = [path] if path.is_file() else shown_files(paths_below(path, source.glob), path)
         if not files:
             raise ValueError(f"source {source.name}: no file below {path} matches {source.glob!r}: change its glob")
         numbered += [(number, file) for file in files]
@@ -256,8 +261,8 @@ def _source(table: object, filters: object) -> Source:
     if unknown:
         raise ValueError(f"source {table['name']}: no setting {unknown[0]}")
     name, path = str(table["name"]), str(table["path"])
-    if not name.replace("-", "").replace("_", "").isalnum():
-        raise ValueError(f"source {name}: a name consists of letters, digits, - and _")
+    if not name.replace("-", "").replace("_", "").isalnum() or len(name) > _MOST_NAME:
+        raise ValueError(f"source {name[:_MOST_NAME]}: a name consists of up to {_MOST_NAME} letters, digits, - and _")
     guessed = next((kind for suffix, kind in _SUFFIXES.items() if suffix in Path(path).suffixes), "auto")
     kind = str(table.get("format", guessed))
     if kind not in FORMATS:
@@ -316,12 +321,13 @@ def _check(recipe: Recipe) -> None:
             raise ValueError(f"{name} {getattr(recipe, name)}: give one of {', '.join(known)}")
     for name in ("tasks", "ngram", "buckets", "hashes", "sentences", "min_words"):
         value = getattr(recipe, name)
-        if type(value) is not int or not 1 <= value <= _MOST:
-            raise ValueError(f"{name} {value}: give a whole number of 1 or more, at most {_MOST:,}")
+        limit = _MOST_TASKS if name == "tasks" else _MOST
+        if type(value) is not int or not 1 <= value <= limit:
+            raise ValueError(f"{name} {value}: give a whole number of 1 or more, at most {limit:,}")
     for name in ("weight_key", "text_key"):
         if not isinstance(getattr(recipe, name), str):
             raise ValueError(f"{name} {getattr(recipe, name)}: give the name of a key")
     for name, least, most in (("jaccard", 0.0, 1.0), ("max_weight", 1.0, 100.0)):
         value = getattr(recipe, name)
-        if not isinstance(value, (int, float)) or not least <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
             raise ValueError(f"{name} {value}: give a number from {least:g} to {most:g}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, cast
 
+from bytescale_ext.data.samples.patterns import paths_below, paths_matching
 from bytescale_ext.data.samples.records import (
     DAMAGED,
     Kind,
@@ -64,9 +64,9 @@ def folder_entries(root: Path, pattern: str, key: str = "text") -> list[Entry]:
         ValueError: no file matches.
     """
     try:
-        found = list(root.rglob(pattern))
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"--glob {pattern!r} is no pattern for the files below a folder: {error}") from error
+        found = paths_below(root, pattern)
+    except ValueError as error:
+        raise ValueError(f"--glob {error}") from error
     matches = shown_files(found, root)
     if not matches:
         raise ValueError(f"{root}: no file below matches {pattern!r}: give another --glob or another folder")
@@ -134,7 +134,7 @@ def source_entries(sources: Sequence[str], pattern: str, key: str = "text") -> l
     """
     entries: list[Entry] = []
     for source in map(Path, sources):
-        matches = [source] if source.exists() else sorted(map(Path, glob.glob(str(source), recursive=True)))
+        matches = [source] if source.exists() else paths_matching(str(source))
         if not matches:
             raise ValueError(f"{source}: no such file or folder: change --from")
         for match in matches:

@@ -81,6 +81,8 @@ def test_formats_follow_from_names(name: str, expected: str, tmp_path: Path) -> 
         ({"jaccard": 1.5}, "jaccard 1.5: give a number from 0 to 1"),
         ({"max_weight": 0.5}, "max_weight 0.5: give a number from 1"),
         ({"tasks": 0}, "tasks 0: give a whole number"),
+        ({"tasks": 1_000_000}, "tasks 1000000: give a whole number of 1 or more, at most 10,000"),
+        ({"jaccard": True}, "jaccard True: give a number"),
         ({"buckets": "many"}, "buckets many: give a whole number"),
         ({"on_bad": "cry"}, "on_bad cry"),
         ({"bukets": 3}, "no setting bukets"),
@@ -100,6 +102,7 @@ def test_bad_values_are_refused(change: dict[str, object], message: str, tmp_pat
         (["docs"], "--input docs: give NAME=PATH"),
         (["docs=/no/such/place"], "source docs: /no/such/place: no such file or folder"),
         (["do cs=."], "source do cs: a name consists of"),
+        ([f"{'n' * 101}=."], "n: a name consists of up to 100 letters"),
     ],
 )
 def test_bad_sources_are_refused(inputs: list[str], message: str) -> None:
@@ -116,9 +119,12 @@ def test_bad_sources_are_refused(inputs: list[str], message: str) -> None:
         ('[[source]]\nname = "a"\npath = "."\nformat = "pdf"', "source a: no format pdf"),
         ('[[source]]\nname = "a"\npath = "."\n[[source]]\nname = "a"\npath = "."', "two sources are called a"),
         ('[[source]]\nname = "a"\npath = "."\nglob = "*.none"', "no file below . matches"),
+        ('[[source]]\nname = "a"\npath = "."\nglob = "/etc/*"', "'/etc/\\*' is no pattern for the files below"),
+        ('[[source]]\nname = "a"\npath = "."\nformat = "repositories"', "has no folder, so no repository"),
     ],
 )
-def test_bad_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_bad_files_are_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
