@@ -133,6 +133,7 @@ class DeviceNeed:
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
             held = load.num_layers * moment.bytes + moment.read + moment.head + moment.running * load.beside_bytes
+            held += moment.tokens * load.received_bytes if moves else 0.0  # otherwise layers count them as kept
             others = (moment.tokens - moment.running) * load.later_bytes
             others += load.later_layers * moment.bytes * (1 - moment.running / moment.tokens)
             always = (times - share) * resident * layer + held + others

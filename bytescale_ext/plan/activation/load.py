@@ -86,6 +86,7 @@ class LayerSettings:
         expert_ranks: ranks that share the experts of a layer.
         virtual: the stage runs virtual stages, with messages during their passes.
         later_layers: layers of multi-token prediction after the other layers. No policy changes them.
+        received: inputs of a token that the stage, or its virtual stages, receive from other stages.
     """
 
     num_layers: int | None = None
@@ -100,6 +101,7 @@ class LayerSettings:
     expert_ranks: int = 1
     virtual: bool = False
     later_layers: int = 0
+    received: int = 0
 
     @property
     def key_host_bytes(self) -> float:
@@ -153,6 +155,8 @@ class LayerLoad:
         later_layers: see ``LayerSettings``.
         later_bytes: bytes of a token in all these layers, without experts.
         beside_bytes: bytes of a running token's hidden states that exist during its passes, in addition to tensors.
+        received_bytes: bytes of a token's inputs from other stages. Megatron's schedules hold them until the backward
+            pass, also if a policy moves the first layer's input.
         moments: held tokens and bytes of a layer at each possible peak; tensors of experts count as held bytes.
         working_bytes: bytes of gradients that exist together in a layer's backward pass: one gradient of its widest
             tensor and two of its input. The gradient of the activation function's output reuses that output's memory.
@@ -173,6 +177,7 @@ class LayerLoad:
     expert_bytes: float = 0.0
     expert_working_bytes: float = 0.0
     beside_bytes: float = 0.0
+    received_bytes: float = 0.0
     later_layers: int = 0
     later_bytes: float = 0.0
     moments: tuple[HeldSlices, ...] = field(init=False, repr=False, compare=False)
@@ -304,6 +309,7 @@ def load_of_tokens(
         later_layers=later,
         later_bytes=later * of_later,
         beside_bytes=gathered_bytes(*shared) + VIRTUAL_MESSAGES * settings.virtual * message_bytes(*shared),
+        received_bytes=settings.received * message_bytes(*shared),
     )
 
 

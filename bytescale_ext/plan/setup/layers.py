@@ -35,6 +35,7 @@ def stage_settings(setup: Setup, stage: int, slicing: Slicing) -> LayerSettings:
         expert_ranks=mesh.expert_ranks,
         virtual=mesh.virtual_stages > 1,
         later_layers=setup.shape.later_layers if stage == mesh.last_stage else 0,
+        received=mesh.virtual_stages - (stage == 0),
     )
 
 
