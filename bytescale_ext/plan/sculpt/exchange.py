@@ -23,7 +23,8 @@ def exchanged(window: Ints, lengths: Ints, vectors: Vectors, context: int) -> In
 
     A window is related if the sum of its vectors is long. In each round, a part that is more similar to another window
     than to its own moves there, or changes places with a part of that window, if both windows have the room and the
-    two sums become longer together. Parts with the most to gain come first.
+    two sums become longer together. Parts with the most to gain come first. Parts of ``context`` tokens stay, because
+    a window holds nothing else beside them.
 
     Args:
         window: window of each part, numbered from 0 without gaps; [parts].
@@ -56,6 +57,7 @@ class _Search:
         self.room = np.full(num_windows, context, dtype=np.int64)
         np.subtract.at(self.room, window, lengths)
         self._lengths, self._vectors = lengths, vectors
+        self._shorter = np.flatnonzero(lengths < context)
         self._squares: Floats = np.einsum("pd,pd->p", vectors, vectors).astype(np.float64)
         self._sums = np.zeros((num_windows, vectors.shape[1]), dtype=np.float32)
         np.add.at(self._sums, window, vectors)
@@ -70,15 +72,16 @@ class _Search:
         """Try to place each part that is more similar to another window than to its own."""
         gain, choices = self._wishes()
         wishing = np.flatnonzero(gain > 0)
-        for part in wishing[np.argsort(-gain[wishing], kind="stable")].tolist():
+        for row in wishing[np.argsort(-gain[wishing], kind="stable")].tolist():
+            part = int(self._shorter[row])
             home = int(self.window[part])
-            windows = choices[part][choices[part] != home]
+            windows = choices[row][choices[row] != home]
             if len(windows) and len(self._members[home]) > 1:
                 self._place(part, windows)
 
     def _wishes(self) -> tuple[Vectors, Ints]:
-        """Return the similarity to be gained by each part, [parts], and its most similar other windows, [parts, c]."""
-        num_parts, num_windows = len(self.window), len(self.room)
+        """Return the similarity to be gained by each shorter part, [n], and its most similar other windows, [n, c]."""
+        num_parts, num_windows = len(self._shorter), len(self.room)
         norms = np.linalg.norm(self._sums, axis=1, keepdims=True)
         centres = np.divide(self._sums, norms, out=np.zeros_like(self._sums), where=norms > 0)
         num_choices = min(_CHOICES, num_windows - 1)
@@ -86,8 +89,8 @@ class _Search:
         gain = np.empty(num_parts, dtype=np.float32)
         step = max(1, _BLOCK // num_windows)
         for start in range(0, num_parts, step):
-            block = slice(start, start + step)
-            vectors, home = self._vectors[block], self.window[block]
+            block, parts = slice(start, start + step), self._shorter[start : start + step]
+            vectors, home = self._vectors[parts], self.window[parts]
             products = vectors @ centres.T
             products[np.arange(len(home)), home] = -np.inf
             choices[block] = np.argpartition(-products, num_choices - 1, axis=1)[:, :num_choices]

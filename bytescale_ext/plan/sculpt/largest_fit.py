@@ -16,7 +16,7 @@ def largest_fit(lengths: Ints, vectors: Vectors, context: int, overflow: str) ->
     The number of windows is the number that the tokens of the cluster can fill. Pieces are assigned in order of length,
     longest first. A piece goes to the window with the largest product of free room and similarity to the contents of
     the window. The similarity to an empty window is 1. So long pieces spread over empty windows, and windows contain
-    few pieces.
+    few pieces. Pieces of ``context`` tokens come first, in a window each, which needs no comparison.
 
     Args:
         lengths: tokens of each piece, at most ``context``; [n].
@@ -31,17 +31,22 @@ def largest_fit(lengths: Ints, vectors: Vectors, context: int, overflow: str) ->
     num_windows = int(lengths.sum()) // context
     if num_windows == 0:
         return window, taken
-    room = np.full(num_windows, context, dtype=np.int64)
-    sums = np.zeros((num_windows, vectors.shape[1]), dtype=np.float32)
-    norms = np.zeros(num_windows, dtype=np.float32)
-    for i in np.argsort(-lengths, kind="stable").tolist():
+    full = np.flatnonzero(lengths == context)
+    num_full = len(full)
+    window[full], taken[full] = np.arange(num_full), context
+    if num_full == num_windows:
+        return window, taken
+    room = np.full(num_windows - num_full, context, dtype=np.int64)
+    sums = np.zeros((num_windows - num_full, vectors.shape[1]), dtype=np.float32)
+    norms = np.zeros(num_windows - num_full, dtype=np.float32)
+    for i in np.argsort(-lengths, kind="stable")[num_full:].tolist():
         needed = int(lengths[i]) if overflow == "none" else 1
         similarity = np.divide(sums @ vectors[i], norms, out=np.ones_like(norms), where=norms > 0)
         score = np.where(room >= needed, similarity * room, -np.inf)
         best = int(score.argmax())
         if room[best] < needed:
             continue
-        window[i], taken[i] = best, min(int(lengths[i]), int(room[best]))
+        window[i], taken[i] = num_full + best, min(int(lengths[i]), int(room[best]))
         room[best] -= taken[i]
         sums[best] += vectors[i]
         norms[best] = np.linalg.norm(sums[best])

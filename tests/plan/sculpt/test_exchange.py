@@ -125,3 +125,10 @@ def test_windows_have_one_topic_with_and_without_spaces(
     assert made.fill == without.fill
     assert made.relevance > without.relevance
     assert 0.9 <= purity(window, topics) <= bound
+
+
+def test_parts_that_fill_a_window_ask_for_no_comparison() -> None:
+    """Comparing them with all windows would take minutes."""
+    window = np.arange(60_000)
+    vectors = unit(np.random.RandomState(0).randn(len(window), 2))
+    assert (exchanged(window, np.full(len(window), 10), vectors, 10) == window).all()

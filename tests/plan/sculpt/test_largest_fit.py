@@ -83,3 +83,9 @@ def test_best_fit_equals_a_slow_one(seed: int) -> None:
     random = np.random.RandomState(seed)
     lengths, room = random.randint(1, 51, 200).tolist(), random.randint(0, 51, 20).tolist()
     assert fit_best(lengths, room, 50) == slow_best_fit(lengths, room, 50)
+
+
+@pytest.mark.parametrize("overflow", ["none", "truncate", "split"])
+def test_pieces_of_a_whole_window_come_first(overflow: str) -> None:
+    lengths, vectors = [4, 10, 6, 10, 4], [EAST, NORTH, EAST, EAST, NORTH]
+    assert fit(lengths, vectors, overflow) == ([2, 0, 2, 1, -1], [4, 10, 6, 10, 0])
