@@ -28,9 +28,14 @@ def copy_source(model: Path, target: Path) -> None:
 def add_source(model: Path, target: Path) -> None:
     """Copy the files of a model's folder, except its tensors and code, into a folder of our own.
 
-    A folder of a stranger may hold devices, pipes, and links to itself: only regular files of known names are copied.
+    A folder of a stranger may hold devices, pipes, links to itself and links to private files of the user, which would
+    be published with the model: only regular files of known names are copied, and no link out of ``_reach(model)``.
+
+    Raises ValueError for such a link.
     """
     for path in _files(model):
+        if not path.resolve().is_relative_to(_reach(model)):
+            raise ValueError(f"{path}: is a link out of its folder ({path.resolve()}): copy the file, or remove the link")
         copy = target / path.relative_to(model)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
@@ -41,6 +46,16 @@ def _files(model: Path) -> Iterator[Path]:
     for path in sorted([*model.glob("*"), *model.glob(f"{_TEMPLATES}/*")]):
         if path.is_file() and path.name.endswith(_ENDINGS) and not path.name.endswith(_WEIGHTS):
             yield path
+
+
+def _reach(model: Path) -> Path:
+    """Return the folder that the links in a model's folder may lead to.
+
+    The cache of Hugging Face has links in ``models--NAME/snapshots/REVISION`` to files in ``models--NAME/blobs``.
+    """
+    model = model.resolve()
+    is_cached = model.parent.name == "snapshots" and model.parents[1].name.startswith("models--")
+    return model.parents[1] if is_cached else model
 
 
 def keep_source(load: Path | None, save: Path | None) -> None:
