@@ -17,7 +17,7 @@ CONTEXT=${CONTEXT:-16K}                     # tokens of a window; a token is a b
 STEPS=${STEPS:-30}                          # steps of the training
 RANKS=${RANKS:-2}                           # ranks of the training
 WORKERS=${WORKERS:-$(nproc)}                # parallel tasks of cleaning
-purelib=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+purelib=$("$PYTHON" -P -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 PYTHON_TEXTS=${PYTHON_TEXTS:-$purelib/megatron}
 HEADER_TEXTS=${HEADER_TEXTS:-$purelib/torch/include/torch}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
@@ -65,7 +65,7 @@ while read -r _ prefix; do
 done < "$OUT/mixture"
 if [ "$(cat "$OUT/model/latest_checkpointed_iteration.txt" 2> /dev/null || true)" != "$STEPS" ]; then
   echo "4. train: $OUT/train.log"
-  device=$("$PYTHON" -c 'import torch; print("--bf16" if torch.cuda.is_available() else "--cpu")')
+  device=$("$PYTHON" -P -c 'import torch; print("--bf16" if torch.cuda.is_available() else "--cpu")')
   "$PYTHON" -P -m megatron.bytescale.launch --standalone --nproc-per-node "$RANKS" pretrain_gpt_hdp.py \
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention \
     --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope \

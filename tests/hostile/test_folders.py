@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from bytescale_ext.draw.figure import new_figure
 from bytescale_ext.json_input import check_stored
 from megatron.bytescale import protection
+from megatron.bytescale.cli.search.script import ScriptedRun, script_text
 from megatron.bytescale.protection import KERNELS, protect_process
 from tests.sample import sampled
 
@@ -28,6 +30,11 @@ MODULES = (
 CLEAN = "bytescale data clean --input a=in --output out --tasks 2".split()
 TRAINING = "--cpu --hybrid-data-parallel --num-layers 0".split()
 MISSING = {"DATA": "no-such-data", "GPUS": "0", "RANKS": "1", "GPUS_PER_NODE": "1", "BATCH": "1"}
+RECIPE = {
+    **dict.fromkeys(("NODES", "GPUS_PER_NODE", "BATCH"), "1"), "SEQ_LENGTH": "8", "TOKENS_PER_RANK": "8", "VOCAB": "9",
+    "MODEL_FLAGS": "--num-layers 0", "RUN_FLAGS": "", "SAMPLER": "equal", "OUT": "out",
+}  # fmt: skip
+RECIPES = f"{ROOT}/scripts/recipes/launch_model.sh"
 # A command that starts Python, its exit code, and variables of its environment.
 COMMANDS: dict[str, tuple[list[str], int, dict[str, str]]] = {
     "clean": (CLEAN, 0, {}),
@@ -43,6 +50,9 @@ COMMANDS: dict[str, tuple[list[str], int, dict[str, str]]] = {
          "megatron.bytescale.train", *TRAINING], 2, {},
     ),
     "train_local.sh": ([f"{ROOT}/scripts/train_local.sh"], 2, MISSING),
+    "a recipe's dry run": ([RECIPES, "dry-run"], 2, RECIPE),
+    "a recipe's training": ([RECIPES, "torchrun"], 1, {**RECIPE, "NODES": "0"}),
+    "the script of a search": (["bash", "launch.sh"], 2, {"PYTHON": sys.executable}),
     "demo": ([sys.executable, f"{ROOT}/scripts/demo.py", "--ranks", "0"], 2, {}),
 }  # fmt: skip
 
@@ -56,6 +66,7 @@ def hostile_folder(folder: Path) -> Path:
     (folder / ".env").write_text("PYTHONPATH=.\n")
     (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--no-such-option'\n")
     (folder / "matplotlibrc").write_text("text.usetex: True\n\x1b[31mred: 5\n")
+    (folder / "launch.sh").write_text(script_text(ScriptedRun(TRAINING, [], 8, 8, None), 1, 8, "torchrun", []))
     (folder / "in").mkdir()
     for number in range(2):
         (folder / "in" / f"{number}.txt").write_text(f"A sentence with some words in it, number {number}.\n")
@@ -86,6 +97,19 @@ def test_no_module_of_the_current_folder_runs(name: str, tmp_path: Path) -> None
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
     assert ended.returncode == code, ended.stderr[-2000:]
     assert "\x1b[31mred" not in ended.stdout + ended.stderr
+
+
+def test_shell_scripts_start_python_safely() -> None:
+    """Without ``-P``, ``-c`` and ``-m`` import from the current folder."""
+    scripts = [path for end in ("sh", "sbatch") for path in (ROOT / "scripts").rglob(f"*.{end}")]
+    starts = [
+        (path.name, line)
+        for path in scripts
+        for line in path.read_text("utf-8").split("\n")
+        if re.search(r"(?i)python[\w.}]*\"? +-", line) and not line.lstrip().startswith("#")
+    ]
+    assert len(starts) > 8
+    assert [start for start in starts if not re.search(r"(?i)python[\w.}]*\"? +-P ", start[1])] == []
 
 
 def test_settings_of_matplotlib_in_the_current_folder_have_no_effect() -> None:
