@@ -74,6 +74,11 @@ def appended(path: str | os.PathLike[str]) -> IO[Any]:
     return _stream(handle, is_binary=False)
 
 
+def overwritten(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file of our own to overwrite some of its bytes. Raises OSError for a link and for a missing file."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
+
+
 @contextlib.contextmanager
 def private_folder(parent: str | os.PathLike[str], name: str) -> Iterator[Path]:
     """Yield a new folder in ``parent`` that only this user can enter, and remove it at the end."""

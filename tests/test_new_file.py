@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.new_file import appended, check_writable_folder, new_file, new_log, private_folder, write_text
+from bytescale_ext.new_file import (
+    appended,
+    check_writable_folder,
+    new_file,
+    new_log,
+    overwritten,
+    private_folder,
+    write_text,
+)
 
 
 @pytest.fixture
@@ -35,6 +43,8 @@ def test_a_link_is_replaced_and_its_target_stays(target: Path, tmp_path: Path) -
     link.symlink_to(target)
     with pytest.raises(OSError, match=r"symbolic links|Too many"):
         appended(link)
+    with pytest.raises(OSError, match=r"symbolic links|Too many"):
+        overwritten(link)
     assert target.read_text() == "precious"
     assert {path.name for path in tmp_path.iterdir()} == {"target", "link"}
 

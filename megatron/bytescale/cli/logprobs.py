@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bytescale_ext.data.corpus.sidecar import HEADER, LOGPROBS, check_sidecar, open_sidecar
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.json_input import stored_text
 from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.launch import TRACKER
@@ -94,7 +95,7 @@ def _record(args: argparse.Namespace, num_documents: int, size: int) -> None:
 def model_of(load: Path) -> str:
     """Return a name of the newest checkpoint of a folder. Raises ValueError if the folder has none."""
     try:
-        return f"{load.resolve()} {(load / TRACKER).read_text(encoding='utf-8').strip()}"
+        return f"{load.resolve()} {stored_text(load / TRACKER).strip()}"
     except OSError:
         raise ValueError(f"--load {load}: no checkpoint of Megatron") from None
 

@@ -35,7 +35,9 @@ def add_source(model: Path, target: Path) -> None:
     """
     for path in _files(model):
         if not path.resolve().is_relative_to(_reach(model)):
-            raise ValueError(f"{path}: is a link out of its folder ({path.resolve()}): copy the file, or remove the link")
+            raise ValueError(
+                f"{path}: is a link out of its folder ({path.resolve()}): copy the file, or remove the link"
+            )
         copy = target / path.relative_to(model)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
 from bytescale_ext.data.samples.packed import PackedMicroBatch
-from bytescale_ext.json_input import json_settings, stored_text
-from bytescale_ext.new_file import new_log, write_text
+from bytescale_ext.json_input import json_settings, stored_text, whole
+from bytescale_ext.new_file import new_log, overwritten, write_text
 from bytescale_ext.plan.setup.planner import planner_of
 from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.options import current
@@ -80,6 +80,9 @@ class Progress:
             return begun
         try:
             found = cls(**json_settings(stored_text(path)))
+            num_documents = check_indexed_dataset(task.prefix).num_documents
+            if not 0 <= whole(found.num_documents) <= num_documents:
+                raise ValueError(f"{found.num_documents} of {num_documents} documents")
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: not the progress of a run ({error}): delete it") from error
         if (found.model, found.data_sha256) != (begun.model, begun.data_sha256):
@@ -187,11 +190,19 @@ class Recorder:
         self.done = replace(self.done, num_documents=max(step.sample_ids) + 1)
         if found is None:
             return
-        numbers = np.memmap(self.task.output + VALUES, dtype=np.float32, mode="r+")
-        for places, values in found:
-            numbers[places.astype(np.int64)] = values
-        numbers.flush()
+        self.overwrite(found)
         write_text(self.task.output + PROGRESS, json.dumps(asdict(self.done)) + "\n")
+
+    def overwrite(self, found: Iterable[Sequence[np.ndarray]]) -> None:
+        """Overwrite numbers in the file. Raises OSError if somebody has replaced it by a link since ``begin``.
+
+        ``found``: pairs of places, [n], and their numbers, [n].
+        """
+        with overwritten(self.task.output + VALUES) as file:
+            numbers = np.memmap(file, dtype=np.float32, mode="r+")
+            for places, values in found:
+                numbers[places.astype(np.int64)] = values
+            numbers.flush()
 
     def end(self) -> None:
         """Write the last step and the header, which makes the sidecar complete. Collective over all processes."""
