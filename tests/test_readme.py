@@ -92,6 +92,41 @@ def test_the_page_of_limits_calls_refused_only_what_is() -> None:
     assert flags <= REFUSED_FLAGS, f"not refused: {sorted(flags - REFUSED_FLAGS)}"
 
 
+WORDS = 35_000
+WRITTEN = {
+    **{f"docs/reference/{name}": "scripts/reference.py" for name in reference.pages()},
+    "docs/results/simulated.md": "scripts/bench/plan/simulate_table.py",
+    "docs/results/measured.md": "scripts/bench/cluster/page.py",
+    "docs/results/cluster.md": "scripts/bench/cluster/virtual/page.py",
+    "docs/results/rollouts.md": "scripts/bench/cluster/virtual/rollouts.py",
+}
+"""Pages that a script writes whole, and the script."""
+WRITTEN_PART = re.compile(r"<!-- (\w+)(: begin|: \S+) -->.*?<!-- (\1: end|end of \1) -->", re.DOTALL)
+
+
+def own_words(page: Path) -> int:
+    """Return the number of words of a page that people write."""
+    if str(page.relative_to(ROOT)) in WRITTEN:
+        return 0
+    return len(WRITTEN_PART.sub("", page.read_text()).split())
+
+
+def test_the_documents_are_short() -> None:
+    pages = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *PAGES]
+    words = {str(page.relative_to(ROOT)): own_words(page) for page in pages}
+    longest = sorted(words, key=lambda name: -words[name])[:8]
+    assert sum(words.values()) <= WORDS, f"longest pages: {', '.join(f'{name} {words[name]}' for name in longest)}"
+
+
+def test_written_pages_and_parts_are_known() -> None:
+    marked = {page.name for page in PAGES if WRITTEN_PART.search(page.read_text())}
+    assert marked == {"architecture.md", "faults.md", "slices.md", "tested.md"}
+    for name, script in WRITTEN.items():
+        head, named = (ROOT / name).read_text()[:300], script.removesuffix(".py")
+        assert "do not edit" in head, name
+        assert script in (ROOT / name).read_text() or named.replace("/", ".") in head, name
+
+
 def leads_somewhere(paper: Path, link: str) -> bool:
     """Return whether a link of a page names a file of the repository and, if given, a heading of the file."""
     name, _, heading = link.partition("#")
