@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.json_input import json_settings, lines_of_text, stored_text
+from bytescale_ext.json_input import check_stored, json_settings, lines_of_text, stored_text
 from bytescale_ext.plan.experts.placement import Ints
 
 
@@ -44,6 +44,7 @@ class Trace:
 
 def head_of(path: Path) -> TraceHead:
     """Return the header of a trace. Raises ValueError if the file is not a trace, OSError if it cannot be read."""
+    check_stored(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         return _head(path, _parsed(path, 1, file.readline()))
 

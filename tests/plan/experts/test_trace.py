@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -57,3 +58,12 @@ def test_bad_files_are_refused_by_line(name: str, tmp_path: Path) -> None:
     lines, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         read_trace(written(tmp_path, *lines))
+
+
+def test_a_file_without_an_end_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("{")
+    os.truncate(path, 64 << 30)
+    for read in (head_of, read_trace):
+        with pytest.raises(OSError, match="not all are stored"):
+            read(path)
