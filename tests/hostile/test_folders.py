@@ -15,7 +15,9 @@ import pytest
 from bytescale_ext.draw.figure import new_figure
 from bytescale_ext.json_input import check_stored
 from megatron.bytescale import protection
+from megatron.bytescale.arguments.values import ReadFiles
 from megatron.bytescale.cli.search.script import ScriptedRun, script_text
+from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.protection import KERNELS, protect_process
 from tests.sample import sampled
 
@@ -164,6 +166,16 @@ def test_devices_are_not_read(device: str) -> None:
     with pytest.raises(OSError, match="it is a device"):
         check_stored(device)
     check_stored(os.devnull)
+
+
+def test_pipes_and_devices_end_in_one_line(tmp_path: Path) -> None:
+    """numpy would wait for the pipe, and Megatron reads its files whole."""
+    pipe = tmp_path / "pipe.npy"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="it is a pipe"):
+        read_lengths(pipe)
+    reasons = list(ReadFiles(data_args_path=str(pipe), tokenizer_model=str(tmp_path), vocab_file="none").wrong())
+    assert reasons == [f"--data-args-path {pipe}: it is a pipe"]
 
 
 @pytest.mark.parametrize("file", ["/proc/self/pagemap", "/proc/self/maps", "/proc/self/environ"])

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.data.samples.idx_file import DocumentIndex
+from bytescale_ext.json_input import check_stored
 from bytescale_ext.new_file import locked_folder, new_file
 
 FILE_LIMIT: Final = 1 << 20
@@ -86,6 +87,7 @@ def _head(index: DocumentIndex) -> np.ndarray:
 def _mapped(path: Path, index: DocumentIndex) -> np.ndarray | None:
     """Return the result in a file, mapped into memory; None without a file, or for a file of another index."""
     try:
+        check_stored(path)
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception:  # numpy evaluates the header, which fails in many ways
         return None

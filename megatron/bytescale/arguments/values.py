@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bytescale_ext.json_input import check_stored
 from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
 from megatron.bytescale.arguments.options import options_of
@@ -25,6 +26,7 @@ POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train
 MOST: Final = 1 << 40  # larger numbers of tokens, layers or samples are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
+READ: Final = ("--data-args-path", "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are local folders
 HUB_KINDS: Final = ("HuggingFaceTokenizer", "SFTTokenizer")
@@ -108,6 +110,27 @@ class Folders:
 
 
 @dataclass(frozen=True)
+class ReadFiles:
+    """Files that Megatron reads whole; None: not given."""
+
+    data_args_path: str | None = None
+    per_split_data_args_path: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+
+    def wrong(self) -> Iterator[str]:
+        """Yield a reason for each file without an end, or with holes."""
+        for flag in READ:
+            path = getattr(self, _name_of(flag))
+            try:
+                if path is not None and os.path.exists(path) and not os.path.isdir(path):
+                    check_stored(path)
+            except OSError as error:
+                yield f"{flag} {path}: {error.strerror}"
+
+
+@dataclass(frozen=True)
 class Split:
     """The shares of training, validation and test, as text."""
 
@@ -132,7 +155,7 @@ def check_values(args: argparse.Namespace) -> None:
     """
     reasons = Reasons()
     reasons.add(*_wrong_sizes(options_of(args, Sizes)), *_wrong_folders(options_of(args, Folders)))
-    reasons.add(*options_of(args, Schedules).wrong())
+    reasons.add(*options_of(args, Schedules).wrong(), *options_of(args, ReadFiles).wrong())
     with reasons.collect():
         _check_split(options_of(args, Split).split)
     with reasons.collect():

@@ -96,7 +96,7 @@ def model_of(load: Path) -> str:
     """Return a name of the newest checkpoint of a folder. Raises ValueError if the folder has none."""
     try:
         return f"{load.resolve()} {stored_text(load / TRACKER).strip()}"
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         raise ValueError(f"--load {load}: no checkpoint of Megatron") from None
 
 

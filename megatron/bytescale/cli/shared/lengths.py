@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.errors import one_line
+from bytescale_ext.json_input import check_stored
 
 LONGEST = 1 << 31  # tokens of a document; a Megatron index cannot hold more
 MOST_PIECES = 50_000_000
@@ -79,6 +80,7 @@ def draw_pieces(lengths: Sequence[int], seq_length: int, count: int, seed: int) 
 
 def _read_npy(path: Path) -> npt.NDArray[np.integer]:
     try:
+        check_stored(path)
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, which fails in many ways
         raise ValueError(f"--lengths {path} is not a numpy array: {one_line(error, 200)}") from None
