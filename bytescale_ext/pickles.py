@@ -32,7 +32,7 @@ _BY_MODULE: Final = {
     "collections": "OrderedDict defaultdict",
     "megatron.core.enums": "ModelType",
     "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
-    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+    "megatron.core.rerun_state_machine": "Call Caller RerunDiagnostic RerunMode RerunState",
     "megatron.core.transformer.enums": "AttnBackend AttnMaskType AttnType CudaGraphModule CudaGraphScope "
     "InferenceCudaGraphScope LayerType ModelType",
     "numpy": "dtype ndarray",

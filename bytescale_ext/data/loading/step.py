@@ -165,7 +165,10 @@ def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepBatch:
-    """One optimizer step of one rank. Megatron saves it in checkpoints, so that the step can run again.
+    """One optimizer step of one rank.
+
+    Pickled, it is an empty tuple: Megatron saves the step that it will run again in the checkpoint before that step,
+    and the loader of the resumed run begins with the same step.
 
     Attributes:
         step_index: number of the step, counted from the loader's ``first_step``.
@@ -205,6 +208,12 @@ class StepBatch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", int(np.sum(self.plan.lengths, dtype=np.int64)))
         object.__setattr__(self, "row_counts", tuple(packed.num_rows for packed in self.micro_batches))
+
+    def __copy__(self) -> StepBatch:
+        return self  # Megatron keeps copies of what it may run again
+
+    def __reduce__(self) -> tuple[type[tuple[()]], tuple[()]]:
+        return tuple, ()
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -261,16 +261,14 @@ def test_a_planner_out_of_time_is_replaced_by_the_simple_plan() -> None:
 
 
 def test_a_step_planned_in_time_can_be_made_again_by_the_simple_plan() -> None:
-    """The simple step can also be made from a step in a checkpoint, by another loader of the same data."""
     simple = [_key(step) for step in _loader(MemorySource(LENGTHS), rank=1)]
-    loader, other = (_loader(MemorySource(LENGTHS), rank=1, planner=SlowPlanner()) for _ in range(2))
+    loader = _loader(MemorySource(LENGTHS), rank=1, planner=SlowPlanner())
     in_time = list(loader)
     assert not any(step.fell_back for step in in_time)
     assert [_key(step) for step in in_time] != simple
-    for one in (loader.simple_step, lambda step: other.simple_step(pickle.loads(pickle.dumps(step)))):
-        remade = [one(step) for step in in_time]
-        assert [_key(step) for step in remade] == simple
-        assert all(step.fell_back for step in remade)
+    remade = [loader.simple_step(step) for step in in_time]
+    assert [_key(step) for step in remade] == simple
+    assert all(step.fell_back for step in remade)
 
 
 COST = StageCost(CostModel(1.0, 1.0), CostModel(1.0, 1.0))
@@ -278,8 +276,8 @@ COST = StageCost(CostModel(1.0, 1.0), CostModel(1.0, 1.0))
 
 @pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=pytest.mark.ranks)])
 @pytest.mark.parametrize("slice_rule", [None, SliceRule(Slicing(3))])
-def test_a_step_is_plain_data(in_process: bool, slice_rule: SliceRule | None) -> None:
-    """A pickled step is equal after loading, and contains neither the loader nor its planner or source."""
+def test_checkpoints_hold_nothing_of_a_step(in_process: bool, slice_rule: SliceRule | None) -> None:
+    """The loader of a resumed run makes the step again. A plan, which processes exchange, is small when pickled."""
     planner: Planner = HdpPlanner(Cluster(4, 12), (COST, COST), balance="pp")
     if in_process:
         planner = PlannerInProcess(planner, slow_seconds=-1.0)
@@ -289,10 +287,9 @@ def test_a_step_is_plain_data(in_process: bool, slice_rule: SliceRule | None) ->
     step = next(loader)  # planned in the process
     assert len(pickle.dumps(source)) > 200_000
     assert step.plan.ranks.table.counts.sum() > 0  # computed tables are not pickled
-    saved = pickle.dumps(step)
-    assert len(saved) < 20_000
-    for copied in (pickle.loads(saved), copy.copy(step)):
-        assert _key(copied) == _key(step)
-        assert [one.layout for one in copied.micro_batches] == [one.layout for one in step.micro_batches]
-        assert copied.num_tokens == step.num_tokens
+    plan = pickle.dumps(step.plan)
+    assert len(plan) < 20_000
+    assert pickle.loads(plan) == step.plan
+    assert copy.copy(step) is step
+    assert pickle.loads(pickle.dumps(step)) == ()
     loader.close()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.corpora import write_documents
-from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_to_failure, train_with
+from tests.e2e.training import HDP, MODEL, TRAIN, record_steps, train_ranks, train_to_failure, train_with
 
 pytestmark = pytest.mark.ranks
 
@@ -55,7 +55,10 @@ def poison_with_slow_planner(rank: int, step: int) -> None:
 
 
 def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, tmp_path: Path) -> None:
-    """Megatron runs the step again with the same result, saves a checkpoint of the previous step and exits with 16."""
+    """Megatron runs the step again with the same result, saves a checkpoint of the previous step and exits with 16.
+
+    A run that goes on from there runs the same step with the same plan.
+    """
     common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 128]
     common += ["--save", tmp_path, "--ckpt-format", "torch_dist"]
     outcomes = train_ranks(2, *common, entry=partial(train_with, partial(poison, 1, 3)))
@@ -65,10 +68,17 @@ def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, t
     assert named is not None, outcomes[1].text
     assert named[1] == str(corpus)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    again = train_ranks(2, *common, "--load", tmp_path, entry=record_steps)
+    assert [outcome.code for outcome in again] == [16] * 2, again[0].text[-2000:]
+    assert [record["iteration"] for record in again[1].records()] == [3]
+    assert "Got rescheduled on the same GPU" in again[1].text  # so Megatron found the documents of the fault again
+    healed = train_ranks(2, *common, "--load", tmp_path, "--rerun-mode", "disabled", entry=record_steps)
+    assert healed[1].records() == again[1].records()
+    assert [outcome.code for outcome in healed] == [None] * 2
 
 
 def test_a_fault_is_saved_beside_a_planning_process_with_stages_and_slices(corpus: Path, tmp_path: Path) -> None:
-    """Megatron pickles the step's batches, with everything that they refer to, into that checkpoint."""
+    """The checkpoint holds nothing of the step, which refers to what cannot be pickled."""
     layout = "--hdp-tokens-per-rank 256 --pipeline-model-parallel-size 2 --seq1f1b-slices 2".split()
     saving = ["--save", tmp_path, "--ckpt-format", "torch_dist"]
     entry = partial(poison_with_slow_planner, 0, 3)

@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 
 from bytescale_ext.attention.slices import MicroBatchPrefix
 from bytescale_ext.config.slices import SliceConfig
+from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.data.samples.units import padding_units
 from bytescale_ext.measure.metrics import append_jsonl
@@ -186,7 +187,10 @@ def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
         iterator: iterator of Megatron's over a loader.
         training: True in training; an evaluation has no figures.
     """
-    step = agree_on_plan(runtime, next(iterator), lambda step: iterator.iterable.simple_step(step))
+    step = next(iterator)
+    if not isinstance(step, StepBatch):  # a checkpoint asks for this step again, and the loader has it
+        step = next(iterator.iterable)
+    step = agree_on_plan(runtime, step, lambda step: iterator.iterable.simple_step(step))
     runtime.step.batch = step
     if not training:
         return
