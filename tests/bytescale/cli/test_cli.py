@@ -108,6 +108,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("line", ["--help", "schedule --help", "schedule --pipeline-parallel 4 --micro-batches 64"])
+def test_a_closed_pipe_ends_a_command_silently(line: str) -> None:
+    """As ``| head -1`` does, if head has ended before the command writes."""
+    code = "import sys; from megatron.bytescale.cli import main; sys.exit(main(sys.argv[1:]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-c", code, *line.split()]
+    with open(writing, "wb") as pipe:
+        ended = subprocess.run(words, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=400)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.ranks
 def test_commands_that_plan_import_neither_torch_nor_megatron(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([30, 7, 55]))
     code = (
