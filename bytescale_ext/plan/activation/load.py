@@ -103,6 +103,11 @@ class LayerSettings:
     later_layers: int = 0
     received: int = 0
 
+    def split_experts(self, shape: ModelShape) -> int:
+        """Return the experts of a rank if their activation functions are split; 0 if they are fused."""
+        is_split = shape.gated and self.operators.split_activation
+        return max(1, shape.num_experts // self.expert_ranks) if is_split else 0
+
     @property
     def key_host_bytes(self) -> float:
         """Peak host memory of swapped keys in these layers, in bytes."""
@@ -285,8 +290,6 @@ def load_of_tokens(
         settings.operators,
         any(moment.bytes for moment in settings.slices),
     )
-    is_split = cost.shape.gated and settings.operators.split_activation
-    split_experts = max(1, cost.shape.num_experts // settings.expert_ranks) if is_split else 0
     of_later = sum(tensor.bytes_per_token for tensor in tensors)
     of_later += later_state_bytes(tensors[0].bytes_per_token, settings.element_bytes, settings.operators)
     return LayerLoad(
@@ -304,7 +307,11 @@ def load_of_tokens(
         slices=settings.slices,
         expert_bytes=expert_bytes(cost.shape, settings.element_bytes, ranks, settings.expert_load, settings.operators),
         expert_working_bytes=expert_working_bytes(
-            cost.shape, settings.element_bytes, settings.expert_ranks > 1, settings.expert_load, split_experts
+            cost.shape,
+            settings.element_bytes,
+            settings.expert_ranks > 1,
+            settings.expert_load,
+            settings.split_experts(cost.shape),
         ),
         later_layers=later,
         later_bytes=later * of_later,

@@ -22,9 +22,12 @@ EXPERT_LOAD: Final = 1.5
 A router that spreads tokens less evenly exceeds the budget.
 """
 
-SPLIT_GRADIENTS: Final = 6
-"""Gradients of the inner width that exist together in the backward pass of a split, gated activation function: of its
-two factors, and of both padded to the width of the first product."""
+SPLIT_GRADIENTS: Final = 2
+"""Tensors of the inner width that the backward pass of a split, gated activation function adds at its peak.
+
+It holds six gradients, of both factors and of both padded to the width of the first product. By then it has freed four
+of the saved tensors: the activation, the gate, their product, and the product with the probability.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +210,7 @@ def expert_bytes(
     It is 0 without experts. If only some layers have experts, the MLP of the others counts if it saves more.
 
     A token is copied to each of its experts. They save the tensors of an MLP: the input, the first product and the
-    output of the activation function; if its operators are split, also the activation and its product with the gate,
+    output of the activation function; if its operators are split, also the activation, the gate and their product
     before the probability. The router saves scores of 4 bytes, and 48 bytes of
     places and probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of
     Megatron 0.19.2).
@@ -221,7 +224,7 @@ def expert_bytes(
     """
     if not shape.num_expert_layers:
         return 0.0
-    gated = 5 if operators.split_activation else 3
+    gated = 6 if operators.split_activation else 3
     inner = (gated if shape.gated else 2) * element_bytes / tensor_parallel
     in_experts = shape.experts_per_token * shape.hidden * element_bytes + inner * shape.expert_ffn_hidden
     in_mlp = inner * shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0.0

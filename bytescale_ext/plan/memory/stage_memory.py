@@ -167,9 +167,9 @@ class StageMemory:
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         shared = message_bytes(shape, ranks, element_bytes, sequence_parallel)
-        in_experts = expert_working_bytes(
-            shape, element_bytes, exchanged=True, load=max(EXPERT_LOAD, settings.expert_load)
-        )
+        exchanged = settings.expert_ranks > 1
+        load = max(EXPERT_LOAD, settings.expert_load) if exchanged else settings.expert_load
+        in_experts = expert_working_bytes(shape, element_bytes, exchanged, load, settings.split_experts(shape))
         passes = PassBytes(
             tokens,
             hidden=tensors[0],
@@ -202,16 +202,19 @@ class StageMemory:
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         return self._of(replace(self.passes, num_messages=VIRTUAL_MESSAGES))
 
-    def recomputing(self, input_bytes: float, sliced: bool = False) -> StageMemory:
+    def recomputing(self, input_bytes: float, sliced: bool = False, gradient_bytes: float = 0.0) -> StageMemory:
         """Return the memory of layers that are recomputed one by one.
 
         Args:
             input_bytes: bytes of a token that each layer keeps.
             sliced: whether micro-batches may run in slices. Layers then also keep keys and values for later slices.
+            gradient_bytes: bytes of a token in the gradient of a layer's input, if it exists until the layer runs
+                again. Megatron's dispatchers of experts refer to the graph that ends in it.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         keys = self.layer.keys if sliced else 0.0
-        again = replace(self.passes, again=self.layer.activations - input_bytes - keys)
+        of_others = gradient_bytes * (max(self.num_layers) - 1)
+        again = replace(self.passes, again=self.layer.activations - input_bytes - keys + of_others)
         freed = again.later_layers * (again.in_later - again.hidden)
         layer = replace(
             self.layer,

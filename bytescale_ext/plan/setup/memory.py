@@ -139,7 +139,8 @@ def stage_memory(setup: Setup) -> StageMemory:
     memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
     if numerics.recompute != FULL:
         return memory
-    return memory.recomputing(input_bytes(setup), sliced=setup.slicing != ONE_SLICE)
+    gradient_bytes = tensors[0] if setup.shape.num_expert_layers else 0.0
+    return memory.recomputing(input_bytes(setup), setup.slicing != ONE_SLICE, gradient_bytes)
 
 
 def input_bytes(setup: Setup) -> float:

@@ -33,10 +33,12 @@ LATENT = [
     *"--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32".split(),
     *"--qk-layernorm --rope-type yarn --rotary-scaling-factor 4 --mscale 1.0 --mscale-all-dim 0.5".split(),
 ]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 344 --moe-router-load-balancing-type none".split()
 MODELS = {
     "latent": [*LATENT, "--q-lora-rank", "96"],
     "latent without query latent": LATENT,
     "later tokens": [*MODEL, *"--mtp-num-layers 1".split()],
+    "experts": [*MODEL, *EXPERTS],
     "latent and later tokens": [*LATENT, *"--q-lora-rank 96 --mtp-num-layers 2".split()],
 }
 HOST = "--host-memory-gb 0.2"
@@ -73,7 +75,7 @@ class Measured:
         """Check that the forecast of activations, and of all bytes, is within 5 % of the measured bytes."""
         predicted, live = self.total - self.states, self.live - self.existing
         print(f"{name}: states {self.states / self.existing:.3f}, activations {predicted / live:.3f}")
-        assert self.states == pytest.approx(self.existing, rel=0.06)  # tables of rotary angles are not counted
+        assert self.states == pytest.approx(self.existing, rel=0.06)  # no rotary angles, no tensors of dispatchers
         assert predicted == pytest.approx(live, rel=0.05)
         assert self.total == pytest.approx(self.live, rel=0.05)
 
