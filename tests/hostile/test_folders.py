@@ -15,7 +15,7 @@ import pytest
 from bytescale_ext.draw.figure import new_figure
 from bytescale_ext.json_input import check_stored
 from megatron.bytescale import protection
-from megatron.bytescale.arguments.values import ReadFiles
+from megatron.bytescale.arguments.values import TRACKER, Folders, ReadFiles, wrong_folders
 from megatron.bytescale.cli.search.script import ScriptedRun, script_text
 from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.protection import KERNELS, protect_process
@@ -166,6 +166,16 @@ def test_devices_are_not_read(device: str) -> None:
     with pytest.raises(OSError, match="it is a device"):
         check_stored(device)
     check_stored(os.devnull)
+
+
+def test_a_link_at_the_tracker_file_is_refused(tmp_path: Path) -> None:
+    """Megatron opens the file for writing, and would empty the target."""
+    (tmp_path / TRACKER).symlink_to(tmp_path / "precious")
+    folders = Folders(str(tmp_path), 2, None, None, None)
+    (reason,) = wrong_folders(folders)
+    assert "latest_checkpointed_iteration.txt is a link, whose target" in reason
+    (tmp_path / TRACKER).unlink()
+    assert not list(wrong_folders(folders))
 
 
 def test_pipes_and_devices_end_in_one_line(tmp_path: Path) -> None:

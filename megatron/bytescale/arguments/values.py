@@ -26,6 +26,7 @@ POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train
 MOST: Final = 1 << 40  # larger numbers of tokens, layers or samples are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
+TRACKER: Final = "latest_checkpointed_iteration.txt"  # Megatron writes it in place
 READ: Final = ("--data-args-path", "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are local folders
@@ -154,7 +155,7 @@ def check_values(args: argparse.Namespace) -> None:
     Raises ``Refused`` with every reason, each naming a flag.
     """
     reasons = Reasons()
-    reasons.add(*_wrong_sizes(options_of(args, Sizes)), *_wrong_folders(options_of(args, Folders)))
+    reasons.add(*_wrong_sizes(options_of(args, Sizes)), *wrong_folders(options_of(args, Folders)))
     reasons.add(*options_of(args, Schedules).wrong(), *options_of(args, ReadFiles).wrong())
     with reasons.collect():
         _check_split(options_of(args, Split).split)
@@ -211,10 +212,12 @@ def _check_split(split: str | None) -> None:
         raise ValueError(f"--split {split}: give the shares of training, validation and test, such as 99,1,0")
 
 
-def _wrong_folders(folders: Folders) -> Iterator[str]:
+def wrong_folders(folders: Folders) -> Iterator[str]:
     """Yield a reason for each folder that is a file or cannot be created. Creates none: the run may be refused."""
     if folders.save is not None and folders.save_interval is None:
         yield f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next"
+    if folders.save is not None and (tracker := Path(folders.save) / TRACKER).is_symlink():
+        yield f"--save {folders.save}: {tracker.name} is a link, whose target Megatron would overwrite: remove it"
     for flag in FOLDERS:
         folder = folders.of(flag)
         if folder is not None and folder.exists() and not folder.is_dir():
