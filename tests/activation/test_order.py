@@ -88,6 +88,7 @@ def cases() -> Iterator[tuple[str, int, int, str]]:
             yield name, stage, 1 if stage % 2 else 3, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage", "num_layers", "plan"), cases())
 def test_no_layer_is_read_late(
     name: str, stage: int, num_layers: int, plan: str, monkeypatch: pytest.MonkeyPatch

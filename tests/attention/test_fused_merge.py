@@ -134,6 +134,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "the package triton is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "of_totals", "of_part"), [(80, "fp32", "bf16"), (90, "bf16", "bf16"), (90, "fp64", "fp64")]
 )

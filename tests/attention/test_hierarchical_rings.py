@@ -40,6 +40,7 @@ def case_of(width: int, inner_width: int, first: int = 0) -> Case:
     return Case(lengths, rounds, first + width, heads=2, kv_heads=1, dim=4, inner_width=inner_width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "inner"), FORMS)
 def test_any_width_is_exact(width: int, inner: int) -> None:
     case = case_of(width, inner)
@@ -68,6 +69,7 @@ def test_rings_of_both_forms_beside_each_other_are_exact() -> None:
         assert_matches(case, results, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept_tokens", "summed_tokens"), [(0, 0), (1000, 1000), (1000, 0)])
 @pytest.mark.parametrize(("width", "inner"), [(6, 2), (9, 3)])
 def test_slices_are_exact(width: int, inner: int, kept_tokens: int, summed_tokens: int) -> None:

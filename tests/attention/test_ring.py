@@ -40,6 +40,7 @@ def test_exact_in_float64(case: Case, heads: tuple[int, int]) -> None:
     assert_matches(case, results, 1e-10)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.integers(1, 70))
 @settings(max_examples=40, deadline=None)
 def test_any_width_and_length(width: int, length: int) -> None:

@@ -45,6 +45,7 @@ def test_any_width_length_and_window(width: int, length: int, window: int) -> No
     assert_matches(case, results, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2, 9, 50])
 @pytest.mark.parametrize("kept_tokens", [0, 70, 1000])
 @pytest.mark.parametrize(("case", "num_slices"), [(LONG, 4), (GROUPS, 2)], ids=["long", "groups"])

@@ -107,6 +107,7 @@ def assert_decided_alike(first: Decision, other: Decision) -> None:
     assert forecasts[0].traffic(*tables[0]) == forecasts[1].traffic(*tables[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "changes"),
     [

@@ -21,6 +21,7 @@ def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return logits, (logits / temperature).softmax(-1), other.log_softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "temperature", "draws"), [(TreeShape(6), 1.0, 10_000), (TreeShape(2, chain=True), 0.7, 50_000)]
 )

@@ -75,6 +75,7 @@ NOTHING: dict[str, Draw] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_it_is_drawn(name: str, tmp_path: Path) -> None:
     PICTURES[name](tmp_path / "picture.png")

@@ -11,6 +11,8 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.hostile.readers import READERS, outcome
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
@@ -53,6 +55,7 @@ def mutated_json(value: object, random_: random.Random) -> object:
     return {**value, key: mutated_json(value[key], random_)}
 
 
+@pytest.mark.slow
 def test_mutated_files(tmp_path: Path) -> None:
     deadline, seed = time.monotonic() + SECONDS, SEED
     while time.monotonic() < deadline:

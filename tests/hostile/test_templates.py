@@ -123,6 +123,7 @@ SAMPLE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(TEMPLATES, SAMPLE))
 def test_each_template_ends_in_one_line(
     name: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -143,6 +144,7 @@ def test_a_plain_template_is_read(tokenizer: Any) -> None:
     assert result(tokenizer, PLAIN) == READ
 
 
+@pytest.mark.slow
 def test_a_slow_template_ends_a_run_that_skips_bad_lines(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

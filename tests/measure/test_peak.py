@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 
+import pytest
 import torch
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
@@ -33,6 +34,7 @@ def test_what_lives_together_counts() -> None:
     assert measured(16, []) - before == 12 * MEGABYTE
 
 
+@pytest.mark.slow
 def test_what_existed_counts_once_and_host_memory_does_not() -> None:
     before = measured(8, [])
     state = floats(32)
@@ -42,6 +44,7 @@ def test_what_existed_counts_once_and_host_memory_does_not() -> None:
     assert len(views) == 2
 
 
+@pytest.mark.slow
 def test_loaded_micro_batches_are_host_memory() -> None:
     before = measured(8, [])
     ids = torch.zeros(MEGABYTE, dtype=torch.int64)
@@ -52,6 +55,7 @@ def test_loaded_micro_batches_are_host_memory() -> None:
     assert loaded.num_rows == len(ids)
 
 
+@pytest.mark.slow
 def test_other_threads_build_tuples_meanwhile() -> None:
     """CPython raises SystemError in a thread if anything refers to a tuple that the thread has not completed."""
     is_done, errors = threading.Event(), []

@@ -91,6 +91,7 @@ def check_lines(cache: RowCache) -> None:
     assert not cache.pending[cache.updates == 0].any()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.integers(0, 40), st.sampled_from(POLICIES), st.integers(0, 8), st.integers(0, 5), st.integers(0, 10**6),
@@ -131,6 +132,7 @@ def test_staged_rows_come_before_the_batch_that_reads_them(bound: int) -> None:
         assert (table.values == expected.values).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(0, 20), st.sampled_from(POLICIES), st.integers(0, 6), st.integers(0, 4), st.integers(0, 10**6))
 def test_as_a_cache_written_row_by_row(

@@ -61,6 +61,7 @@ def saved(run: Tiered) -> Tiered:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_host_pages", [0, 17])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_equal_those_of_torch(dtype: torch.dtype, num_host_pages: int, tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ def test_pages_are_read_ahead_of_the_step(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(read) == count + 2 * len(run.adam.on_disk)  # these pages are not read again in the step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["first write", "middle", "record"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_full_disk_costs_no_step(

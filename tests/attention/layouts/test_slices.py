@@ -92,6 +92,7 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> E
     return backend.expansion_gradient()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept_tokens", "summed_tokens", "swapped_tokens"),
     [(0, 0, 0), (1, 1000, 0), (1000, 1000, 0), (1000, 0, 0), (1000, 1, 0), (0, 1000, 1000), (1, 0, 1000), (0, 1, 1)],

@@ -7,11 +7,13 @@ import pytest
 from scripts.bench.pipeline import seq1f1b_table
 
 
+@pytest.mark.slow
 def test_the_document_is_up_to_date() -> None:
     text = seq1f1b_table.DOCUMENT.read_text()
     assert seq1f1b_table.with_tables(text) == text, "run scripts/bench/pipeline/seq1f1b_table.py"
 
 
+@pytest.mark.slow
 def test_every_model_and_length_has_rows() -> None:
     rows = [row for row in seq1f1b_table.memory_rows() if row.startswith("| gpt")]
     assert len(rows) == 4 * 3 * 6

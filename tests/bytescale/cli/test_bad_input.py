@@ -396,6 +396,7 @@ VALUES = st.one_of(
 FAST = {"plan": PLAN[3:], "simulate": SIMULATE[1:], "schedule": SCHEDULE[1:], "activations": []}
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=examples(150))
 def test_random_options_never_end_in_a_traceback(folder: Path, data: st.DataObject) -> None:

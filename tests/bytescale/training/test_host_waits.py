@@ -87,6 +87,7 @@ def test_other_work_is_not_noted(run: Callable[[], object]) -> None:
     assert waits_of(run) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [(HAVE_FAKES[0], GROUPS), (HAVE_FAKES[1], TINY)], ids=HAVE_FAKES)
 def test_rings_do_not_wait(name: str, case: Case) -> None:
     """Run forward and backward passes of rings and packs with new rows and offsets on the device."""

@@ -129,6 +129,7 @@ def test_phone_numbers_and_keys(text: str) -> None:
     assert PersonalData().masked(text) == (PHONES | KEYS)[text]
 
 
+@pytest.mark.slow
 def test_long_lines_without_addresses_take_no_time() -> None:
     for text in ("1" * 200_000, "1 " * 100_000, "tel " * 50_000, "12.34-" * 40_000, "api_key='" * 20_000):
         assert PersonalData().masked(text) == text

@@ -114,6 +114,7 @@ def families(random: np.random.RandomState) -> dict[str, str]:
     return {f"{place:03}.txt": bodies[one] for place, one in enumerate(random.permutation(len(bodies)).tolist())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_what_stays_equals_a_search_over_all_pairs(seed: int, tmp_path: Path) -> None:
     """With enough buckets every pair is found, so the result equals the definition, which the test implements."""

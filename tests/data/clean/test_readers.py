@@ -157,6 +157,7 @@ def test_pages_whose_text_is_costly_to_find(tmp_path: Path, monkeypatch: pytest.
     assert found[5:] == ["not a WARC file (3 pages are too costly: nothing behind them is read)"]
 
 
+@pytest.mark.slow
 def test_archives_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged or hostile record is counted; the records before it are kept."""
     path = tmp_path / "a.warc.gz"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from datatrove.data import Document
 
 from bytescale_ext.data.clean.recipe import Recipe
@@ -36,6 +37,7 @@ def test_a_header_stays_in_one_document(tmp_path: Path) -> None:
     assert "Permission is hereby" in str(counts.examples["sentences"][0]["text"])
 
 
+@pytest.mark.slow
 def test_a_document_of_more_sentences_than_datatrove_numbers(tmp_path: Path) -> None:
     signer = SentenceSignatures(Recipe(()), tmp_path)
     body = "\n".join(f"one two three four five {number}" for number in range(66_000))

@@ -38,6 +38,7 @@ def test_documents_of_a_topic_are_alike(tmp_path: Path) -> None:
 LETTERS = {"Chinese": range(0x4E00, 0x4F00), "Thai": range(0x0E01, 0x0E2F)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", LETTERS)
 def test_texts_without_spaces_are_as_near_as_with_spaces(script: str) -> None:
     random = np.random.RandomState(5)

@@ -54,6 +54,7 @@ def test_one_partition_has_the_windows_of_all_pieces_together(tmp_path: Path) ->
     assert (report["clusters"], report["largest_cluster_tokens"]) == (len(sizes), sizes.max())
 
 
+@pytest.mark.slow
 def test_the_number_of_tasks_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sculpting, "_SHARD_DOCUMENTS", 70)
     monkeypatch.setattr(sculpting, "_PARTITION_WINDOWS", 1)
@@ -122,6 +123,7 @@ def test_the_sample_fits_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert report["tokens_kept"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_documents_that_are_all_longer_than_a_window_are_cut(overflow: str, tmp_path: Path) -> None:
     corpus = write_texts(tmp_path / "docs", texts()[0])

@@ -40,6 +40,7 @@ def test_long_epochs_have_a_keyed_order() -> None:
     assert isinstance(sample_order(0, 1, 0), EpochOrder)
 
 
+@pytest.mark.slow
 def test_a_keyed_order_has_every_row_once() -> None:
     for num_rows in range(1, 301):
         order = KeyedOrder(num_rows, seed=3, split=0)

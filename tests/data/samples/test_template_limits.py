@@ -57,6 +57,7 @@ def rendered(template: str) -> str:
     return ImmutableSandboxedEnvironment().from_string(template).render()
 
 
+@pytest.mark.slow
 def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setattr(template_limits, "_GRACE", 0.5)

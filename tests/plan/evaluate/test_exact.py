@@ -41,6 +41,7 @@ def test_brute_force_is_every_schedule(seed: int) -> None:
     assert brute_force(lengths, Cluster(3, 8), COST) == pytest.approx(every_schedule(lengths, 3, 8, COST))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_solver_agrees_with_brute_force(seed: int) -> None:
     pytest.importorskip("ortools")

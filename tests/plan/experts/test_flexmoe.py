@@ -37,6 +37,7 @@ def optimum(loads: np.ndarray, num_slots: int, cost: ExpertCost) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [COMPUTING, COST], ids=["computing", "all"])
 @pytest.mark.parametrize(("experts", "ranks", "slots"), [(4, 2, 3), (6, 2, 5), (6, 3, 3)])
 def test_it_comes_near_the_optimum(experts: int, ranks: int, slots: int, cost: ExpertCost) -> None:

@@ -73,6 +73,7 @@ def test_a_static_mesh_over_nodes_has_inner_rings() -> None:
     assert forms_of(plan.ranks) == [2, 2, 2, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slowdown", [1.2, 5.0])
 def test_no_plan_over_nodes_is_faster_than_the_bounds(slowdown: float) -> None:
     stage = STAGE.on(Nodes(4, slowdown))

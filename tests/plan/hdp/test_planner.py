@@ -74,6 +74,7 @@ def few_arrangements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelines, "_MAX_ARRANGEMENTS", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
@@ -88,6 +89,7 @@ def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
             replay(plan, planner.stages[0].both)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", [{"balance": "dp"}, {"balance": "pp", "num_stages": 2}], ids=str)
 def test_small_rings_stay_inside_a_node(kind: dict[str, Any]) -> None:
@@ -105,6 +107,7 @@ def test_small_rings_stay_inside_a_node(kind: dict[str, Any]) -> None:
     assert num_narrow > 50
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_offload_shares_are_the_least_that_fit(kind: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def seconds_of(planner: HdpPlanner, lengths: Sequence[int], speeds: Sequence[flo
     return replay_stages(ShardTable.of(plan).at(np.array(speeds)), planner.stages).makespan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [HALF, ONE], ids=["a slow node", "a slow rank"])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_slow_ranks_get_less_work(speeds: tuple[float, ...], num_stages: int) -> None:
@@ -79,6 +80,7 @@ def test_equal_speeds_change_no_plan(num_stages: int) -> None:
         assert planner_of((1.0,) * 16, num_stages)(lengths).digest() == planner_of((), num_stages)(lengths).digest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", sampled([1, 2], [2]))
 def test_any_speeds_have_valid_plans(num_stages: int) -> None:
     """Neither plan nor bound depends on how a document that needs ranks of several speeds is placed."""

@@ -38,6 +38,7 @@ def random_lengths(rng: random.Random, num_slices: int) -> tuple[int, ...]:
     return slice_lengths(rng.randint(num_slices, 500), num_slices, partition, CostModel(0.1, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_random_schedules_are_sound_and_run(part: int) -> None:
     rng = random.Random(part)

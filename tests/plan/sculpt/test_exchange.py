@@ -106,6 +106,7 @@ def test_best_purity_of_topics_that_share_a_window() -> None:
     assert best_purity(np.full(4, WINDOW // 2), np.array([0, 0, 0, 1]), 3) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "seed"),
     sampled([(script, seed) for script in LETTERS for seed in range(8)], [(script, 0) for script in LETTERS]),

@@ -58,6 +58,7 @@ def test_small_corpora(lengths: list[int], overflow: str) -> None:
     check_windows(made.table, np.array(lengths), CONTEXT, overflow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_many_kinds_of_clusters(seed: int) -> None:
     pieces, lengths, _ = corpus(200, num_topics=1 + 3 * seed)

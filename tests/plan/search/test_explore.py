@@ -63,6 +63,7 @@ def test_the_search_finds_what_running_everything_finds(seed: int) -> None:
     assert all(one.seconds >= worst for one in everything if one.strategy not in ran)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.5), (1.0, 0.4, 1.2, 1.0)])
 def test_unlike_devices_are_scored_by_their_speeds(speeds: tuple[float, ...]) -> None:
     """The search finds what running everything finds, and bounds hold."""
@@ -147,6 +148,7 @@ def opened(seed: int) -> Exploration:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_beats_the_frontier_by_more_than_the_least_gain(seed: int) -> None:
     seen = opened(seed)

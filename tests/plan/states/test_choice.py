@@ -160,6 +160,7 @@ def problems() -> tuple[StateProblem, ...]:
     return tuple(map(problem, range(14)))
 
 
+@pytest.mark.slow
 def test_no_option_with_any_plan_of_a_grid_is_faster() -> None:
     """If any option with any pair of shares fits, the choice fits too and is at least as fast."""
     fitted, kinds = 0, set()
@@ -174,6 +175,7 @@ def test_no_option_with_any_plan_of_a_grid_is_faster() -> None:
     assert len(kinds) >= 3, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes"])
 def test_more_memory_is_never_slower(name: str) -> None:
     changed = 0

@@ -102,6 +102,7 @@ def test_ranks_that_share_experts_hold_back_together() -> None:
     assert not all_meet(plan_of(rows), [True, False, True, True], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("balance", "expert_ranks"), [("none", 1), ("dp", 1), ("none", 2), ("pp", 2)])
 def test_no_rank_waits_forever(balance: str, expert_ranks: int) -> None:
     """Without the rule some steps are stuck, except if every rank runs equally many micro-batches (pp)."""

@@ -25,6 +25,7 @@ def brute_force(paths: dict[int, tuple[Link, ...]], capacity: dict[Link, float])
     return rates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(6))
 def test_rates_equal_those_of_small_steps(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -88,6 +88,7 @@ def test_a_run_that_fails_names_its_log(
         proxy.proposals_of(proxy.ProxyRuns(tuple(parts), STEPS, 1, tmp_path / "runs"))
 
 
+@pytest.mark.slow
 def test_the_number_of_tasks_and_a_failed_task_change_nothing(
     parts: list[MixturePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def sculpt(source: Path, out: Path, *words: object) -> int:
     return cli.main([command.NAME, command.sculpt.NAME, *map(str, options)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_the_report_and_the_files(
     overflow: str, prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -55,6 +55,7 @@ def test_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(printed([*LINE, "--json"], capsys)) == found
 
 
+@pytest.mark.slow
 def test_a_script_with_the_measured_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path / "cost.json", COST)
     script = tmp_path / "launch.sh"
@@ -79,6 +80,7 @@ def test_costs_without_exchange_are_named(tmp_path: Path, capsys: pytest.Capture
     assert "has no exchange between ranks" in printed(words, capsys)
 
 
+@pytest.mark.slow
 def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed([*LINE, "--explain", "tensor-model-parallel-size"], capsys).splitlines()
     assert sorted(line.split()[1] for line in lines[1:]) == ["1:", "2:"]
@@ -88,6 +90,7 @@ def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) ->
     assert min(row["seconds"] for row in found.values()) == best["seconds"]
 
 
+@pytest.mark.slow
 def test_what_is_assumed_or_not_tried_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     later = " --mtp-num-layers 1 --position-embedding-type rope --num-experts 2 --moe-layer-freq [0,1] --num-layers 2"
     words = [*LINE, "--model-flags", f"{MODEL}{later}"]
@@ -107,6 +110,7 @@ def open_size(words: list[str]) -> list[str]:
     return [*words[:place], *words[place + 2 :]]
 
 
+@pytest.mark.slow
 def test_the_documents_of_a_step_may_be_left_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*open_size(LINE), "--largest-batch-size", "19"]
     tasks = command.tasks_of(cli.parse(words))

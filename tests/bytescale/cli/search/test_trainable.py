@@ -25,6 +25,7 @@ def task_with(more: str) -> tuple[str, Task]:
     return args.model_flags, task_of(args)
 
 
+@pytest.mark.slow
 def test_everything_is_taken_of_a_plain_model() -> None:
     flags, task = task_with("--num-layers 4")
     takes = Trainable(flags, task)

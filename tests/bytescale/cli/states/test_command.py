@@ -46,6 +46,7 @@ def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert parameters > 2.9 * found["largest"]["resident"][1]
 
 
+@pytest.mark.slow
 def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Overlap with one step needs 4 bytes of gradients and 2 of results, with several 8 of gradients, in pages."""
     exact, one, four = (
