@@ -155,6 +155,22 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
     return folder if named and folder.is_dir() else None
 
 
+def links_to_overwrite(save: Path) -> Iterator[Path]:
+    """Yield the links in ``save`` whose targets a save of Megatron would overwrite.
+
+    These are the tracker file, and all in folders of later iterations than the tracker file names.
+    """
+    if (save / TRACKER).is_symlink():
+        yield save / TRACKER
+    named = _named(save)
+    latest = int(named) if named and named != RELEASE else -1
+    for folder in save.glob("iter_*"):
+        iteration = folder.name.removeprefix("iter_")
+        if _ITERATION.fullmatch(iteration) and int(iteration) > latest:
+            inside = [] if folder.is_symlink() else folder.rglob("*")
+            yield from (path for path in (folder, *inside) if path.is_symlink())
+
+
 def is_sharded(folder: Path) -> bool:
     """Return whether a checkpoint has a format of ``torch.distributed.checkpoint``, such as torch_dist."""
     return (folder / _SHARDED).is_file()

@@ -15,9 +15,10 @@ import pytest
 from bytescale_ext.draw.figure import new_figure
 from bytescale_ext.json_input import check_stored
 from megatron.bytescale import protection
-from megatron.bytescale.arguments.values import TRACKER, Folders, ReadFiles, wrong_folders
+from megatron.bytescale.arguments.values import Folders, ReadFiles, wrong_folders
 from megatron.bytescale.cli.search.script import ScriptedRun, script_text
 from megatron.bytescale.cli.shared.lengths import read_lengths
+from megatron.bytescale.launch import TRACKER
 from megatron.bytescale.protection import KERNELS, protect_process
 from tests.sample import sampled
 
@@ -168,14 +169,25 @@ def test_devices_are_not_read(device: str) -> None:
     check_stored(os.devnull)
 
 
-def test_a_link_at_the_tracker_file_is_refused(tmp_path: Path) -> None:
-    """Megatron opens the file for writing, and would empty the target."""
-    (tmp_path / TRACKER).symlink_to(tmp_path / "precious")
+@pytest.mark.parametrize("link", [TRACKER, "iter_0000010", "iter_0000010/common.pt", "iter_0000010/mp_rank_00/x.pt"])
+def test_links_that_a_save_would_follow_are_refused(link: str, tmp_path: Path) -> None:
+    """Megatron writes its files in place, so the target of a link would be emptied or filled."""
     folders = Folders(str(tmp_path), 2, None, None, None)
-    (reason,) = wrong_folders(folders)
-    assert "latest_checkpointed_iteration.txt is a link, whose target" in reason
-    (tmp_path / TRACKER).unlink()
+    planted = tmp_path / link
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.symlink_to(tmp_path.parent)
+    assert list(wrong_folders(folders)) == [
+        f"--save {planted} is a link, whose target Megatron would overwrite: remove it"
+    ]
+    planted.unlink()
     assert not list(wrong_folders(folders))
+
+
+def test_earlier_checkpoints_may_be_links(tmp_path: Path) -> None:
+    """They may be stored on another disk. No save changes them."""
+    (tmp_path / TRACKER).write_text("10")
+    (tmp_path / "iter_0000010").symlink_to(tmp_path.parent)
+    assert not list(wrong_folders(Folders(str(tmp_path), 2, None, None, None)))
 
 
 def test_pipes_and_devices_end_in_one_line(tmp_path: Path) -> None:

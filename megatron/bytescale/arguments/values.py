@@ -20,13 +20,13 @@ from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.schedules import Schedules
+from megatron.bytescale.checkpoints import links_to_overwrite
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
 POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train-samples")
 MOST: Final = 1 << 40  # larger numbers of tokens, layers or samples are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
-TRACKER: Final = "latest_checkpointed_iteration.txt"  # Megatron writes it in place
 READ: Final = ("--data-args-path", "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are local folders
@@ -216,8 +216,9 @@ def wrong_folders(folders: Folders) -> Iterator[str]:
     """Yield a reason for each folder that is a file or cannot be created. Creates none: the run may be refused."""
     if folders.save is not None and folders.save_interval is None:
         yield f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next"
-    if folders.save is not None and (tracker := Path(folders.save) / TRACKER).is_symlink():
-        yield f"--save {folders.save}: {tracker.name} is a link, whose target Megatron would overwrite: remove it"
+    if folders.save is not None:
+        for link in links_to_overwrite(Path(folders.save)):
+            yield f"--save {link} is a link, whose target Megatron would overwrite: remove it"
     for flag in FOLDERS:
         folder = folders.of(flag)
         if folder is not None and folder.exists() and not folder.is_dir():
