@@ -56,7 +56,7 @@ PREPARED = [add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))]
 
 def add_prepared_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add Megatron's flags to a parser: the first parser of a rank takes the flags that were made here."""
-    if not PREPARED:
+    if not (PREPARED and parser.add_help):
         return add_megatron_arguments(parser)
     own = {name: vars(parser)[name] for name in ("prog", "usage", "description", "epilog", "formatter_class")}
     vars(parser).update(vars(PREPARED.pop()), **own)

@@ -65,7 +65,7 @@ LINES = {
     "slices": one_of(tensor_parallel=1, num_stages=2, chooses_slices=True, activations=KEEP),
     "virtual": one_of(tensor_parallel=1, num_stages=2, chunks=3),
     "slices-priced": leaving(2e-4, one_of(tensor_parallel=1, num_stages=2, chooses_slices=True, activations=PRICED)),
-    "virtual-priced": leaving(3e-4, one_of(tensor_parallel=1, num_stages=2, chunks=3, activations=PRICED)),
+    "virtual-priced": leaving(3.5e-4, one_of(tensor_parallel=1, num_stages=2, chunks=3, activations=PRICED)),
     "block": replace(one_of(num_stages=2), activations=BLOCK, recomputed_layers=2),
     "experts": one_of(task_of(SPARSE), num_stages=2, expert_parallel=2),
 }
