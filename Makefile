@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo   train on real text over $(RANKS) ranks and draw the run in runs/demo/ (6 to 8 minutes)"
 	@echo "make cluster  (root, Linux) HDP and static context parallelism on an emulated cluster (5 minutes)"
-	@echo "make check  before each commit: lint, types, and the quick tests that start no processes (2 minutes)"
+	@echo "make check  before each commit: lint, types, and the quick tests that start no processes (3 minutes)"
 	@echo "make test   lint, types, all tests except the slowest"
 	@echo "make test-all  everything: make test, all twins, and all comparisons with the reference model"
 	@echo "make twins  train a scaled-down twin of each recipe for 5 steps and print the losses (2 minutes)"
