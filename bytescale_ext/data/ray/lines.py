@@ -19,6 +19,7 @@ import numpy as np
 
 from bytescale_ext.data.samples.records import DAMAGED, column_flaw, kind_of, packing_of, write_records
 from bytescale_ext.data.samples.texts import Encode, json_text
+from bytescale_ext.json_input import check_stored
 from bytescale_ext.new_file import new_file
 
 # Limit of the special tokens that a tokenizer adds to a text, such as begin, end and end of document.
@@ -186,6 +187,7 @@ def unpacked(folder: str, path: Path, key: str) -> tuple[Path, int]:
 def load_index(file: Path) -> LineIndex | None:
     """Return a cached index, or None if it is missing or unreadable."""
     try:
+        check_stored(file)
         with np.load(file, allow_pickle=False) as columns:
             return LineIndex(*(columns[field.name] for field in fields(LineIndex)))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
