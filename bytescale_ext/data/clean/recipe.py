@@ -21,7 +21,7 @@ from bytescale_ext.json_input import stored_text
 
 _MOST: Final = 1_000_000  # hashes and other counts of a recipe
 _MOST_TASKS: Final = 10_000  # each takes a process in each stage
-_MOST_NAME: Final = 100  # letters, of which each may take several bytes in the name of a file
+_MOST_NAME: Final = 100  # letters; each may take several bytes in the name of a file
 FORMATS: Final = ("auto", "text", "jsonl", "parquet", "warc", "repositories")
 STEPS: Final = ("filters", "pii", "exact", "near", "sentences")
 FILTERS: Final = ("gopher-quality", "gopher-repetition", "c4", "fineweb")
@@ -329,5 +329,5 @@ def _check(recipe: Recipe) -> None:
             raise ValueError(f"{name} {getattr(recipe, name)}: give the name of a key")
     for name, least, most in (("jaccard", 0.0, 1.0), ("max_weight", 1.0, 100.0)):
         value = getattr(recipe, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        if type(value) not in (int, float) or not least <= value <= most:
             raise ValueError(f"{name} {value}: give a number from {least:g} to {most:g}")

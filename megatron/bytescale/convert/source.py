@@ -33,11 +33,10 @@ def add_source(model: Path, target: Path) -> None:
 
     Raises ValueError for such a link.
     """
+    reach = _reach(model)
     for path in _files(model):
-        if not path.resolve().is_relative_to(_reach(model)):
-            raise ValueError(
-                f"{path}: is a link out of its folder ({path.resolve()}): copy the file, or remove the link"
-            )
+        if not (file := path.resolve()).is_relative_to(reach):
+            raise ValueError(f"{path}: is a link out of its folder ({file}): copy the file, or remove the link")
         copy = target / path.relative_to(model)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
