@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 MOST_LINKED: Final = 2_000_000
-"""Entries of folders that one pattern may reach through links."""
+"""Entries of folders that a pattern may reach through links."""
 _ANY_DEPTH: Final = "**"
 
 

@@ -211,9 +211,8 @@ def expert_bytes(
 
     A token is copied to each of its experts. They save the tensors of an MLP: the input, the first product and the
     output of the activation function; if its operators are split, also the activation, the gate and their product
-    before the probability. The router saves scores of 4 bytes, and 48 bytes of
-    places and probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of
-    Megatron 0.19.2).
+    before the probability. The router saves scores of 4 bytes, and 48 bytes of places and probabilities for each expert
+    of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of Megatron 0.19.2).
 
     Args:
         shape: sizes of the model.

@@ -23,8 +23,8 @@ def exchanged(window: Ints, lengths: Ints, vectors: Vectors, context: int) -> In
 
     A window is related if the sum of its vectors is long. In each round, a part that is more similar to another window
     than to its own moves there, or changes places with a part of that window, if both windows have the room and the
-    two sums become longer together. Parts with the most to gain come first. Parts of ``context`` tokens stay, because
-    a window holds nothing else beside them.
+    two sums become longer together. Parts with the most to gain come first. Parts of ``context`` tokens stay: they
+    fill a window.
 
     Args:
         window: window of each part, numbered from 0 without gaps; [parts].

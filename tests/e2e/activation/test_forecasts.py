@@ -63,7 +63,7 @@ class Measured:
 
     @classmethod
     def of(cls, outcome: Outcome) -> Measured:
-        """Return what ``train_and_measure`` printed last. The training must have ended without an error."""
+        """Read the last figures of ``train_and_measure``. The training must have ended without an error."""
         assert outcome.code is None, outcome.text[-2000:]
         *_, forecast = re.findall(r"^FORECAST (.*)$", outcome.text, re.MULTILINE)
         existing, live = (
