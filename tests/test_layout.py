@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.bytescale.arguments.parse import add_arguments
@@ -21,6 +22,7 @@ from tests.tree import (
     TESTS,
     for_each,
     functions_of,
+    imported_modules,
     imports_of,
     is_under,
     module_of,
@@ -230,22 +232,47 @@ def test_patches_are_few() -> None:
     assert 1 <= sum("wrap" in row and row["features"] != "(CPU,)" for row in rows) <= MAX_PATCHES
 
 
-# Calls that run code of a file, by dotted name, and the files that were reviewed for them.
+# Functions and modules that run code of a file, or shells, by full name. A module covers what is in it. Aliases are
+# resolved, so `from pickle import load as read` is pickle.load too.
 RUNS_CODE = {
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "cloudpickle.load", "joblib.load", "marshal.loads",
-    "shelve.open", "eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path", "yaml.load",
-    "yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "torch.hub.load", "importlib.util.spec_from_file_location",
+    "builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__", "pickle.load", "pickle.loads",
+    "pickle.Unpickler", "_pickle", "dill", "cloudpickle", "jsonpickle", "joblib", "marshal", "shelve",
+    "pandas.read_pickle", "skops", "multiprocessing.connection.Client", "multiprocessing.connection.Listener",
+    "multiprocessing.managers", "os.system", "os.popen", "os.execv", "os.execve", "os.execvp", "os.execvpe", "os.execl",
+    "os.execlp", "os.posix_spawn", "os.spawnv", "os.spawnl", "pty.spawn", "subprocess.getoutput",
+    "subprocess.getstatusoutput", "asyncio.create_subprocess_shell", "runpy", "imp", "code", "codeop", "types.CodeType",
+    "types.FunctionType", "importlib.import_module", "importlib.machinery", "importlib.util.spec_from_file_location",
+    "importlib.util.module_from_spec", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.unsafe_load_all",
+    "yaml.full_load", "yaml.full_load_all", "yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader", "torch.jit.load",
+    "torch.hub", "torch.package", "torch.export.load", "torch.ops.load_library", "torch.classes.load_library",
+    "torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline", "ctypes", "fasttext", "onnx",
+    "onnxruntime", "tensorflow", "keras", "numpy.lib.format.read_array", "numpy.ctypeslib", "jinja2.Template",
+    "jinja2.Environment", "jinja2.sandbox", "site.addsitedir", "logging.config", "webbrowser",
 }  # fmt: skip
+BUILTINS = {name.removeprefix("builtins.") for name in RUNS_CODE if name.startswith("builtins.")}
 REVIEWED = {
-    "bytescale_ext/data/clean/own.py": {"importlib.util.spec_from_file_location"},  # --trust-recipe
+    "bytescale_ext/attention/kernels/flash_attn.py": {"importlib.import_module"},  # packages of our table of kernels
+    "bytescale_ext/data/clean/classifiers.py": {  # packages of a table; types are checked
+        "importlib.import_module", "skops", "fasttext", "onnxruntime",
+    },
+    "bytescale_ext/data/clean/own.py": {  # --trust-recipe
+        "importlib.import_module", "importlib.util.spec_from_file_location", "importlib.util.module_from_spec",
+    },
     "bytescale_ext/data/loading/plan_worker.py": {"pickle.load"},  # the pipe of the process that started it
     "bytescale_ext/data/loading/planning.py": {"pickle.load"},  # the pipe of a process that it started
-    "megatron/bytescale/cli/shared/megatron_dynamic.py": {"importlib.util.spec_from_file_location"},  # --megatron
-    "scripts/bench/cluster/virtual/planned_once.py": {"pickle.load"},  # of another rank of the recording
+    "bytescale_ext/data/samples/template_limits.py": {"jinja2.Environment"},  # a type; the environment is a sandbox
     "bytescale_ext/parallel/flight.py": {"pickle.loads"},  # what torch records in this process
+    "megatron/bytescale/arguments/values.py": {"importlib.import_module"},  # a constant
     "megatron/bytescale/checkpoints.py": {"pickle.loads"},  # after the scan for classes
-}
-SAFE_ONLY = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+    "megatron/bytescale/cli/shared/megatron_dynamic.py": {  # --megatron
+        "importlib.util.spec_from_file_location", "importlib.util.module_from_spec",
+    },
+    "megatron/bytescale/convert/library.py": {"importlib.import_module"},  # constants
+    "megatron/bytescale/registry.py": {"importlib.import_module", "types.FunctionType"},  # names of our table
+    "scripts/bench/cluster/virtual/planned_once.py": {"pickle.load"},  # of another rank of the recording
+}  # fmt: skip
+IMPORTERS = {"importlib.import_module", "library", "_package"}
+SAFE_ONLY = {"torch.load": ("weights_only", True), "numpy.load": ("allow_pickle", False)}
 TRUST = {"trust_remote_code", "shell"}
 TRUSTS_TOKENIZERS = {
     "megatron/bytescale/cli/generate/command.py",  # --trust-remote-code
@@ -262,6 +289,54 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def bound_names(nodes: Sequence[ast.AST]) -> dict[str, str]:
+    """Return the full name of each name that the nodes import, and of builtin functions that run code."""
+    bound = {name: f"builtins.{name}" for name in BUILTINS}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            bound |= {
+                alias.asname or first: alias.name if alias.asname else first
+                for alias in node.names
+                for first in [alias.name.partition(".")[0]]
+            }
+    return bound
+
+
+def full_name(node: ast.AST, bound: dict[str, str]) -> str:
+    """Return the name of a function with its module, if the nodes import it; empty for other names."""
+    first, dot, rest = dotted(node).partition(".")
+    return bound[first] + dot + rest if first in bound else ""
+
+
+def dangerous(nodes: Sequence[ast.AST]) -> dict[str, int]:
+    """Return the entries of ``RUNS_CODE`` that the nodes name, each with a line; also texts given to an importer."""
+    bound = bound_names(nodes)
+    named = [(node.lineno, full_name(node, bound)) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
+    named += [(node.lineno, name) for node in nodes for name in imported_modules([node])]
+    for node in nodes:
+        if isinstance(node, ast.Call) and dotted(node.func) in IMPORTERS and isinstance(node.args[0], ast.Constant):
+            named.append((node.lineno, str(node.args[0].value)))
+    return {entry: line for line, name in named for entry in RUNS_CODE if f"{name}.".startswith(f"{entry}.")}
+
+
+def unsafe(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield what is wrong with the calls of nodes: words that are not stated, or that trust a file."""
+    bound = bound_names(nodes)
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        given = {word.arg: word.value for word in node.keywords}
+        stated = {word: value.value for word, value in given.items() if isinstance(value, ast.Constant)}
+        if dotted(node.func).endswith(".from_pretrained") and "trust_remote_code" not in given and None not in given:
+            yield f"line {node.lineno}: state trust_remote_code"
+        yield from (f"line {node.lineno}: {word}" for word in TRUST & set(given) if stated.get(word) is not False)
+        word, value = SAFE_ONLY.get(name := full_name(node.func, bound), ("", None))
+        if word and stated.get(word) is not value:
+            yield f"line {node.lineno}: {name} needs {word}={value}"
+
+
 @for_each(PACKAGES)
 def test_no_file_runs_code(name: str) -> None:
     """Of the modules that unpickle, evaluate or start shells, each was reviewed."""
@@ -270,27 +345,45 @@ def test_no_file_runs_code(name: str) -> None:
             getattr(node, "value", ""), getattr(node, "attr", ""),
         ):  # fmt: skip
             assert name in TRUSTS_TOKENIZERS, f"line {node.lineno}"
-        if not isinstance(node, ast.Call):
-            continue
-        function, given = dotted(node.func), {word.arg: word.value for word in node.keywords}
-        assert function not in RUNS_CODE - REVIEWED.get(name, set()), f"line {node.lineno}: {function}"
-        if function.endswith(".from_pretrained"):
-            assert "trust_remote_code" in given or None in given, f"line {node.lineno}: state trust_remote_code"
-        if function in SAFE_ONLY:
-            word, value = SAFE_ONLY[function]
-            stated = given.get(word)
-            assert isinstance(stated, ast.Constant), f"line {node.lineno}: {function} needs {word}={value}"
-            assert stated.value is value, f"line {node.lineno}: {function} needs {word}={value}"
-        for word in TRUST & set(given):
-            stated = given[word]
-            assert isinstance(stated, ast.Constant), f"line {node.lineno}: {word}"
-            assert not stated.value, f"line {node.lineno}: {word}"
+    found = dangerous(nodes_of(name))
+    assert set(found) <= REVIEWED.get(name, set()), found
+    assert not list(unsafe(nodes_of(name)))
 
 
 def test_reviewed_files_need_their_review() -> None:
     for name, functions in REVIEWED.items():
-        calls = {dotted(node.func) for node in nodes_of(name) if isinstance(node, ast.Call)}
-        assert functions <= calls, name
+        assert functions <= set(dangerous(nodes_of(name))), name
+
+
+RUNNING = """
+eval(text) | exec(text) | __import__(name) | f = compile | import builtins as b; b.eval(x)
+from pickle import load; load(f) | from pickle import loads as read; read(x) | import pickle as p; p.Unpickler(f)
+import pickle; pickle.load(f) | import _pickle | import joblib
+from joblib import load | import shelve; shelve.open(x) | import marshal
+import dill
+import torch; torch.jit.load(x) | from torch import jit; jit.load(x) | import torch.hub | from torch.hub import load
+import yaml; yaml.load(f) | from yaml import load | import pandas as pd; pd.read_pickle(x) | import os; os.system(x)
+from os import popen as p | import onnx | import fasttext | library("joblib") | _package("onnxruntime", path, "o")
+import importlib as i; i.import_module("pickle") | import skops.io as sio | from ctypes import CDLL | import runpy
+""".replace("\n", "|")
+TRUSTING = """
+import torch; torch.load(x) | import torch as t; t.load(x, weights_only=False) | from torch import load; load(x)
+import numpy as np; np.load(x) | from numpy import load as read; read(x)
+import numpy; numpy.load(x, allow_pickle=True)
+run(x, shell=True) | run(x, shell=y) | A.from_pretrained(x) | A.from_pretrained(x, trust_remote_code=yes)
+""".replace("\n", "|")
+HARMLESS = """
+import torch; torch.load(x, weights_only=True) | import numpy as np; np.load(x, allow_pickle=False) | re.compile(x)
+run(x, shell=False) | json.load(f) | import pickle; pickle.dumps(x) | A.from_pretrained(x, trust_remote_code=False)
+code = 5; code + 1 | yaml.safe_load(f) | from yaml import safe_load | library("safetensors") | model.eval()
+""".replace("\n", "|")
+
+
+def test_code_that_runs_is_recognized() -> None:
+    for text, runs in ((RUNNING, True), (TRUSTING, True), (HARMLESS, False)):
+        for line in filter(str.strip, text.split("|")):
+            nodes = tuple(ast.walk(ast.parse(line.strip())))
+            assert bool(dangerous(nodes) or list(unsafe(nodes))) == runs, line
 
 
 WRITERS = {"bytescale_ext/new_file.py"}  # creates files exclusively
