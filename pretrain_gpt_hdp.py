@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from bytescale_ext.terminal import escape_output
 from megatron.bytescale import cpu, install
 from megatron.bytescale.arguments.bad_input import Refused, one_line_errors, without_import_warnings
 from megatron.bytescale.faults import (
@@ -37,6 +38,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
 
     ``adapt``: changes what the features have built, in experiments.
     """
+    escape_output()
     sys.excepthook = explain_in_one_line
     protect_process()
     with one_line_errors(PROGRAM):

@@ -18,6 +18,7 @@ TESTED_ELSEWHERE = {
 }
 # Files of bytescale_ext that may use Any, and why.
 MAY_USE_ANY = {
+    "bytescale_ext/terminal.py": "attributes of a stream of any kind",
     "bytescale_ext/json_input.py": "JSON of a user has values of any type",
     "bytescale_ext/new_file.py": "a file is binary or text",
     "bytescale_ext/pickles.py": "the stack of Python's unpickler has values of any type",

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from bytescale_ext.terminal import escape_output
 from megatron.bytescale import stores
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def end_after_refusal(ranks: Sequence[SubprocessHandler]) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run torchrun with these arguments; return the exit code."""
+    escape_output()
     words = sys.argv[1:] if words is None else words
     signal.signal(signal.SIGTERM, _end_before_ranks)
     progress = LaunchProgress.of(words)

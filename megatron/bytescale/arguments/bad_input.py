@@ -109,7 +109,7 @@ def write_error_file(message: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    content = {"message": {"message": printable(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
     with contextlib.suppress(OSError):
         write_text(path, json.dumps(content))
 

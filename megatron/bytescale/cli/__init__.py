@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
+from bytescale_ext.terminal import escaped_output
 from megatron.bytescale.arguments.bad_input import reasons_of
 from megatron.bytescale.arguments.renamed import refuse_renamed
 from megatron.bytescale.cli import (
@@ -89,8 +90,13 @@ def parser() -> OneLineParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 2 for bad input, after one line on standard error."""
-    prog = "bytescale"
     protect_process()
+    with escaped_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    prog = "bytescale"
     warnings.simplefilter("ignore")  # Megatron warns on import about each missing optional package
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch about nvcc without a GPU
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings quote files as they are

@@ -10,6 +10,7 @@ import logging
 import shlex
 from pathlib import Path
 
+from bytescale_ext.errors import one_line
 from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.options import add_json, add_trust_checkpoint
 from megatron.bytescale.convert.config_file import raw_config
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
             num_parameters, notes = converted.parameters, converted.notes
             summary = {"output": str(args.output), "parameters": num_parameters, "training_flags": converted.flags}
             summary["notes"] = notes
-            text = f"train with --load {args.output} --ckpt-format torch_dist {shlex.join(converted.flags)}"
+            flags = ["--load", str(args.output), "--ckpt-format", "torch_dist", *converted.flags]
+            text = f"train with {shlex.join(flags)}"
         else:
             kind, num_parameters = to_folder(args.load, args.output)
             summary = {"output": str(args.output), "parameters": num_parameters, "model_type": kind}
@@ -73,5 +75,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
     else:
-        print("\n".join([f"{args.output}: {num_parameters:,} parameters", *notes, text]))
+        print("\n".join([f"{one_line(args.output)}: {num_parameters:,} parameters", *notes, text]))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from bytescale_ext.data.samples.sources import (
     source_entries,
     unread_json,
 )
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
 from megatron.bytescale.cli.shared.inputs import size
 from megatron.bytescale.cli.shared.options import add_json, add_option
@@ -131,12 +133,13 @@ def run(args: argparse.Namespace) -> int:
     flags = [*sft, "--data-path", args.output, *(training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
     if args.json:
         return print_json(summary, flags)
-    print(f"{summary.prefix}.bin, {summary.prefix}.idx ({summary.dtype})")
+    prefix = one_line(summary.prefix)
+    print(f"{prefix}.bin, {prefix}.idx ({summary.dtype})")
     print(f"documents  {summary.num_documents:,}")
     print_sizes(args, summary)
     print(f"skipped    {summary.num_skipped_empty:,} empty{too_long(summary)}")
     print(f"not UTF-8  {summary.num_not_utf8:,} ({'bad bytes replaced' if tokenizer else 'each byte is a token'})")
-    print(f"train with {' '.join(flags)}")
+    print(f"train with {shlex.join(flags)}")
     return 0
 
 
@@ -198,7 +201,7 @@ def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[s
     flags = ["--sft", "--data-path", args.output, *training_flags(settings)]
     if args.json:
         return print_json(summary, flags)
-    print(f"{summary.prefix}.bin, .idx ({summary.dtype}), {', '.join(summary.sidecars)}")
+    print(f"{one_line(summary.prefix)}.bin, .idx ({summary.dtype}), {', '.join(summary.sidecars)}")
     print(f"chats      {summary.num_documents:,}{f' in {summary.num_groups:,} groups' if summary.num_groups else ''}")
     print_sizes(args, summary)
     print(f"answers    {summary.num_answer_tokens:,} tokens ({summary.num_answer_tokens / summary.num_tokens:.1%})")
@@ -208,7 +211,7 @@ def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[s
         print(printable(note))
     if summary.num_bad:
         print(printable(f"bad lines  {summary.num_bad:,}; the first: {summary.first_bad}"))
-    print(f"train with {' '.join(flags)}")
+    print(f"train with {shlex.join(flags)}")
     return 0
 
 

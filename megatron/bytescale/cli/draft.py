@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
+from bytescale_ext.errors import one_line
 from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.options import add_json, add_trust_checkpoint
 from megatron.bytescale.inference.new_folder import check_new
@@ -47,6 +49,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"output": str(args.output), "parameters": num_parameters, **asdict(settings)}))
         return 0
-    print(f"{args.output}: {settings.num_heads} {settings.kind} heads, {num_parameters:,} parameters")
-    print(f"decode with them: bytescale generate --load MODEL --draft {args.output} --prompt TEXT")
+    print(f"{one_line(args.output)}: {settings.num_heads} {settings.kind} heads, {num_parameters:,} parameters")
+    print(f"decode with them: bytescale generate --load MODEL --draft {shlex.quote(str(args.output))} --prompt TEXT")
     return 0

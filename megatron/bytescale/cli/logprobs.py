@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bytescale_ext.data.corpus.sidecar import HEADER, LOGPROBS, check_sidecar, open_sidecar
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import stored_text
 from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.cli.shared.options import add_json
@@ -108,6 +109,6 @@ def _summary(args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps({"output": args.output, **figures}, indent=2)
     return (
-        f"{args.output}.bin, {Path(args.output + HEADER).name}\n"
+        f"{one_line(args.output)}.bin, {one_line(Path(args.output + HEADER).name)}\n"
         f"tokens     {header.num_values:,}, {header.num_nonzero:,} of them predicted\nmean       {mean:.4f} per token"
     )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.measure.fit import (
     LAYERS,
     Origin,
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     print(report_text(cost, predictions))
-    print(f"wrote {args.output} after {time.perf_counter() - begun:.0f} s")
+    print(f"wrote {one_line(args.output)} after {time.perf_counter() - begun:.0f} s")
     return 0
 
 

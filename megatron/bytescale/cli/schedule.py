@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import check_slice_schedule
 from bytescale_ext.plan.schedule.compare import (
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{schedule}\n\n{figures_text(rows[0])}")
     if args.plot is not None:
-        print(f"wrote {args.plot}")
+        print(f"wrote {one_line(args.plot)}")
     return 0
 
 

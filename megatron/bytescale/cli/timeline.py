@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(figures(phases, times, unit)))
         return 0
     print(times_text(times, unit))
-    print(f"wrote {picture} and {trace} (open it at https://ui.perfetto.dev)")
+    print(f"wrote {one_line(picture)} and {one_line(trace)} (open it at https://ui.perfetto.dev)")
     return 0
 
 

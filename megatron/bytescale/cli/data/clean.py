@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.data.clean.recipe import FILTERS, ON_BAD, POLICIES, STEPS, Recipe, read_recipe
 from bytescale_ext.data.samples.sources import file_entries
+from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import new_file
 from megatron.bytescale.cli.data.executors import add_executor, check_datatrove, executor_settings
 from megatron.bytescale.cli.shared.options import add_json
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         check_own_steps(recipe)
         run_stages(stages_of(recipe, finish.work, finish, args.memory_gb), finish.work, where)
         if args.executor == "slurm" and not (args.output / "report.json").exists():
-            print(f"submitted; the last job writes {args.output / 'report.json'}")
+            print(f"submitted; the last job writes {one_line(args.output / 'report.json')}")
             return 0
         shutil.rmtree(finish.work)
     show(args.output, args.json)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from bytescale_ext.data.mix.weights import (
     weigh,
 )
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
+from bytescale_ext.errors import one_line
 from megatron.bytescale.cli.data.executors import add_executor, executor_settings
 from megatron.bytescale.cli.shared.inputs import count, size
 from megatron.bytescale.cli.shared.options import add_json, add_option
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         runs = proxy.ProxyRuns(tuple(parts), args.proxy_steps, args.proxy_seeds, Path(f"{args.output}.proxy"))
         found = proxy.proposals_of(runs, settings, args.tasks)
         if found is None:
-            print(f"submitted; give the same command again after these jobs, and it writes {args.output}")
+            print(f"submitted; give the same command again after these jobs, and it writes {one_line(args.output)}")
             return 0
         proposals = found
         weighed = reweigh(weighed, {name: proposal.factor for name, proposal in proposals.items() if proposal.is_clear})
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(values, indent=2))
         return 0
     print("\n".join(_text(weighed, proposals, parts, repetitions)))
-    print(f"train with --data-args-path {args.output} --seq-length {args.seq_length}")
+    print(f"train with --data-args-path {shlex.quote(str(args.output))} --seq-length {args.seq_length}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from bytescale_ext.data.corpus.embed import check_embedder
 from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.corpus.windows_file import ORDERS, SUFFIX, load_windows
 from bytescale_ext.data.samples.sources import Entry, check_first_lines, checked_prefix, file_entries
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_settings
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if not (work / REPORT).exists():
         run_stages(sculpt_stages(job, tasks, last), work, executor)
     if not (work / REPORT).exists():
-        print(f"submitted; the last job writes {path}, and the same command then prints the report")
+        print(f"submitted; the last job writes {one_line(path)}, and the same command then prints the report")
         return 0
     if args.plot is not None:
         from bytescale_ext.draw.sculpt import draw_clusters
@@ -249,8 +251,10 @@ class Materialise:
 def text_of(report: dict[str, object], args: argparse.Namespace, prefix: str) -> str:
     """Return the report as text."""
     long = report["documents_longer_than_context"]
+    windows = str(report["windows"])
+    flags = ["--data-path", prefix, "--sculpt-windows", windows, "--seq-length", str(args.seq_length)]
     lines = [
-        f"{report['windows']}",
+        one_line(windows),
         f"documents   {report['documents']:,} of {report['tokens']:,} tokens; {long:,} are longer than a window",
         f"windows     {report['num_windows']:,} of {args.seq_length:,} tokens, filled to {report['fill']:.3f}",
         f"inside      {report['documents_per_window']:.1f} documents a window, relevance {report['relevance']:.3f} "
@@ -259,6 +263,6 @@ def text_of(report: dict[str, object], args: argparse.Namespace, prefix: str) ->
         f"clusters    {report['clusters']:,}, tokens median {report['median_cluster_tokens']:,}, "
         f"largest {report['largest_cluster_tokens']:,}",
         f"seconds     {report['seconds']:.1f}",
-        f"train with --data-path {prefix} --sculpt-windows {report['windows']} --seq-length {args.seq_length}",
+        f"train with {shlex.join(flags)}",
     ]
     return "\n".join(lines)

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import lines_of_text, stored_text
+from bytescale_ext.terminal import stream_of_texts
 from megatron.bytescale.checkpoints import sharded_at, trust_checkpoints
 from megatron.bytescale.cli.shared.inputs import count, size
 from megatron.bytescale.cli.shared.options import add_cpu, add_option, add_trust_checkpoint
@@ -102,9 +104,11 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
     shows = sys.stderr.isatty() and (args.json or not sys.stdout.isatty())  # otherwise the text shows the progress
     out, log = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
     if texts.folder:
-        print(f"tokenizer: {texts.folder}, which the checkpoint names", file=log)
+        print(f"tokenizer: {one_line(texts.folder)}, which the checkpoint names", file=log)
     ended: list[Generation] = []
-    printed = InOrder(len(prompts), texts.stream, lambda text: print(text, end="", flush=True, file=out))
+    printed = InOrder(
+        len(prompts), texts.stream, lambda text: print(text, end="", flush=True, file=stream_of_texts(out))
+    )
     begun = time.perf_counter()
     for index, new, done in decoder.stream([texts.tokens(prompt) for prompt in prompts], request):
         line = None if done is None else json.dumps(done.figures()) if args.json else ""

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.measure.progress import peak_flops
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.search.explore import (
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{counts_text(exploration)}")
     for note in [*notes_of(args, task), *(f"not tried: {reason}" for reason in trainable.refused())]:
         print(note)
-    wrote = args.output and f"wrote {args.output} and its cost file {cost_path(args.output)}"
+    wrote = args.output and f"wrote {one_line(args.output)} and its cost file {one_line(cost_path(args.output))}"
     print(wrote or f"flags of the fastest: {rows[0].flags}", flush=True)
     if args.verify is not None:
         print(f"\nmeasured on this machine, median of {args.steps} steps:\n")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.training.utils import print_rank_0
 
 from bytescale_ext.activation.trace import AllocationTrace, watch_passes
+from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import write_text
 from bytescale_ext.plan.memory.check import check_covers, check_two_level_plan
 from bytescale_ext.plan.memory.passes import plan_step
@@ -81,7 +82,7 @@ class StepRecorder:
         if dist.get_rank() == 0:
             plans = PlanFile.of(dict(plan for plan in everyones if plan is not None))
             write_text(self.target.path, json.dumps(plans.to_json()) + "\n")
-        print_rank_0(f"> bytescale: memory plans written to {self.target.path}")
+        print_rank_0(f"> bytescale: memory plans written to {one_line(self.target.path)}")
 
     def planned(self, trace: AllocationTrace) -> StepMemory:
         """Return the checked memory plan of the step, and print its peak."""
