@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyarrow import parquet
 
 from bytescale_ext.data.clean.readers import documents_of
 from bytescale_ext.data.clean.recipe import Source, read_recipe
+from bytescale_ext.data.corpus.sidecar import WEIGHTS, check_weights, weights_of, write_header
 from bytescale_ext.data.corpus.windows_file import WindowsHeader, load_windows, sha256_of
 from bytescale_ext.data.samples.chats import conversations
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
@@ -154,6 +156,26 @@ def warc() -> bytes:
     return head.encode() + body + b"\r\n\r\n"
 
 
+def weighed(folder: Path) -> str:
+    """Write a data set of two documents, five tokens and their weights; return its prefix."""
+    prefix = str(folder / "w")
+    Path(prefix + ".idx").write_bytes(idx([2, 3], [0, 1, 2]))
+    Path(prefix + ".bin").write_bytes(b"\0" * 10)
+    Path(weights_of(prefix) + ".bin").write_bytes(b"\0\1\1\0\1")
+    return prefix
+
+
+def weights_header() -> bytes:
+    """Return the header of these weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_header(weights_of(weighed(Path(folder))), str(Path(folder) / "w"), WEIGHTS, "uint8")
+        return Path(folder, "w.weights.json").read_bytes()
+
+
+def read_weights(path: Path) -> object:
+    return check_weights(weighed(path.parent))
+
+
 def read_model_config(path: Path) -> object:
     return family_of(raw_config(path.parent))
 
@@ -195,6 +217,7 @@ READERS = {
     "index": Reader("data.idx", read_data_set, idx([2, 3], [0, 1, 2])),
     "lengths": Reader("lengths.npy", lambda path: cut_lengths(read_lengths(path), 64), npy([3, 70, 5])),
     "windows": Reader("a.windows.npy", read_windows, npy(np.array([(0, 0, 0, 3), (0, 1, 0, 5)], ROW))),
+    "weights": Reader("w.weights.json", read_weights, weights_header(), is_json=True),
     "pages": Reader("rank.pages", check_replaceable, page_file()),
     "parquet": Reader("d.parquet", read_documents, table({"text": ["one", "two"], "stars": [1, 2]})),
     "list": Reader("e.json", read_documents, b'[{"text": "x"}, {"text": "y"}]'),

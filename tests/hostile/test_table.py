@@ -56,6 +56,7 @@ def cost_of(part: str, **changes: object) -> bytes:
     return numbered(value, **{part: {**value[part], **changes}})
 
 
+WEIGHTS = json.loads(READERS["weights"].valid)
 TABLE: list[tuple[str, bytes, str]] = [
     *((name, content, text) for name, reader in READERS.items() if reader.is_json for content, text in JSON
       if content.strip() or name not in ("chat", "text")),  # they skip blank lines
@@ -85,6 +86,12 @@ TABLE: list[tuple[str, bytes, str]] = [
       for ranks in (0, -1, True, "x", 10**300)),
     ("trace", json.dumps({"experts": 1 << 62, "topk": 1, "ranks": 1 << 62}).encode() + b'\n{"loads": {"1": [[1]]}}',
      "the loads of each layer must be"),
+    *(("weights", numbered(WEIGHTS, **{name: value}), "not the header of a sidecar") for name, value in
+      (("num_values", True), ("num_values", 5.0), ("num_values", "5"), ("num_nonzero", "x"), ("num_nonzero", -1),
+       ("num_nonzero", None), ("num_nonzero", 6), ("version", "3"), ("version", 3.0), ("more", 1))),
+    *(("weights", numbered(WEIGHTS, **{name: value}), "another data set|not match|numbers are") for name, value in
+      (("num_values", 2**62), ("num_nonzero", 2), ("values_sha256", None), ("data_sha256", 5), ("dtype", "object"),
+       ("dtype", ["uint8"]), ("dtype", "float32"), ("kind", "\x1b[31m"))),
     ("index", b"", "not an index"), ("index", b"MMIDIDX\0\0", "cut short"), ("index", b"x" * 100, "not an index"),
     ("index", idx([2, 3], [0, 1, 2], version=2), "version 2"), ("index", idx([2, 3], [0, 1, 2], code=0), "type 0"),
     ("index", idx([2, 3], [0, 1, 2], code=7), "type 7"), ("index", idx([2, 3], [0, 1, 2], code=255), "type 255"),

@@ -22,6 +22,7 @@ import numpy as np
 from bytescale_ext.data.corpus.windows_file import sha256_of
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.json_input import json_settings, stored_text
+from bytescale_ext.json_input import whole as whole_number
 from bytescale_ext.new_file import write_text
 
 VALUES: Final = ".bin"
@@ -155,7 +156,7 @@ def check_sidecar(path: str, prefix: str, kind: Kind, whole: bool = True) -> Sid
     num_values = info.num_documents if kind.of_documents else info.num_tokens
     header_file, values_file = path + HEADER, path + VALUES
     try:
-        header = SidecarHeader(**json_settings(stored_text(header_file)))
+        header = _header_in(header_file)
         size = os.path.getsize(values_file)
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename}: no such file, so the {kind.content} are unknown: {kind.again}") from error
@@ -170,11 +171,31 @@ def check_sidecar(path: str, prefix: str, kind: Kind, whole: bool = True) -> Sid
             f"{values_file}: the {kind.content} belong to another data set than {prefix}.idx, or to another tokenizer: "
             f"{kind.again}"
         )
-    if size != header.num_bytes or (whole and sha256_of(values_file) != header.values_sha256):
+    try:
+        is_same = size == header.num_bytes and (not whole or _holds(values_file, header))
+    except OSError as error:
+        raise ValueError(f"{values_file}: {error.strerror}: {kind.again}") from error
+    if not is_same:
         raise ValueError(f"{values_file} does not match its header {Path(header_file).name}: {kind.again}")
     if whole:
         _check_finite(path, np.memmap(values_file, dtype=header.dtype, mode="r"), kind)
     return header
+
+
+def _header_in(file: str) -> SidecarHeader:
+    """Read a header. Raises OSError, ValueError or TypeError for a file that is none."""
+    header = SidecarHeader(**json_settings(stored_text(file)))
+    if not 0 <= whole_number(header.num_nonzero) <= whole_number(header.num_values):
+        raise ValueError(f"{header.num_nonzero} of {header.num_values} numbers are not 0")
+    whole_number(header.version)
+    return header
+
+
+def _holds(file: str, header: SidecarHeader) -> bool:
+    """Return whether a file of numbers has the hash and the count of its header. Raises OSError for another file."""
+    if sha256_of(file) != header.values_sha256:
+        return False
+    return header.num_nonzero == np.count_nonzero(np.memmap(file, dtype=header.dtype, mode="r"))
 
 
 def check_weights(prefix: str, whole: bool = True) -> SidecarHeader:
@@ -192,7 +213,8 @@ def group_bounds(prefix: str, whole: bool = True) -> np.ndarray:
         ValueError: the groups are damaged (``check_sidecar``), or a group has no documents.
     """
     path = groups_of(prefix)
-    check_sidecar(path, prefix, GROUPS, whole)
+    if check_sidecar(path, prefix, GROUPS, whole).dtype == "float32":
+        raise ValueError(f"{path + HEADER}: groups are whole numbers, not float32: {GROUPS.again}")
     groups = open_sidecar(path).astype(np.int64)
     steps = np.diff(groups, prepend=-1)
     bad = (steps < 0) | (steps > 1)
@@ -208,7 +230,7 @@ def group_bounds(prefix: str, whole: bool = True) -> np.ndarray:
 
 def open_sidecar(path: str) -> np.ndarray:
     """Return a memory map of the numbers of a checked sidecar: [num_values], of the header's type."""
-    header = SidecarHeader(**json_settings(stored_text(path + HEADER)))
+    header = _header_in(path + HEADER)
     return np.asarray(np.memmap(path + VALUES, dtype=header.dtype, mode="r"))
 
 
