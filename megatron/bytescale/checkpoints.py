@@ -158,10 +158,10 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
 def links_to_overwrite(save: Path) -> Iterator[Path]:
     """Yield the links in ``save`` whose targets a save of Megatron would overwrite.
 
-    These are the tracker file, and all in folders of later iterations than the tracker file names.
+    These are the tracker file, the file of ``--log-progress``, and all in folders of later iterations than the tracker
+    file names.
     """
-    if (save / TRACKER).is_symlink():
-        yield save / TRACKER
+    yield from (save / name for name in (TRACKER, "progress.txt") if (save / name).is_symlink())
     named = _named(save)
     latest = int(named) if named and named != RELEASE else -1
     for folder in save.glob("iter_*"):

@@ -169,7 +169,16 @@ def test_devices_are_not_read(device: str) -> None:
     check_stored(os.devnull)
 
 
-@pytest.mark.parametrize("link", [TRACKER, "iter_0000010", "iter_0000010/common.pt", "iter_0000010/mp_rank_00/x.pt"])
+def test_links_at_logs_of_tensorboard_are_refused(tmp_path: Path) -> None:
+    planted = tmp_path / "events.out.tfevents.1.host.2.0"
+    planted.symlink_to(tmp_path / "target")
+    reasons = list(wrong_folders(Folders(None, None, None, str(tmp_path), None)))
+    assert reasons == [f"--tensorboard-dir {planted} is a link, whose target TensorBoard could overwrite: remove it"]
+
+
+@pytest.mark.parametrize(
+    "link", [TRACKER, "progress.txt", "iter_0000010", "iter_0000010/common.pt", "iter_0000010/mp_rank_00/x.pt"]
+)
 def test_links_that_a_save_would_follow_are_refused(link: str, tmp_path: Path) -> None:
     """Megatron writes its files in place, so the target of a link would be emptied or filled."""
     folders = Folders(str(tmp_path), 2, None, None, None)

@@ -219,6 +219,10 @@ def wrong_folders(folders: Folders) -> Iterator[str]:
     if folders.save is not None:
         for link in links_to_overwrite(Path(folders.save)):
             yield f"--save {link} is a link, whose target Megatron would overwrite: remove it"
+    if folders.tensorboard_dir is not None:  # names of the log are its second, host and process
+        for path in Path(folders.tensorboard_dir).glob("events.out.*"):
+            if path.is_symlink():
+                yield f"--tensorboard-dir {path} is a link, whose target TensorBoard could overwrite: remove it"
     for flag in FOLDERS:
         folder = folders.of(flag)
         if folder is not None and folder.exists() and not folder.is_dir():

@@ -31,12 +31,18 @@ def build_datasets(
 
 
 def check_index_caches(config: BlendedMegatronDatasetConfig) -> None:
-    """Raise ValueError if a cached index is not an array.
+    """Raise ValueError if a cached index is not an array, or a link: Megatron writes missing indexes in place.
 
     A file may be empty, or end in the first bytes of an array: another rank or job is writing it.
     """
     for folder in dict.fromkeys(_folders(config)):
-        for file in sorted(folder.rglob("*.npy")) if folder.is_dir() else ():
+        for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
+            if file.is_symlink():
+                raise ValueError(f"{file} is a link, whose target Megatron could overwrite: delete it")
+            if file.suffix != ".npy":
+                continue
+            if not file.is_file():  # opening a pipe could wait for ever
+                raise ValueError(f"{file} is no file: delete it")
             with file.open("rb") as stream:
                 if not _ARRAY.startswith(stream.read(len(_ARRAY))):
                     raise ValueError(f"{file}: not an array, and Megatron would run a pickle: delete this folder")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 from contextlib import suppress
 from io import BytesIO
@@ -45,6 +46,23 @@ def test_a_cached_index_that_is_a_pickle_is_refused(place: str, tmp_path: Path) 
     np.save(folder / "c.npy", np.array([Payload(run)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects"):  # an array of objects is not mapped
         np.load(folder / "c.npy", allow_pickle=True, mmap_mode="r")
+
+
+@pytest.mark.parametrize("name", ["a-document_index.npy", "a-description.txt", "sub"])
+def test_links_that_megatron_could_write_through_are_refused(name: str, tmp_path: Path) -> None:
+    """Megatron writes missing indexes in place, so the target of a link would be created or overwritten."""
+    config: Any = SimpleNamespace(path_to_cache=str(tmp_path / "cache"), blend=None, blend_per_split=None)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / name).symlink_to(tmp_path / "missing")
+    with pytest.raises(ValueError, match=f"{name} is a link"):
+        check_index_caches(config)
+
+
+def test_a_pipe_is_no_index(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(path_to_cache=str(tmp_path), blend=None, blend_per_split=None)
+    os.mkfifo(tmp_path / "a-document_index.npy")
+    with pytest.raises(ValueError, match="is no file"):
+        check_index_caches(config)
 
 
 def test_an_index_that_is_being_written_is_no_pickle(tmp_path: Path) -> None:
