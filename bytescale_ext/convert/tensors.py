@@ -131,10 +131,15 @@ def to_megatron(layout: CheckpointLayout, read: Callable[[str], torch.Tensor]) -
     """Yield the names and tensors of Megatron's model.
 
     ``read`` returns the tensor [n, ...] of a Hugging Face name. Raises ValueError if a stacked tensor has another
-    number of experts than the layout.
+    number of experts than the layout, or if tensors do not have the layout's heads.
     """
     for mapping in tensor_mappings(layout):
-        tensors = mapping.from_hf([read(hf_name) for hf_name in mapping.hf_names])
+        given = [read(hf_name) for hf_name in mapping.hf_names]
+        try:
+            tensors = mapping.from_hf(given)
+        except (RuntimeError, IndexError) as error:  # torch cannot divide or join them
+            shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in zip(mapping.hf_names, given, strict=True))
+            raise ValueError(f"--input: tensors with other shapes than config.json says: {shapes}") from error
         if len(tensors) != len(mapping.names):
             raise ValueError(f"--input: {mapping.hf_names[0]} has {len(tensors)} experts, not {len(mapping.names)}")
         yield from zip(mapping.names, tensors, strict=True)

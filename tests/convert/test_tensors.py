@@ -96,3 +96,10 @@ def test_there_and_back() -> None:
     back = to_hugging_face(layout, ours)
     assert back.keys() == given.keys()
     assert all(torch.equal(back[name], given[name]) for name in given)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (1, 2), ()])
+def test_heads_that_the_tensors_do_not_have_are_named(shape: tuple[int, ...]) -> None:
+    layout = layout_of(configuration_of("llama", num_key_value_heads=3, num_attention_heads=3))
+    with pytest.raises(ValueError, match=r"than config\.json says: model\.layers\.0\.self_attn\.q_proj"):
+        dict(to_megatron(layout, lambda name: torch.zeros(shape)))
