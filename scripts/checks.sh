@@ -4,7 +4,7 @@ set -euo pipefail
 program=$1
 
 fail() {
-  echo "$program: error: $1" >&2
+  echo "$program: error: ${1//[[:cntrl:]]/?}" >&2 # a terminal would obey escape sequences
   exit 2
 }
 

@@ -66,7 +66,7 @@ case $action in
     exec sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$@" "$root/scripts/train_slurm.sbatch" "${run[@]}"
     ;;
   *)
-    echo "launch_model.sh: error: $action: give dry-run, print, torchrun, slurm or flags" >&2
+    echo "launch_model.sh: error: ${action//[[:cntrl:]]/?}: give dry-run, print, torchrun, slurm or flags" >&2
     exit 2
     ;;
 esac

@@ -22,7 +22,7 @@ PYTHON_TEXTS=${PYTHON_TEXTS:-$purelib/megatron}
 HEADER_TEXTS=${HEADER_TEXTS:-$purelib/torch/include/torch}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 if [[ ! $CONTEXT =~ ^([0-9]+)(K?)$ ]]; then
-  echo "long_context_data.sh: error: CONTEXT=$CONTEXT is not a whole number, such as 8192 or 16K" >&2
+  echo "long_context_data.sh: error: CONTEXT=${CONTEXT//[[:cntrl:]]/?} is not a whole number, such as 8192 or 16K" >&2
   exit 2
 fi
 tokens=$((10#${BASH_REMATCH[1]} * (${#BASH_REMATCH[2]} ? 1024 : 1)))

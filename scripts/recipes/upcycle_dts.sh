@@ -22,8 +22,9 @@ TOKENS=${TOKENS:-4000000} # tokens of the corpus, from the Python files of this 
 SEED=${SEED:-1234}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 for name in DENSE_STEPS STEPS ANNEAL EXPERTS RANKS TOKENS; do
-  if [[ ! ${!name} =~ ^[1-9][0-9]*$ ]]; then
-    echo "upcycle_dts.sh: error: $name=${!name} is not a whole number above 0" >&2
+  value=${!name}
+  if [[ ! $value =~ ^[1-9][0-9]*$ ]]; then
+    echo "upcycle_dts.sh: error: $name=${value//[[:cntrl:]]/?} is not a whole number above 0" >&2
     exit 2
   fi
 done

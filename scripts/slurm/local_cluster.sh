@@ -9,7 +9,7 @@
 # memory of this machine and 8 GPUs, which need not exist. Ports: PORT to PORT + 2.
 set -euo pipefail
 fail() {
-  echo "local_cluster.sh: error: $1" >&2
+  echo "local_cluster.sh: error: ${1//[[:cntrl:]]/?}" >&2
   exit 2
 }
 (($# == 2)) && [[ $1 == start || $1 == stop ]] || fail "usage: local_cluster.sh start|stop FOLDER"

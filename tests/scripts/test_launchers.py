@@ -94,6 +94,17 @@ def test_local_defaults_are_sound(
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("script", [LOCAL, LOCAL.parent / "recipes" / "upcycle_dts.sh"], ids=lambda path: path.name)
+def test_values_in_errors_are_printable(script: Path, tmp_path: Path) -> None:
+    """A terminal would obey escape sequences."""
+    done = run(["bash", script], DATA="no\x1b[31m\ndata", STEPS="\x1b[31m\n", GPUS="0", OUT=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.strip().isprintable()
+    assert "?[31m?" in done.stderr
+
+
+@pytest.mark.ranks
 def test_local_takes_its_values_from_variables(checkout: Path, tmp_path: Path) -> None:
     values = {
         "LAYERS": "3", "HIDDEN": "96", "FFN": "97", "HEADS": "6", "KV_HEADS": "2", "DATA": "/a b/c", "SEQ_LENGTH": "99",
