@@ -23,6 +23,9 @@ ALIGNMENT = 256
 
 SMALLEST_ARENA = 1 << 20
 
+MOST_VIEWS = 4096
+"""Number of views of an arena that are kept for reuse: layers of equal shapes take the same parts in each step."""
+
 
 @dataclass(frozen=True)
 class ArenaPart:
@@ -47,6 +50,7 @@ class HostArena:
         self.peak_bytes = 0
         size = memory.numel() // ALIGNMENT * ALIGNMENT
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the memory, as elements of a type
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self._starts = [0] if size else []  # starts of the free parts, ascending
         self._sizes = [size] if size else []
 
@@ -95,9 +99,17 @@ class HostArena:
         """Return a tensor of any shape in a part, which must have enough bytes."""
         count = math.prod(shape)
         assert count * dtype.itemsize <= part.num_bytes, f"{shape=} {dtype=} {part=}"
+        key = part.start, shape, dtype
+        known = self._views.get(key)
+        if known is not None:
+            return known
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
         if dtype not in self._typed:
             self._typed[dtype] = self.memory[: self.num_bytes // ALIGNMENT * ALIGNMENT].view(dtype)
-        return self._typed[dtype].narrow(0, part.start // dtype.itemsize, count).view(shape)
+        start = part.start // dtype.itemsize
+        self._views[key] = self._typed[dtype][start : start + count].view(shape)
+        return self._views[key]
 
 
 def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch.Tensor] | None = None) -> HostArena:

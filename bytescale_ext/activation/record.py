@@ -31,14 +31,12 @@ from bytescale_ext.activation.region import (
     elements_of,
     in_memory_order,
     is_sample_major,
-    memory_order,
     num_bytes,
-    region_of,
 )
 from bytescale_ext.plan.activation.plan import ActivationPlan
 
 
-@dataclass
+@dataclass(slots=True)
 class SavedTensor:
     """The object that autograd keeps in place of a tensor: the tensor itself, or a view of a stored region."""
 
@@ -56,10 +54,14 @@ class SavedTensor:
         assert record is not None and self.view is not None, "a layer with an activation policy has one backward pass"
         return record.tensor_of(self.region, self.view)
 
+    def become(self, other: SavedTensor) -> None:
+        """Take the place of another object."""
+        self.tensor, self.record, self.region, self.view = other.tensor, other.record, other.region, other.view
+
 
 @lru_cache(maxsize=4096)
 def _rows_of_view(view: TensorView, total: int) -> tuple[int, int] | None:
-    """Return (repeats, rows) of a tensor [rows, ...] with ``total`` rows on each rank; see ``LayerRecord._rows_of``."""
+    """Return (repeats, rows) of a tensor [rows, ...] with ``total`` rows on a rank; None if they are not outermost."""
     if not view.sizes or view.sizes[0] % total:
         return None
     repeats = view.sizes[0] // total
@@ -120,68 +122,64 @@ class LayerRecord:
 
     # In the forward pass.
 
-    def region_for(self, tensor: torch.Tensor, kind: str) -> StoredRegion | None:
-        """Return the region of a tensor of any shape, new if necessary; None if it cannot be split by rows."""
-        key = region_of(tensor)
-        known = self._by_key.get(key) if key is not None else None
-        return known or self._new_region(tensor, key, kind)
-
-    def _new_region(self, tensor: torch.Tensor, key: Region | None, kind: str) -> StoredRegion | None:
+    def _new_region(self, tensor: torch.Tensor, view: TensorView, key: Region, kind: str) -> StoredRegion | None:
         """Return a new region of a tensor of any shape; None if it cannot be split by rows."""
-        if key is None:
-            return None
-        rows = self._rows_of(tensor)
+        rows = _rows_of_view(view, self.split.total)
         if rows is None and kind != "input":
             return None
         if rows is None or (kind == "input" and not is_sample_major(tensor)):
-            rows = (1, tensor.shape[memory_order(tensor)[0]]) if tensor.dim() else (1, 1)
-        region = StoredRegion(kind, TensorView.of(tensor), tensor.detach(), rows)
+            rows = (1, view.sizes[view.order[0]]) if view.sizes else (1, 1)
+        region = StoredRegion(kind, view, tensor.detach(), rows)
         self._by_key[key] = region
         self.regions.append(region)
         return region
 
     def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Register a tensor [rows, ...] that enters or leaves a hook point."""
-        region = self.region_for(tensor, kind)
-        by_rows = self._rows_of(tensor)
+        view = TensorView.of(tensor)
+        key = view.region_of(tensor)
+        region = self._by_key.get(key) if key is not None else None
+        if region is None and key is not None:
+            region = self._new_region(tensor, view, key, kind)
+        by_rows = _rows_of_view(view, self.split.total)
         assert region and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
         self.hook_points[name] = region
 
-    def _rows_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (repeats, rows) of a tensor [rows, ...] in memory order; None if its rows are not outermost."""
-        return _rows_of_view(TensorView.of(tensor), self.split.total)
-
     def save_between(self, tensor: torch.Tensor) -> SavedTensor:
         """Save a tensor of any shape between hook points."""
-        if self._is_parameter(tensor):
-            self.saved_between.append(None)
-            return SavedTensor(tensor.detach())
-        key = region_of(tensor)
-        known = self._by_key.get(key) if key is not None else None
-        region = known or self._new_region(tensor, key, "token")
-        self.saved_between.append(region if known is None else None)
-        return self._saved(tensor, region)
+        view = TensorView.of(tensor)
+        key = view.region_of(tensor)
+        region = self._by_key.get(key) if key is not None else None
+        new = None
+        if region is None:
+            if self._is_parameter(tensor):
+                self.saved_between.append(None)
+                return SavedTensor(tensor)
+            region = new = self._new_region(tensor, view, key, "token") if key is not None else None
+        self.saved_between.append(new)
+        return self._saved(tensor, view, region)
 
     def save_inside(self, tensor: torch.Tensor, kind: str = "") -> SavedTensor:
         """Save a tensor of any shape inside a hook point. Unknown tensors without a ``kind`` stay on the device."""
-        if self._is_parameter(tensor):
-            return SavedTensor(tensor.detach())
-        key = region_of(tensor)
+        view = TensorView.of(tensor)
+        key = view.region_of(tensor)
         region = self._by_key.get(key) if key is not None else None
-        if region is None and kind:
-            region = self._new_region(tensor, key, kind)
-        return self._saved(tensor, region)
+        if region is None:
+            if self._is_parameter(tensor):
+                return SavedTensor(tensor)
+            region = self._new_region(tensor, view, key, kind) if kind and key is not None else None
+        return self._saved(tensor, view, region)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.parameters
 
-    def _saved(self, tensor: torch.Tensor, region: StoredRegion | None) -> SavedTensor:
+    def _saved(self, tensor: torch.Tensor, view: TensorView, region: StoredRegion | None) -> SavedTensor:
         if region is None:
             self._alive.append(tensor.detach())
             self.counts.kept_bytes += num_bytes(tensor)
             return SavedTensor(self._alive[-1])
         region.uses += 1
-        return SavedTensor(None, self, region, TensorView.of(tensor))
+        return SavedTensor(None, self, region, view)
 
     @property
     def is_waiting(self) -> bool:
@@ -200,30 +198,32 @@ class LayerRecord:
 
     def close(self) -> None:
         """End the forward pass: swap, keep and drop rows, and start the copies to the host."""
-        needed = {"input"} | ({"product"} if self.rebuilds else set())
+        rebuilds, counts = self.rebuilds, self.counts
         stored: list[tuple[StoredRegion, torch.Tensor, int, int]] = []
         for region in self.regions:
             source, region.source = region.source, None
             assert source is not None
-            if region.uses or (region.kind in needed and self.rebuilds):
+            if region.uses or (rebuilds and region.kind != "token"):
                 stored.append((region, source, *self._split_of(region)))
         pairs: Pairs = []
         sources: list[torch.Tensor] = []
         parts = self._take_parts([region.num_bytes * swapped // region.rows[1] for region, _, swapped, _ in stored])
         for (region, source, swapped, kept), part in zip(stored, parts, strict=True):
-            by_rows = self._by_rows(region, source) if kept else source
             if part is not None:
-                region.written = self.link.arena.view(part, (len(by_rows), swapped, *by_rows.shape[2:]), region.dtype)
-                pairs.append((region.written, by_rows if swapped == region.rows[1] else by_rows[:, :swapped]))
+                whole = swapped == region.rows[1] and region.view.is_plain
+                rows = source if whole else self._first_rows(region, source, swapped)
+                region.written = self.link.arena.view(part, rows.shape, region.dtype)
+                pairs.append((region.written, rows))
                 sources.append(source)
-                self.counts.swapped_bytes += num_bytes(region.written)
+                region.written_rows = swapped
+                counts.swapped_bytes += region.num_bytes * swapped // region.rows[1]
             elif swapped:  # the arena is full, so these rows stay on the device
-                self.counts.overflowed_bytes += region.num_bytes * swapped // region.rows[1]
+                counts.overflowed_bytes += region.num_bytes * swapped // region.rows[1]
                 swapped = 0
             if kept > swapped:
-                whole = not swapped and kept == region.rows[1]
-                region.kept = by_rows if whole else by_rows[:, swapped:kept].clone()
-                self.counts.kept_bytes += num_bytes(region.kept)
+                rows = self._first_rows(region, source, kept)
+                region.kept = rows if kept - swapped == region.rows[1] else rows[:, swapped:].clone()
+                counts.kept_bytes += num_bytes(region.kept)
         self._by_key.clear()
         self._alive.clear()
         if pairs:
@@ -255,14 +255,14 @@ class LayerRecord:
         return [ArenaPart(start, size) if size else None for start, size in zip(starts, sizes, strict=False)]
 
     @staticmethod
-    def _by_rows(region: StoredRegion, source: torch.Tensor) -> torch.Tensor:
-        """Return ``source``, of any shape, as a view [repeats, rows, ...] in memory order."""
+    def _first_rows(region: StoredRegion, source: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the first ``count`` rows of ``source``, of any shape, as a view [repeats, count, ...]."""
         if source.is_contiguous():
-            return source.view(*region.rows, -1)
+            return region.some_rows(source, 0, count)
         source = in_memory_order(source)
         whole = source.shape[0] == region.rows[0] * region.rows[1]
         rows: torch.Tensor = (source if whole else source.flatten(0, 1)).unflatten(0, region.rows)
-        return rows
+        return rows[:, :count]
 
     # In the backward pass.
 
@@ -283,22 +283,25 @@ class LayerRecord:
             return
         pairs = []
         for region, elements in self._swapped_memory():
-            region.elements = elements
-            written, rows = region.written, region.by_rows(elements)
+            region.elements, written = elements, region.written
             assert written is not None
-            rows = rows if written.shape[1] == rows.shape[1] else rows[:, : written.shape[1]]
-            pairs.append((rows, written if written.shape == rows.shape else written.reshape(rows.shape)))
+            if written.shape == elements.shape:
+                pairs.append((elements, written))
+                continue
+            rows = region.some_rows(elements, 0, region.written_rows)
+            pairs.append((rows, written if written.dim() == 3 else written.view(rows.shape)))
         self._reading = (self.link.read(pairs, self._written),)
         self._held_parts.last_copy = self._reading[0]
 
     def _swapped_memory(self) -> list[tuple[StoredRegion, torch.Tensor]]:
-        """Return each region with swapped rows and device memory [n] for it, in a rounding buffer if one is free."""
+        """Return each region with swapped rows and device memory for it, in a rounding buffer if one is free."""
         swapped = [region for region in self.regions if region.written is not None]
         sizes = [region.num_bytes for region in swapped]
         self.counts.restored_bytes = max(self.counts.restored_bytes, RoundingBuffers.bytes_of(sizes))
         parts = self.buffers.take(self, sizes) if self.buffers is not None else None
         if parts is not None:
-            return [(region, part.view(region.dtype)) for region, part in zip(swapped, parts, strict=True)]
+            pairs = zip(swapped, parts, strict=True)
+            return [(region, part.view(region.dtype).view(region.shape)) for region, part in pairs]
         return [(region, region.allocate()) for region in swapped]
 
     def restore(self) -> None:
@@ -333,9 +336,9 @@ class LayerRecord:
         assert region.elements is not None, f"{name=}"
         sizes, total = region.view.sizes, self.split.total
         if region.view.is_sample_major:
-            samples = region.elements.view(sizes[1], -1, total, region.num_elements // (sizes[0] * sizes[1]))
+            samples = region.elements.view(sizes[1], -1, total, region.view.num_elements // (sizes[0] * sizes[1]))
             return samples[:, :, first_row:].reshape(sizes[1], -1, *sizes[2:]).transpose(0, 1)
-        rows = region.elements.view(-1, total, region.num_elements // sizes[0])
+        rows = region.elements.view(-1, total, region.view.num_elements // sizes[0])
         return rows[:, first_row:].reshape(-1, *sizes[1:])
 
     def rebuild_between(self, tensor: torch.Tensor) -> None:
@@ -355,11 +358,12 @@ class LayerRecord:
         """Store the rows from ``first_row`` on."""
         if not region.uses:
             return
-        elements = elements_of(tensor.detach())
-        if self.first_row == 0:
-            region.elements = elements
+        if self.first_row:
+            region.put_rows(self.first_row, elements_of(tensor.detach()))
+        elif region.view.is_plain and tensor.shape == region.shape and tensor.is_contiguous():
+            region.elements = tensor.detach()
         else:
-            region.put_rows(self.first_row, elements)
+            region.elements = elements_of(tensor.detach())
 
     def product(self, name: str, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Return the output [rows, ...] of a hook point. ``compute(first)`` returns the rows from ``first`` on."""

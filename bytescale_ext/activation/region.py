@@ -18,14 +18,12 @@ class Region(NamedTuple):
     """The elements of a tensor, as a hashable key.
 
     Attributes:
-        storage: address of the storage.
-        start: offset of the first element in the storage, in elements.
+        address: address of the first element.
         extents: (size, stride) of the dims from the outermost in memory to the innermost; contiguous dims are merged.
         dtype: element type.
     """
 
-    storage: int
-    start: int
+    address: int
     extents: tuple[tuple[int, int], ...]
     dtype: torch.dtype
 
@@ -79,10 +77,7 @@ def _extents(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[in
 
 def region_of(tensor: torch.Tensor) -> Region | None:
     """Return the region of a tensor of any shape; None if it is empty or its elements share memory (``expand``)."""
-    extents = _extents(tensor.shape, tensor.stride())
-    if extents is None or not tensor.numel():
-        return None
-    return Region(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), extents, tensor.dtype)
+    return TensorView.of(tensor).region_of(tensor)
 
 
 @dataclass(frozen=True)
@@ -94,14 +89,20 @@ class TensorView:
         order: dims of the tensor, the outermost in memory first.
         strides: strides of the saved tensor, which may have gaps between its elements.
         dense_strides: strides without gaps, in the same order.
+        extents: extents of the region; None if the tensor is empty or its elements share memory.
+        is_plain: whether the saved tensor is contiguous and not empty.
         has_gaps: whether the saved tensor has gaps between its elements.
+        num_elements: number of elements.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     strides: tuple[int, ...]
     dense_strides: tuple[int, ...] = field(init=False, compare=False)
+    extents: tuple[tuple[int, int], ...] | None = field(init=False, compare=False)
+    is_plain: bool = field(init=False, compare=False)
     has_gaps: bool = field(init=False, compare=False)
+    num_elements: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         strides, step = [0] * len(self.sizes), 1
@@ -109,12 +110,21 @@ class TensorView:
             strides[dim] = step
             step *= self.sizes[dim]
         object.__setattr__(self, "dense_strides", tuple(strides))
-        object.__setattr__(self, "has_gaps", len(_extents(self.sizes, self.strides) or ()) > 1)
+        extents = _extents(self.sizes, self.strides) if step else None
+        object.__setattr__(self, "extents", extents)
+        is_plain = self.order == tuple(range(len(self.order))) and extents in ((), ((step, 1),))
+        object.__setattr__(self, "is_plain", is_plain)
+        object.__setattr__(self, "has_gaps", len(extents or ()) > 1)
+        object.__setattr__(self, "num_elements", step)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorView:
-        """Return the view of a tensor of any shape that has a region."""
+        """Return the view of a tensor of any shape."""
         return _view_of(tensor.shape, tensor.stride())
+
+    def region_of(self, tensor: torch.Tensor) -> Region | None:
+        """Return the region of a tensor with this view; see ``region_of``."""
+        return None if self.extents is None else Region(tensor.data_ptr(), self.extents, tensor.dtype)
 
     @property
     def is_sample_major(self) -> bool:
@@ -122,15 +132,17 @@ class TensorView:
         return len(self.sizes) > 2 and self.order[:2] == (1, 0)
 
     def apply(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of shape ``sizes`` over ``elements`` [n], the region's elements end to end."""
-        assert math.prod(self.sizes) == elements.numel(), f"{self.sizes=} {elements.shape=}"
+        """Return a tensor of shape ``sizes`` over contiguous ``elements`` of any shape, the region's elements."""
+        assert self.num_elements == elements.numel(), f"{self.sizes=} {elements.shape=}"
         return elements.as_strided(self.sizes, self.dense_strides, elements.storage_offset())
 
     def apply_as_saved(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of shape ``sizes`` over ``elements`` [n], on CPU with the strides of the saved tensor.
+        """Return a tensor of shape ``sizes`` over ``elements``, on CPU with the strides of the saved tensor.
 
         Gaps between elements decide whether torch runs a vectorized or a scalar loop, and the two round differently.
         """
+        if self.is_plain and elements.shape == self.sizes:
+            return elements
         tensor = self.apply(elements)
         if not self.has_gaps or tensor.device.type != "cpu":
             return tensor
@@ -158,7 +170,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-@dataclass
+@dataclass(slots=True)
 class StoredRegion:
     """The elements of one region, on the device or in host memory, and the number of their uses to come.
 
@@ -170,8 +182,11 @@ class StoredRegion:
         rows: (repeats, rows) of the outermost dim in memory, which has the tokens of each tensor-parallel rank in turn.
         uses: number of saved tensors that autograd has yet to ask for.
         kept: rows on the device, [repeats, k, ...].
-        written: rows in the arena, [repeats, w, ...].
-        elements: all elements [n], from the restoration of the layer to their last use.
+        written: the first ``written_rows`` rows in the arena, [repeats, w, ...], or all rows in ``shape``.
+        elements: all elements, contiguous in any shape, from the restoration of the layer to their last use.
+        shape: shape of new memory: that of the saved tensor if it is contiguous, so that it is used as it is.
+        row_size: number of elements of a row.
+        num_bytes: number of bytes of all elements.
     """
 
     kind: str
@@ -181,42 +196,44 @@ class StoredRegion:
     uses: int = 0
     kept: torch.Tensor | None = None
     written: torch.Tensor | None = None
+    written_rows: int = 0
     elements: torch.Tensor | None = None
-    num_elements: int = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    row_size: int = field(init=False)
+    num_bytes: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.source is not None, f"{self.kind=} {self.view=}"
-        self.num_elements, self.dtype, self.device = self.source.numel(), self.source.dtype, self.source.device
+        self.dtype, self.device = self.source.dtype, self.source.device
+        self.shape = self.view.sizes if self.view.is_plain else (self.view.num_elements,)
+        self.row_size = self.view.num_elements // (self.rows[0] * self.rows[1])
+        self.num_bytes = self.view.num_elements * self.dtype.itemsize
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of all elements."""
-        return self.num_elements * self.dtype.itemsize
-
-    def by_rows(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return elements [n] of whole rows as [repeats, rows, row]."""
-        return elements.view(self.rows[0], -1, self.num_elements // (self.rows[0] * self.rows[1]))
+    def some_rows(self, elements: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """Return ``count`` rows from ``first`` on of contiguous ``elements``, in any shape: [repeats, count, row]."""
+        (repeats, rows), size = self.rows, self.row_size
+        start = elements.storage_offset() + first * size
+        return elements.as_strided((repeats, count, size), (rows * size, size, 1), start)
 
     def allocate(self) -> torch.Tensor:
-        """Return new device memory for all elements, [n]."""
-        return torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+        """Return new device memory ``shape`` for all elements."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def put_rows(self, first: int, part: torch.Tensor) -> None:
         """Copy ``part``, whole rows in any shape, to the rows from ``first`` on."""
         if self.elements is None:
             self.elements = self.allocate()
-        rows = self.by_rows(self.elements)
-        part = part.reshape(rows.shape[0], -1, rows.shape[2])
-        rows.narrow(1, first, part.shape[1]).copy_(part)
+        part = part.reshape(self.rows[0], -1, self.row_size)
+        self.some_rows(self.elements, first, part.shape[1]).copy_(part)
 
     def rejoin_kept(self) -> None:
         """Put the rows that stayed on the device after the rows that were read back."""
-        kept, self.kept, written, self.written = self.kept, None, self.written, None
+        kept, self.kept, self.written = self.kept, None, None
         if kept is None:
             return
         if kept.shape[1] == self.rows[1]:
-            self.elements = kept.reshape(-1)
+            self.elements = kept.reshape(self.shape)
         else:
-            self.put_rows(written.shape[1] if written is not None else 0, kept)
+            self.put_rows(self.written_rows, kept)

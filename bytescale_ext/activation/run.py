@@ -102,13 +102,13 @@ class Recording:
         self.record.pass_hook_point(ATTENTION_OUTPUT, output, "input")
         for saved, tensor in self._delayed:
             kind = "input" if tensor.numel() <= output.numel() else ""
-            vars(saved).update(vars(self.record.save_inside(tensor, kind)))  # autograd already references ``saved``
+            saved.become(self.record.save_inside(tensor, kind))  # autograd already references ``saved``
         self._delayed.clear()
         return output
 
     def _save_later(self, tensor: torch.Tensor) -> SavedTensor:
         """Delay the saving of a tensor until the output of attention is known."""
-        self._delayed.append((SavedTensor(), tensor.detach()))
+        self._delayed.append((SavedTensor(), tensor))
         return self._delayed[-1][0]
 
     def last[Result](
@@ -145,7 +145,9 @@ class Rebuilding:
 
         def compute(first: int) -> torch.Tensor:
             repeats = record.hook_points[name].view.sizes[0] // record.split.total
-            rows = inputs.unflatten(0, (repeats, -1))[:, first:].flatten(0, 1) if first else inputs
+            rows = inputs
+            if first:
+                rows = inputs[first:] if repeats == 1 else inputs.unflatten(0, (repeats, -1))[:, first:].flatten(0, 1)
             with torch.no_grad():
                 output = forward(rows, *args, **kwargs)[0]
             num_rows = max(rows[..., 0].numel(), output[..., 0].numel())

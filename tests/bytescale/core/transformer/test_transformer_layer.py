@@ -39,7 +39,7 @@ def saved_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> 
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         region = region_of(tensor)
-        if region is not None and region.storage not in parameters:
+        if region is not None and tensor.untyped_storage().data_ptr() not in parameters:
             regions[region] = tensor.detach()  # kept alive, so that no address is reused
         return tensor.detach()
 
