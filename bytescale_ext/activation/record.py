@@ -359,7 +359,7 @@ class LayerRecord:
         if not region.uses:
             return
         if self.first_row:
-            region.put_rows(self.first_row, elements_of(tensor.detach()))
+            region.put_rows(self.first_row, in_memory_order(tensor.detach()))
         elif region.view.is_plain and tensor.shape == region.shape and tensor.is_contiguous():
             region.elements = tensor.detach()
         else:
@@ -369,6 +369,6 @@ class LayerRecord:
         """Return the output [rows, ...] of a hook point. ``compute(first)`` returns the rows from ``first`` on."""
         region = self.hook_points[name]
         if self.split.kept < self.split.total:
-            region.put_rows(self.split.kept, elements_of(compute(self.split.kept)))
+            region.put_rows(self.split.kept, in_memory_order(compute(self.split.kept)))
         assert region.elements is not None, f"{name=}"
         return region.view.apply(region.elements)

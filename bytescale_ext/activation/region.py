@@ -157,7 +157,7 @@ def _view_of(sizes: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of any shape, or a view of it, with its dims in memory order."""
     order = memory_order(tensor)
-    return tensor if all(dim == place for place, dim in enumerate(order)) else tensor.permute(order)
+    return tensor if order == tuple(range(len(order))) else tensor.permute(order)
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class StoredRegion:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def put_rows(self, first: int, part: torch.Tensor) -> None:
-        """Copy ``part``, whole rows in any shape, to the rows from ``first`` on."""
+        """Copy ``part``, whole rows in any shape in memory order, to the rows from ``first`` on."""
         if self.elements is None:
             self.elements = self.allocate()
         part = part.reshape(self.rows[0], -1, self.row_size)

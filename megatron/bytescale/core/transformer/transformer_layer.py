@@ -193,6 +193,8 @@ def products_of(attention: Attention) -> list[str]:
 
 def _sample_major(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor [rows, samples, ...] with the memory of each sample contiguous."""
+    if tensor.shape[1] == 1:
+        return tensor.contiguous()
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
