@@ -123,7 +123,7 @@ class TensorView:
         return _view_of(tensor.shape, tensor.stride())
 
     def region_of(self, tensor: torch.Tensor) -> Region | None:
-        """Return the region of a tensor with this view; see ``region_of``."""
+        """Return the region of a tensor of any shape that has this view; see ``region_of``."""
         return None if self.extents is None else Region(tensor.data_ptr(), self.extents, tensor.dtype)
 
     @property
