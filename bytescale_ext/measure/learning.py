@@ -35,7 +35,7 @@ from bytescale_ext.plan.cost.learned import (
     slowest_of_groups,
     work_of_rows,
 )
-from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.cost.shards import CoupledShards, ShardTable
 from bytescale_ext.plan.step.plan import StepPlan
 
 Floats = npt.NDArray[np.float64]
@@ -152,7 +152,7 @@ class CostLearner:
         self._num_steps += 1
         if self._num_steps < FIRST_STEP or self._work is not None:
             return
-        table = ShardTable.of(plan).only_coupled_with(self.rank)
+        table = plan.fact(CoupledShards(self.rank))
         first, count = int(table.offsets[self.rank]), int(table.counts[self.rank])
         is_alone = np.ones(table.num_rows, dtype=np.bool_)
         is_alone[table.rows[table.widths > 1]] = False

@@ -22,6 +22,7 @@ from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.prompts import PlannedSequence, PromptSource, units_of_documents
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
 from bytescale_ext.data.samples.answers import PairSource
+from bytescale_ext.data.samples.length_reader import ReadableSource, StepLengths
 from bytescale_ext.data.samples.packed import TokenSource, lengths_of
 from bytescale_ext.plan.cost.learned import LearnedCosts
 from bytescale_ext.plan.step.numbers import Numbers
@@ -193,7 +194,7 @@ class _LocalSteps:
     def _make(self, step_index: int, sample_ids: Sequence[int], is_simple: bool = False) -> StepBatch:
         began, plans = time.perf_counter(), self._plans_of(step_index)
         sequences = self.sequences(sample_ids)
-        lengths = Numbers(lengths_of(self.source, sequences))
+        lengths = self._lengths(sequences)
         plan, fell_back = plans.simple(lengths) if is_simple else plans(lengths)
         groups = None
         if self.settings.prompts is not None and not fell_back:
@@ -202,7 +203,8 @@ class _LocalSteps:
         units = self.settings.units(plan)
         if groups is not None:
             units = units_of_documents(units, groups, plan, self.settings.rank)
-        micro_batches = self.settings.read(units, self.source, sequences, lengths)
+        known = plan.lengths if groups is None else lengths
+        micro_batches = self.settings.read(units, self.source, sequences, known)
         return StepBatch(
             step_index=step_index,
             sample_ids=sample_ids,
@@ -215,6 +217,12 @@ class _LocalSteps:
             predicted=plans.predicted(plan),
             shares_prompts=groups is not None,
         )
+
+    def _lengths(self, sequences: Sequence[int]) -> Sequence[int]:
+        """Return the lengths of sequences. The planner's process reads long steps itself, if it can."""
+        source = self.source
+        reader = source.length_reader() if isinstance(source, ReadableSource) else None
+        return Numbers(lengths_of(source, sequences)) if reader is None else StepLengths(reader, sequences)
 
     def _with_prompts(
         self, copies: StepPlan, documents: Sequence[int], plans: PlanMaker

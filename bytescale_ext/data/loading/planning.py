@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import socket
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Protocol, cast, runtime_checkable
+from typing import IO, BinaryIO, Protocol, cast, runtime_checkable
 
 import numpy as np
 
+from bytescale_ext.data.loading.plan_pipe import receive
+from bytescale_ext.data.samples.length_reader import StepLengths
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
 from bytescale_ext.plan.setup.forecast import StepTime
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.placed import PlacedRanks
-from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.plan import Fact, StepPlan
 
 _SLOW_SECONDS = 0.05  # processor time of a plan above which planning moves to another process
 _POLL_SECONDS = 0.02  # between two calls of should_stop
@@ -59,6 +62,31 @@ class LearningPlanner(Planner, Protocol):
         ...
 
 
+type Predict = Callable[[StepPlan, LearnedCosts], StepTime]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedTime:
+    """Fact of a plan: the predicted time of its step.
+
+    Attributes:
+        predict: function from a plan and learned costs to the time, equal for all plans of a run.
+        learned: learned costs.
+    """
+
+    predict: Predict
+    learned: LearnedCosts = UNLEARNED
+
+    @property
+    def key(self) -> Hashable:
+        """See ``Fact``."""
+        return PredictedTime, self.learned
+
+    def __call__(self, plan: StepPlan) -> StepTime:
+        """Return the time."""
+        return self.predict(plan, self.learned)
+
+
 @dataclass(frozen=True, slots=True)
 class PlanMaker:
     """Makes the checked plan of a step from its lengths, or the simple plan if time runs out.
@@ -74,7 +102,7 @@ class PlanMaker:
     planner: Planner
     check: Callable[[StepPlan], None] | None = check_step_plan
     plan_seconds: float | None = None
-    predict: Callable[[StepPlan, LearnedCosts], StepTime] | None = None
+    predict: Predict | None = None
     learned: LearnedCosts = UNLEARNED
 
     def with_expert_imbalance(self, load: float) -> PlanMaker:
@@ -89,7 +117,7 @@ class PlanMaker:
 
     def predicted(self, plan: StepPlan) -> StepTime | None:
         """Return the predicted time of a planned step; None if nothing is predicted."""
-        return None if self.predict is None else self.predict(plan, self.learned)
+        return None if self.predict is None else plan.fact(PredictedTime(self.predict, self.learned))
 
     def __call__(self, lengths: Sequence[int]) -> tuple[StepPlan, bool]:
         """Return the checked plan of a step, and whether it is the simple plan because time ran out."""
@@ -108,7 +136,8 @@ class PlanMaker:
     def _checked(self, plan: StepPlan, lengths: Sequence[int]) -> StepPlan:
         if self.check is not None:
             self.check(plan)
-        assert np.array_equal(plan.lengths, lengths), f"a plan of other sequences: {plan.lengths=} {lengths=}"
+        if not isinstance(lengths, StepLengths) or lengths.is_read:
+            assert np.array_equal(plan.lengths, lengths), f"a plan of other sequences: {plan.lengths=} {lengths=}"
         return plan
 
 
@@ -120,11 +149,17 @@ class CheckedPlanner:
         planner: planner of the steps.
         check: function that raises an error for an invalid plan.
         rank: HDP rank whose micro-batches the plan holds.
+        facts: facts that its plans keep.
+        predict: function that predicts the time of the step, which is one more fact; None: nothing is predicted.
+        learned: learned costs of the plans.
     """
 
     planner: Planner
     check: Callable[[StepPlan], None]
     rank: int
+    facts: tuple[Fact[object], ...] = ()
+    predict: Predict | None = None
+    learned: LearnedCosts = UNLEARNED
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
         """See ``Planner``; raises the planner's own errors, and ``PlanError`` for an invalid plan."""
@@ -140,12 +175,16 @@ class CheckedPlanner:
 
     def with_costs(self, learned: LearnedCosts) -> Planner:
         """See ``LearningPlanner``."""
-        return replace(self, planner=planner_at(self.planner, 1.0, learned))
+        return replace(self, planner=planner_at(self.planner, 1.0, learned), learned=learned)
 
     def _checked(self, plan: StepPlan) -> StepPlan:
         self.check(plan)
         if isinstance(plan.ranks, PlacedRanks):
-            _ = plan.ranks.counts, plan.ranks[self.rank], plan.digest()  # the plan keeps them
+            _ = plan.ranks.counts, plan.ranks[self.rank], plan.digest(), plan.num_tokens  # the plan keeps them
+        for fact in self.facts:
+            plan.fact(fact)
+        if self.predict is not None:
+            plan.fact(PredictedTime(self.predict, self.learned))
         return plan
 
 
@@ -165,6 +204,7 @@ class PlannerInProcess:
         self._slow_seconds = slow_seconds
         self._is_slow = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
         self._end: weakref.finalize[..., PlannerInProcess] | None = None
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
@@ -195,7 +235,8 @@ class PlannerInProcess:
             finally:
                 self._is_slow = time.thread_time() - began > self._slow_seconds
         try:
-            answer = self._ask((Numbers(lengths), load, learned), should_stop)
+            wanted = lengths if isinstance(lengths, StepLengths) and not lengths.is_read else Numbers(lengths)
+            answer = self._ask((wanted, load, learned), should_stop)
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended
             if self._end is not None and not self._end.alive:  # the interpreter is exiting too
                 raise
@@ -211,32 +252,35 @@ class PlannerInProcess:
 
     def _ask(self, step: tuple[object, ...], should_stop: Callable[[], bool] | None) -> object:
         process = self._process or self._start()
-        requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        requests, answers = cast(IO[bytes], process.stdin), cast(BinaryIO, process.stdout)
         pickle.dump(step, requests, pickle.HIGHEST_PROTOCOL)
         requests.flush()
         while should_stop is not None and not select.select([answers], [], [], _POLL_SECONDS)[0]:
             if should_stop():
                 self._close()  # the next plan must not wait for this plan
                 raise OutOfTime("the planner was told to stop")
-        return pickle.load(answers)
+        return receive(answers, cast(socket.socket, self._channel))
 
     def _start(self) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "bytescale_ext.data.loading.plan_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C must not reach the process, which exits when its input ends
-        )
-        self._end = weakref.finalize(self, _end, process)
+        self._channel, other = socket.socketpair()
+        with other:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "bytescale_ext.data.loading.plan_worker", str(other.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C must not reach the process, which exits when its input ends
+                pass_fds=(other.fileno(),),
+            )
+        self._end = weakref.finalize(self, _end, process, self._channel)
         pickle.dump(self._planner, cast(IO[bytes], process.stdin), pickle.HIGHEST_PROTOCOL)
         return process
 
     def _close(self) -> None:
         if self._end is not None:
             self._end()
-        self._process = self._end = None
+        self._process = self._channel = self._end = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +318,7 @@ def planner_at(planner: Planner, load: float, learned: LearnedCosts | None = Non
     return planner.with_expert_imbalance(load)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     process.kill()
     process.communicate()
+    channel.close()

@@ -206,7 +206,7 @@ class StepBatch:
     row_counts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", int(np.sum(self.plan.lengths, dtype=np.int64)))
+        object.__setattr__(self, "num_tokens", self.plan.num_tokens)
         object.__setattr__(self, "row_counts", tuple(packed.num_rows for packed in self.micro_batches))
 
     def __copy__(self) -> StepBatch:

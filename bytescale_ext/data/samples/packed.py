@@ -172,7 +172,7 @@ def pack_micro_batch(
     num_rows = padded(micro_batch.num_tokens, rows_multiple)
     tokens, labels, positions = (np.zeros(num_rows, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(num_rows, dtype=np.float32)
-    row = 0
+    row, documents = 0, list[str]()
     for shard in micro_batch.shards:
         sample_id = sample_ids[shard.seq]
         for start, stop in shard.ranges:
@@ -183,13 +183,14 @@ def pack_micro_batch(
             tokens[rows], labels[rows], loss_mask[rows] = shift_labels(ids, stop - start)
             positions[rows] = np.arange(start, stop)
             row = rows.stop
+        documents.append(source.describe(sample_id))
     return PackedMicroBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions),
         loss_mask=torch.from_numpy(loss_mask),
         micro_batch=micro_batch,
-        documents=tuple(source.describe(sample_ids[shard.seq]) for shard in micro_batch.shards),
+        documents=tuple(documents),
     )
 
 

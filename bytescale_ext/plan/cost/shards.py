@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -213,3 +214,23 @@ def _ring_neighbours(places: Ints, widths: Ints, folded: bool) -> tuple[Ints, In
     turn, goes_up = np.where(places == widths - 1, widths - 2, widths - 1), places % 2 == 0
     up, down = np.where(places + 2 < widths, places + 2, turn), np.where(places >= 2, places - 2, 1 - places)
     return np.where(goes_up, up, down), np.where(goes_up, down, up)
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledShards:
+    """Fact of a plan: the shards of ``ShardTable.only_coupled_with`` a rank.
+
+    Attributes:
+        rank: HDP rank.
+    """
+
+    rank: int
+
+    @property
+    def key(self) -> Hashable:
+        """See ``Fact``."""
+        return self
+
+    def __call__(self, plan: StepPlan) -> ShardTable:
+        """Return the shards."""
+        return ShardTable.of(plan).only_coupled_with(self.rank)

@@ -19,10 +19,11 @@ class Numbers(Sequence[int]):
         array: the numbers, read-only int64: [n].
     """
 
-    __slots__ = ("array",)
+    __slots__ = ("_range", "array")
     array: npt.NDArray[np.int64]
 
     def __init__(self, values: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self._range = values if isinstance(values, range) else None  # pickled instead of the numbers
         if isinstance(values, range):  # numpy would read a range number by number
             values = np.arange(values.start, values.stop, values.step)
         array = np.asarray(values, dtype=np.int64).view()
@@ -58,5 +59,5 @@ class Numbers(Sequence[int]):
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.array, dtype=dtype) if copy else np.asarray(self.array, dtype=dtype)
 
-    def __reduce__(self) -> tuple[type[Numbers], tuple[npt.NDArray[np.int64]]]:
-        return Numbers, (self.array,)
+    def __reduce__(self) -> tuple[type[Numbers], tuple[npt.NDArray[np.int64] | range]]:
+        return Numbers, (self.array if self._range is None else self._range,)

@@ -9,10 +9,12 @@ A step plan is three nested values::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NotRequired, TypedDict, cast
+from typing import NotRequired, Protocol, TypedDict, cast
+
+import numpy as np
 
 from bytescale_ext.json_input import real, whole
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
@@ -57,6 +59,21 @@ class StepPlanJson(TypedDict):
     ranks: list[list[MicroBatchJson]]
     aligned: NotRequired[bool]
     slicing: NotRequired[SlicingJson]
+
+
+class Fact[Value](Protocol):
+    """A value that follows from a plan.
+
+    Attributes:
+        key: name of the value; facts of equal keys have equal values.
+    """
+
+    @property
+    def key(self) -> Hashable: ...
+
+    def __call__(self, plan: StepPlan) -> Value:
+        """Compute the value."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,24 @@ class StepPlan:
             aligned=bool(value.get("aligned", False)),
             slicing=Slicing(**value["slicing"]) if "slicing" in value else None,
         )
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the step on all ranks."""
+        return int(np.sum(self.lengths, dtype=np.int64))
+
+    def fact[Value](self, fact: Fact[Value]) -> Value:
+        """Return a value that follows from the plan. The plan keeps it, also if it is pickled.
+
+        So the process that makes a plan can compute what would need the table of all ranks elsewhere.
+        """
+        if fact.key not in self._facts:
+            self._facts[fact.key] = fact(self)
+        return cast(Value, self._facts[fact.key])
+
+    @cached_property
+    def _facts(self) -> dict[Hashable, object]:
+        return {}
 
     def digest(self) -> str:
         """Return the first 16 hex digits of the plan's sha256. Equal plans have equal digests on every machine."""

@@ -16,11 +16,13 @@ micro-batches post the same exchanges and reductions in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.table import coupled_groups, table_of
 
@@ -47,3 +49,26 @@ def overlapping_ranks(plan: StepPlan, num_run: Sequence[int], expert_ranks: int 
         plan.num_ranks,
     )
     return ~np.isin(groups, groups[ranks[~is_last_of_all]])
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """Fact of a plan: whether the reductions of a rank may overlap with its last backward pass.
+
+    Attributes:
+        rank: HDP rank.
+        expert_ranks: see ``overlapping_ranks``.
+    """
+
+    rank: int
+    expert_ranks: int = 1
+
+    @property
+    def key(self) -> Hashable:
+        """See ``Fact``."""
+        return self
+
+    def __call__(self, plan: StepPlan) -> bool:
+        """Return whether they may."""
+        counts = micro_batch_counts(plan, self.expert_ranks)
+        return bool(overlapping_ranks(plan, counts, self.expert_ranks)[self.rank])

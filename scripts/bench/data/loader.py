@@ -5,7 +5,8 @@
 DIR gets the data set of ``startup.py`` with ten million documents, which is read as in training: lengths, plan, check
 and the tokens of one rank, two steps ahead in the loader's thread. The planner runs in a process of its own, which does
 not count. Reported for the steps after the first: processor milliseconds of the loader's thread, of the step's own
-thread (the figures that a training log needs of a step), and their largest functions with ``--profile``.
+thread (what logs, learned costs and overlapped reductions need of a step), and their largest functions with
+``--profile``.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from bytescale_ext.data.loading.step import LoaderSettings, StepBatch
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.shards import CoupledShards
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.reductions import Overlaps
 from bytescale_ext.plan.step.sizes import Cluster
 from bytescale_ext.plan.step.table import shards_of_rank
 from scripts.bench.data.startup import write_data_set
@@ -40,6 +43,8 @@ from scripts.bench.data.startup import write_data_set
 DATA_DOCUMENTS = 10**7
 CONTEXT = 65536
 SHAPE = ModelShape(32, 4096, 32, 8, 128, 14336, True, 32000)
+RANK = 1
+FACTS = Overlaps(RANK), CoupledShards(RANK)
 FORWARD = CostModel(a=1e-12, b=1e-7, c=2e-8, g=1e-4)
 
 
@@ -70,6 +75,7 @@ def of_step_thread(batch: StepBatch, rank: int) -> StepBatch:
     FORWARD.rank_cost(mine, batch.lengths)
     micro_batch_counts(batch.plan)
     model_flops(SHAPE, batch.lengths)
+    _ = [batch.plan.fact(fact) for fact in FACTS]
     assert batch.num_tokens and len(batch.sample_ids)
     return batch
 
@@ -78,6 +84,7 @@ def measured(folder: Path, documents: int, ranks: int, steps: int, profiled: boo
     """Return the figures of some steps."""
     from megatron.bytescale.core.datasets.document_dataset import DocumentConfig, build_document_datasets
 
+    folder.mkdir(parents=True, exist_ok=True)
     prefix = folder / f"documents-{DATA_DOCUMENTS}"
     if not prefix.with_suffix(".bin").exists():
         write_data_set(prefix, DATA_DOCUMENTS)
@@ -87,12 +94,13 @@ def measured(folder: Path, documents: int, ranks: int, steps: int, profiled: boo
     tokens = -(-1300 * documents // ranks)
     cluster = Cluster(ranks, -(-tokens // 8192) * 8192)
     planner = HdpPlanner(cluster, (StageCost(FORWARD, FORWARD.scaled(2.0)),))
-    plans = PlanMaker(PlannerInProcess(CheckedPlanner(planner, check_step_plan, rank=1), slow_seconds=-1.0), None)
-    settings = LoaderSettings(rank=1, samples_per_step=documents, plan_ahead=2)
+    checked = CheckedPlanner(planner, check_step_plan, RANK, FACTS)
+    plans = PlanMaker(PlannerInProcess(checked, slow_seconds=-1.0), None)
+    settings = LoaderSettings(rank=RANK, samples_per_step=documents, plan_ahead=2)
     loader = StepLoader(source, plans, settings, source.sequences)
     loader.close()
     maker = loader._maker
-    make, own = Timed(maker.step, profiled), Timed(partial(of_step_thread, rank=1), profiled)
+    make, own = Timed(maker.step, profiled), Timed(partial(of_step_thread, rank=RANK), profiled)
     digests: list[str] = []
 
     def work() -> None:

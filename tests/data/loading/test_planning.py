@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 
-from bytescale_ext.data.loading import planning
+from bytescale_ext.data.loading import plan_pipe, planning
 from bytescale_ext.data.loading.planning import CheckedPlanner, PlanMaker, PlannerInProcess
+from bytescale_ext.data.samples.length_reader import StepLengths
 from bytescale_ext.errors import OutOfTime, PlanError
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.learned import UNLEARNED
+from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
+from bytescale_ext.plan.cost.shards import CoupledShards
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import planner_names
+from bytescale_ext.plan.setup.forecast import StepTime
 from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.numbers import Numbers
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.reductions import Overlaps
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from bytescale_ext.plan.step.table import RankShards, shards_of_rank
 
@@ -196,6 +204,57 @@ def test_a_plan_from_a_process_holds_what_its_rank_reads(slow_seconds: float) ->
     assert plan == expected
     assert replace(plan, tokens_per_rank=128).digest() == replace(expected, tokens_per_rank=128).digest()
     assert replace(plan, lengths=(1,) * 5).digest() == replace(expected, lengths=(1,) * 5).digest() != plan.digest()
+
+
+class Squares:
+    """Reader of lengths that only the planner's process may read."""
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        lengths: np.ndarray = samples % 7 + 1 + samples**2 % 50
+        return lengths
+
+
+def predicted(plan: StepPlan, learned: LearnedCosts) -> StepTime:
+    return StepTime(float(len(plan.lengths)), *learned.factors[:3], makespan=1.0)
+
+
+@pytest.mark.ranks
+def test_the_process_reads_lengths_and_computes_facts_and_its_large_arrays_are_mapped() -> None:
+    facts = Overlaps(2), CoupledShards(2)
+    here = HdpPlanner(Cluster(4, 64), (COST,))
+    maker = PlanMaker(PlannerInProcess(CheckedPlanner(here, check_step_plan, 2, facts, predicted), -1.0), None)
+    maker = replace(maker, predict=predicted).with_costs(LearnedCosts((2.0,) * len(UNLEARNED.factors)))
+    for size in (20, 20, 20_000):
+        wanted = StepLengths(Squares(), Numbers(range(5, 5 + size)))
+        plan, fell_back = maker(wanted)
+    assert not fell_back
+    assert not wanted.is_read
+    assert plan.digest() == here(wanted.numbers).digest()
+    assert plan.lengths == tuple(wanted)
+    assert plan.num_tokens == sum(wanted)
+    assert isinstance(plan.ranks, PlacedRanks)
+    assert not plan.ranks.first_ranks.flags.owndata
+    assert not plan.ranks.first_ranks.flags.writeable
+    assert not {"table", "shards"} & set(vars(plan.ranks))
+    assert maker.predicted(plan) == StepTime(20_000.0, 2.0, 2.0, 2.0, makespan=1.0)
+    assert plan.fact(facts[0]) == facts[0](here(wanted))
+    mine, expected = (plan.fact(facts[1]), facts[1](here(wanted)))
+    assert np.array_equal(mine.rows, expected.rows)
+    assert np.array_equal(mine.tokens, expected.tokens)
+    assert not {"table", "shards"} & set(vars(plan.ranks))
+
+
+def test_a_sender_that_ends_between_pipe_and_memory_is_noticed() -> None:
+    mine, other = socket.socketpair()
+    pipe = io.BytesIO()
+    with mine:
+        with other:
+            plan_pipe.send(np.arange(plan_pipe.SHARED_BYTES), pipe, other)
+        pipe.seek(0)
+        assert np.array_equal(cast(np.ndarray, plan_pipe.receive(pipe, mine)), np.arange(plan_pipe.SHARED_BYTES))
+        pipe.seek(0)
+        with pytest.raises(EOFError):
+            plan_pipe.receive(pipe, mine)
 
 
 def test_a_plan_that_breaks_a_law_is_refused_in_the_process_too() -> None:

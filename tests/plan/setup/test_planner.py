@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ def test_forecasts_follow_learned_costs_and_speeds(stages: dict[str, Any]) -> No
     forecast = Forecast(decision(**stages))
     plan = planner_of(forecast.decision)(LENGTHS)
     usual = forecast.time_of_plan(plan)
+    assert pickle.loads(pickle.dumps(forecast.time_of_plan))(plan) == usual  # the planner's process predicts too
     for learned in (LearnedCosts((3.0,) * 5), LearnedCosts(speeds=(1 / 3,) * 4)):
         slow = forecast.time_of_plan(plan, learned)
         assert slow.seconds - slow.update == pytest.approx(3 * (usual.seconds - usual.update), rel=0.01)

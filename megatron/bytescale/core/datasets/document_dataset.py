@@ -23,8 +23,9 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.samples.document_samples import DocumentSamples, open_samples
-from bytescale_ext.data.samples.epochs import SHUFFLE_LIMIT, sample_order
+from bytescale_ext.data.samples.epochs import SHUFFLE_LIMIT, KeyedOrder, sample_order
 from bytescale_ext.data.samples.idx_file import PART, open_index
+from bytescale_ext.data.samples.length_reader import BlendLengths, FileLengths, LengthReader, lengths_in_blend
 from bytescale_ext.data.samples.lengths import SampleTable, check_indexed_dataset, sample_table
 from bytescale_ext.data.samples.packed import shift_labels
 from megatron.bytescale.arguments.options import current, override_current
@@ -101,6 +102,7 @@ class DocumentDataset(MegatronDataset):
         self.table = self.samples_of(self.first_document, end)
         self.order = sample_order(len(self.table), config.random_seed, index_split.value, config.shuffle_limit)
         self._num_epochs = 0
+        self._latest: tuple[int, Sample | None] = (-1, None)
         if len(self.table):
             self._num_epochs = max(1, -(-(num_samples or 0) // len(self.table)))
         elif num_samples is None or num_samples > 0:
@@ -138,9 +140,13 @@ class DocumentDataset(MegatronDataset):
         return self._num_epochs * len(self.table)
 
     def sample(self, i: int) -> Sample:
-        """Return the location of sample ``i``."""
-        document, start, length = self.table.place(self._row(i))
-        return Sample(self.first_document + document, start, length, str(self.dataset_path))
+        """Return the location of sample ``i``. The latest is kept, because a sample is read and then described."""
+        known, sample = self._latest
+        if known != i or sample is None:
+            document, start, length = self.table.place(self._row(i))
+            sample = Sample(self.first_document + document, start, length, str(self.dataset_path))
+            self._latest = i, sample
+        return sample
 
     def length(self, i: int) -> int:
         """Return the number of tokens of sample ``i``, without reading them."""
@@ -152,6 +158,14 @@ class DocumentDataset(MegatronDataset):
         if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"samples {int(wanted.min())}..{int(wanted.max())} of {len(self)}")
         return self.table.lengths(self.order.rows(wanted)) if wanted.size else wanted
+
+    def length_reader(self) -> FileLengths | None:
+        """See ``ReadableSource``: another process can read long epochs of documents, which no process holds."""
+        table, order = self.table, self.order
+        if type(self) is not DocumentDataset or isinstance(table, SampleTable) or not isinstance(order, KeyedOrder):
+            return None
+        prefix, cache = str(self.dataset_path), cache_folder(self.config)
+        return FileLengths(prefix, table.seq_length, cache, table.begin, table.end, table.index.identity, order)
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
         """Read only tokens ``start`` to ``stop`` of sample ``i``, int64 [stop - start].
@@ -204,6 +218,8 @@ class SampleSource:
 
     def __init__(self, dataset: DocumentDataset | BlendedDataset) -> None:
         self.dataset = dataset
+        if isinstance(dataset, BlendedDataset):
+            map_lists(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -222,13 +238,20 @@ class SampleSource:
         """Return the token counts [n] of samples ``indices`` [n]."""
         if isinstance(self.dataset, DocumentDataset):
             return self.dataset.lengths(indices)
-        wanted = np.asarray(indices, dtype=np.int64)
-        parts, inner = self.dataset.dataset_index[wanted], self.dataset.dataset_sample_index[wanted]
-        lengths = np.empty(len(wanted), dtype=np.int64)
-        for number, dataset in enumerate(self.dataset.datasets):
-            places = np.flatnonzero(parts == number)
-            lengths[places] = dataset.lengths(inner[places])
-        return lengths
+        blend, wanted = self.dataset, np.asarray(indices, dtype=np.int64)
+        return lengths_in_blend(blend.datasets, blend.dataset_index, blend.dataset_sample_index, wanted)
+
+    def length_reader(self) -> LengthReader | None:
+        """See ``ReadableSource``. A blend needs its lists in files (``--data-cache-path``)."""
+        if type(self) is not SampleSource:
+            return None
+        if isinstance(self.dataset, DocumentDataset):
+            return self.dataset.length_reader()
+        parts = [dataset.length_reader() for dataset in self.dataset.datasets]
+        lists = self.dataset.dataset_index, self.dataset.dataset_sample_index
+        if not all(isinstance(array, np.memmap) and array.filename for array in lists) or None in parts:
+            return None
+        return BlendLengths(tuple(parts), *(Path(array.filename) for array in lists))
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
         """Return tokens [stop - start] of sample ``i``; see ``DocumentDataset.read``."""
@@ -252,6 +275,23 @@ class SampleSource:
             raise IndexError(f"sample {i} of {len(self.dataset)} of a blend")
         dataset = self.dataset.datasets[int(self.dataset.dataset_index[i])]
         return dataset, int(self.dataset.dataset_sample_index[i])
+
+
+def map_lists(blend: BlendedDataset) -> None:
+    """Map the lists of a blend into memory, if this process has written them to ``--data-cache-path``.
+
+    Megatron maps them in all other processes, and keeps 10 bytes a sample in the memory of the process that wrote them.
+    """
+    folder = blend.config.path_to_cache
+    if folder is None:
+        return
+    stem = f"{blend.unique_description_hash}-{type(blend).__name__}-{blend.split.name}"
+    for name in ("dataset_index", "dataset_sample_index"):
+        array, path = getattr(blend, name), Path(folder) / f"{stem}-{name}.npy"
+        if array is not None and not isinstance(array, np.memmap) and path.is_file():
+            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+            if (mapped.shape, mapped.dtype) == (array.shape, array.dtype):
+                setattr(blend, name, mapped)
 
 
 def build_document_datasets(

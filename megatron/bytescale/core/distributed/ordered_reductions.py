@@ -9,8 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from bytescale_ext.plan.step.placed import micro_batch_counts
-from bytescale_ext.plan.step.reductions import overlapping_ranks
+from bytescale_ext.plan.step.reductions import Overlaps
 from megatron.bytescale.registry import specialize
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def order_reductions(runtime: Runtime, chunks: list[torch.nn.Module]) -> list[to
     return chunks
 
 
-def begin_reductions(runtime: Runtime, chunks: Sequence[torch.nn.Module], multiple: int) -> None:
+def begin_reductions(runtime: Runtime, chunks: Sequence[torch.nn.Module]) -> None:
     """Set the gate for a step, from its plan.
 
     Reductions of virtual stages, and of all stages except the first, begin after the last message of the step.
@@ -76,7 +75,6 @@ def begin_reductions(runtime: Runtime, chunks: Sequence[torch.nn.Module], multip
     Args:
         runtime: runtime of this process.
         chunks: model chunks of this process.
-        multiple: number of micro-batches in a group of virtual stages, which divides their number.
     """
     gate, step = runtime.parts.reductions, runtime.step.batch
     if gate is None:
@@ -85,6 +83,4 @@ def begin_reductions(runtime: Runtime, chunks: Sequence[torch.nn.Module], multip
     is_first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     gate.is_open = False
     if len(chunks) == 1 and is_first_stage:
-        experts = runtime.hdp.expert_ranks
-        counts = micro_batch_counts(step.plan, experts, multiple)
-        gate.is_open = bool(overlapping_ranks(step.plan, counts, experts)[runtime.rank])
+        gate.is_open = step.plan.fact(Overlaps(runtime.rank, runtime.hdp.expert_ranks))

@@ -69,7 +69,7 @@ def run_step(
     if training and weighs_by_labels(runtime, get_model_config(chunks[0])):
         runtime.step.label_shares = label_shares(runtime)
     if training:
-        begin_reductions(runtime, chunks, count_multiple(runtime, chunks))
+        begin_reductions(runtime, chunks)
     with all_parameters_gathering(chunks, training):
         if runtime.parts.pair_loss is not None:
             run_first_pass(runtime, megatron, chunks, options)

@@ -30,18 +30,20 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
-from bytescale_ext.data.loading.planning import CheckedPlanner, PlanMaker, Planner, PlannerInProcess
+from bytescale_ext.data.loading.planning import CheckedPlanner, PlanMaker, Planner, PlannerInProcess, Predict
 from bytescale_ext.data.loading.prompts import PromptSource, SharedPrompts
 from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.measure.learning import FIRST_STEP
+from bytescale_ext.plan.cost.shards import CoupledShards
 from bytescale_ext.plan.setup.costs import cost_source
 from bytescale_ext.plan.setup.forecast import Forecast
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
-from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.plan import Fact, StepPlan
+from bytescale_ext.plan.step.reductions import Overlaps
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.data import DataArguments
 from megatron.bytescale.arguments.layer_settings import RouterChanges
@@ -260,10 +262,20 @@ def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
     return PlanMaker(planner, _check(runtime), runtime.hdp.plan_seconds)
 
 
-def own_plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
-    """Return the maker of each step's plan for this rank. A slow planner plans and checks in another process."""
-    checked = CheckedPlanner(planner, _check(runtime), hdp_rank())
-    return PlanMaker(PlannerInProcess(checked), None, runtime.hdp.plan_seconds)
+def own_plan_maker(
+    runtime: Runtime, planner: Planner, trains: bool = False, predict: Predict | None = None
+) -> PlanMaker:
+    """Return the maker of each step's plan for this rank. A slow planner plans and checks in another process.
+
+    ``trains``: whether steps reduce gradients and may be learned from.
+    """
+    rank, facts = hdp_rank(), list[Fact[object]]()
+    if trains and runtime.parts.reductions is not None:
+        facts.append(Overlaps(rank, runtime.hdp.expert_ranks))
+    if trains and runtime.parts.learner is not None:
+        facts.append(CoupledShards(rank))
+    checked = CheckedPlanner(planner, _check(runtime), rank, tuple(facts), predict)
+    return PlanMaker(PlannerInProcess(checked), None, runtime.hdp.plan_seconds, predict)
 
 
 def _check(runtime: Runtime) -> Callable[[StepPlan], None]:
@@ -296,7 +308,7 @@ def step_loader(
     loads = None if settings.cyclic else runtime.parts.load_history
     learner = None if settings.cyclic else runtime.parts.learner
     costs = None if learner is None else learner.at
-    plans = replace(own_plan_maker(runtime, planner), predict=predict)
+    plans = own_plan_maker(runtime, planner, not settings.cyclic, predict)
     return StepLoader(source, plans, settings, source.sequences, loads, costs)
 
 

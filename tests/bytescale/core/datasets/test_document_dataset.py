@@ -1,5 +1,7 @@
 """Document samples through Megatron's own builder, on files written by Megatron's own writer."""
 
+import os
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +15,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings
+from bytescale_ext.data.samples import length_reader
 from bytescale_ext.data.samples.document_samples import DocumentSamples
+from bytescale_ext.data.samples.length_reader import StepLengths
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
+from bytescale_ext.plan.step.numbers import Numbers
 from megatron.bytescale.core.datasets.document_dataset import (
     DocumentConfig,
     DocumentDataset,
@@ -281,6 +286,34 @@ def test_splits_of_a_long_epoch_hold_their_documents(tmp_path: Path) -> None:
     first = sources[1]
     assert first is not None
     assert {first.sample(i).document for i in range(len(first))} <= set(range(4, 10))
+
+
+@pytest.mark.parametrize("num_sets", [1, 2])
+def test_another_process_reads_the_lengths_of_long_epochs(tmp_path: Path, num_sets: int) -> None:
+    prefixes = [_write(tmp_path / "a", LENGTHS), _write(tmp_path / "b", [9] * 30)][:num_sets]
+    options = {"shuffle_limit": 0, "path_to_cache": str(tmp_path / "cache")}
+    source = _build([200, 0, 0], blend=(prefixes, [0.7, 0.3][:num_sets]), **options)[0]
+    assert source is not None
+    reader = source.length_reader()
+    assert reader is not None
+    there = pickle.loads(pickle.dumps(StepLengths(reader, Numbers(range(20, 200)))))
+    assert not there.is_read
+    assert len(there) == 180
+    assert there.numbers == tuple(there) == tuple(source.length(i) for i in range(20, 200))
+    assert there[3] == source.length(23)
+    touched = Path(prefixes[0] + ".idx")
+    os.utime(touched, ns=(1, 1))
+    length_reader._opened.cache_clear()
+    with pytest.raises(ValueError, match=f"{touched}: changed while it was read"):
+        reader.lengths(np.arange(3))
+
+
+def test_only_this_process_knows_the_lengths_of_short_epochs_and_lists_in_memory(tmp_path: Path) -> None:
+    prefixes = [_write(tmp_path / "a", LENGTHS), _write(tmp_path / "b", [9] * 30)]
+    for options in ({"path_to_cache": str(tmp_path / "cache")}, {"shuffle_limit": 0}):
+        source = _build([200, 0, 0], blend=(prefixes, [0.7, 0.3]), **options)[0]
+        assert source is not None
+        assert source.length_reader() is None
 
 
 def test_a_run_resumes_in_its_order(prefix: str) -> None:

@@ -58,7 +58,7 @@ def test_reductions_that_do_not_overlap_stay_as_they_are() -> None:
     order_reductions(runtime, [SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])])  # type: ignore[list-item]
     assert runtime.parts.reductions is None
     assert type(group) is _ParamAndGradBucketGroup
-    begin_reductions(runtime, [], 1)
+    begin_reductions(runtime, [])
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_the_plan_decides(
     runtime = runtime_of(plan_of(good_rows()), rank)
     runtime.parts.reductions = ordered_reductions.ReductionGate()
     chunks: Any = [SimpleNamespace()] * num_chunks
-    begin_reductions(runtime, chunks, 1)
+    begin_reductions(runtime, chunks)
     assert runtime.parts.reductions.is_open == is_open
