@@ -258,8 +258,8 @@ REVIEWED = {
     "bytescale_ext/data/clean/own.py": {  # --trust-recipe
         "importlib.import_module", "importlib.util.spec_from_file_location", "importlib.util.module_from_spec",
     },
+    "bytescale_ext/data/loading/plan_pipe.py": {"pickle.load", "pickle.loads"},  # the pipe of a process it started
     "bytescale_ext/data/loading/plan_worker.py": {"pickle.load"},  # the pipe of the process that started it
-    "bytescale_ext/data/loading/planning.py": {"pickle.load"},  # the pipe of a process that it started
     "bytescale_ext/data/samples/template_limits.py": {"jinja2.Environment"},  # a type; the environment is a sandbox
     "bytescale_ext/parallel/flight.py": {"pickle.loads"},  # what torch records in this process
     "megatron/bytescale/arguments/values.py": {"importlib.import_module"},  # a constant

@@ -60,7 +60,7 @@ class FileLengths:
     order: KeyedOrder
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """See ``LengthReader``."""
+        """Return the tokens of samples [n]: int64 [n]; see ``LengthReader``."""
         rows = _opened(self.prefix, self.seq_length, self.cache, self.begin, self.end)
         if rows.index.identity != self.identity:
             raise ValueError(f"{rows.index.path}: changed while it was read: start the run again")
@@ -82,7 +82,7 @@ class BlendLengths:
     sample_index: Path
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """See ``LengthReader``."""
+        """Return the tokens of samples [n]: int64 [n]; see ``LengthReader``."""
         return lengths_in_blend(self.parts, _mapped(self.dataset_index), _mapped(self.sample_index), samples)
 
 

@@ -286,12 +286,16 @@ def map_lists(blend: BlendedDataset) -> None:
     if folder is None:
         return
     stem = f"{blend.unique_description_hash}-{type(blend).__name__}-{blend.split.name}"
-    for name in ("dataset_index", "dataset_sample_index"):
-        array, path = getattr(blend, name), Path(folder) / f"{stem}-{name}.npy"
-        if array is not None and not isinstance(array, np.memmap) and path.is_file():
-            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-            if (mapped.shape, mapped.dtype) == (array.shape, array.dtype):
-                setattr(blend, name, mapped)
+    blend.dataset_index = _mapped(blend.dataset_index, Path(folder) / f"{stem}-dataset_index.npy")
+    blend.dataset_sample_index = _mapped(blend.dataset_sample_index, Path(folder) / f"{stem}-dataset_sample_index.npy")
+
+
+def _mapped(array: np.ndarray, path: Path) -> np.ndarray:
+    """Return an array [n] from the file that it was saved to, or the array itself without such a file."""
+    if isinstance(array, np.memmap) or not path.is_file():
+        return array
+    mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped if (mapped.shape, mapped.dtype) == (array.shape, array.dtype) else array
 
 
 def build_document_datasets(
