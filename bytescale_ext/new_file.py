@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import shutil
@@ -103,6 +104,14 @@ def locked_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def make_folder(folder: Path, top: Path) -> None:
+    """Make a folder below ``top``, whose name the user gave. Raises OSError for a link between them."""
+    below = itertools.takewhile(lambda part: part != top, (folder, *folder.parents))
+    if link := next((part for part in below if part.is_symlink()), None):
+        raise OSError(errno.ELOOP, "is a link", str(link))
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_writable_folder(folder: Path) -> None:

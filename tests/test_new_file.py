@@ -12,6 +12,7 @@ import pytest
 from bytescale_ext.new_file import (
     appended,
     check_writable_folder,
+    make_folder,
     new_file,
     new_log,
     overwritten,
@@ -109,3 +110,14 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^other$"), private_folder(tmp_path, "x"):
         raise OSError("other")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_not_made_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "logs").symlink_to(tmp_path / "other")  # the user named it
+    make_folder(tmp_path / "logs" / "timeline" / "stage0", tmp_path / "logs")
+    make_folder(tmp_path / "logs", tmp_path / "logs")
+    (tmp_path / "other" / "links").symlink_to(tmp_path / "other" / "timeline")
+    with pytest.raises(OSError, match=r"is a link: .*links"):
+        make_folder(tmp_path / "logs" / "links" / "stage1", tmp_path / "logs")
+    assert sorted(path.name for path in (tmp_path / "other" / "timeline").iterdir()) == ["stage0"]

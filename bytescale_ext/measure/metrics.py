@@ -14,7 +14,7 @@ import torch
 from bytescale_ext.json_input import finite
 from bytescale_ext.measure.stragglers import Straggler
 from bytescale_ext.measure.timeline import Phase, PhaseShard
-from bytescale_ext.new_file import appended
+from bytescale_ext.new_file import appended, make_folder
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 
@@ -342,13 +342,15 @@ def _imbalance(work: Iterable[float]) -> float:
     return max(values) / mean if mean else 1.0
 
 
-def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]], top: Path | None = None) -> None:
     """Append one JSON line per row, and create the folder if needed. NaN and infinity become null.
+
+    ``top``: folder that the user named; None: the file's. Links below it are not followed.
 
     If the file cannot be written, for example on a full disk, print one warning per file and let training continue.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, top or path.parent)
         with appended(path) as file:
             file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
     except OSError as error:

@@ -219,7 +219,7 @@ def end_step(runtime: Runtime, training: bool) -> None:
         folder = config.log_dir / "timeline"
         if config.num_stages > 1:  # one timeline per stage
             folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
-        append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, phases))
+        append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, phases), config.log_dir)
 
 
 def wrap_finalize_model_grads(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
