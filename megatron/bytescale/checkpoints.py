@@ -191,6 +191,8 @@ def sharded_at(flag: str, load: Path) -> Path:
 
 def _named(load: Path) -> str:
     """Return what the tracker file of a folder names: digits, "release", or "" for anything else."""
+    if not (load / TRACKER).is_file():  # opening a pipe would wait for ever
+        return ""
     try:
         with (load / TRACKER).open("rb") as file:
             named = file.read(100).decode("ascii", "replace").strip()
@@ -341,6 +343,8 @@ def check_classes(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     if _TRUST.is_given:
         return
     paths = sorted(folder.rglob("*"))
+    for path in paths:
+        _check_no_pipe(path)
     archives = [(path, 0, path.stat().st_size) for path in paths if path.suffix == ".pt" and path.is_file()]
     for path in paths:
         if path.name.endswith(_SHARDED):  # without global metadata, torch reads the metadata of a rank
@@ -352,6 +356,7 @@ def check_classes(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
 
 def _check_classes_in(path: Path, offset: int, length: int) -> None:
     """Check the classes of one pickled object in a file; raises errors as ``check_classes``."""
+    _check_no_pipe(path)
     try:
         with path.open("rb") as file:
             check_archive(FileSlice(file, offset, length))
@@ -361,6 +366,12 @@ def _check_classes_in(path: Path, offset: int, length: int) -> None:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
+
+
+def _check_no_pipe(path: Path) -> None:
+    """Raise ValueError for a pipe or a device, from which a reader would wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} cannot be read (it is no file)")
 
 
 def arguments_in(folder: Path) -> argparse.Namespace | None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -122,6 +123,19 @@ def test_a_training_refuses_the_class_by_name(place: Callable[[Path], None], tmp
     if place is in_metadata:
         assert names_in(tmp_path / STEP)[0]
         assert (tmp_path / "it ran").exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "__0.metadata", "common.pt", "x.txt"])
+def test_a_pipe_in_a_checkpoint_ends_in_one_line(name: str, tmp_path: Path) -> None:
+    """A reader would wait for a writer for ever."""
+    folder = sharded(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} cannot be read \(it is (no file|a pipe)\)"):
+        check_classes(folder)
+    (tmp_path / TRACKER).unlink()
+    os.mkfifo(tmp_path / TRACKER)
+    assert to_load(tmp_path) is None
 
 
 def errors(rank: int, world: int, parent: Path) -> dict[str, tuple[int, str]]:

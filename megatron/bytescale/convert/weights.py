@@ -86,6 +86,8 @@ class FolderWeights:
     def _open(self, file: str, opened: ExitStack) -> list[str]:
         """Open a file and return the names of its tensors."""
         path = self._source / file
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise ValueError(f"--input {path} is no file")
         try:
             self._files[file] = opened.enter_context(library("safetensors").safe_open(path, framework="pt"))
         except Exception as error:  # safetensors raises its own types for damaged files

@@ -127,6 +127,8 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
 def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Read a folder's tensors, of any shape, under Megatron's names. Raises ValueError if they cannot be read."""
     library, unreadable = safetensors_torch()
+    if (folder / TENSORS).exists() and not (folder / TENSORS).is_file():  # a pipe would wait for ever
+        raise ValueError(f"--draft {folder / TENSORS} is no file")
     try:
         plain = library.load_file(folder / TENSORS)
     except (OSError, unreadable) as error:
