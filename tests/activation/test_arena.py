@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, ArenaPart, HostArena, allocate_arena
+from bytescale_ext.activation.arena import ALIGNMENT, MOST_VIEWS, SMALLEST_ARENA, ArenaPart, HostArena, allocate_arena
 from bytescale_ext.states.node_memory import host_block
 
 
@@ -42,6 +42,18 @@ def test_parts_never_overlap_and_join_again() -> None:
         arena.give_back(block)
     assert arena.used_bytes == 0
     assert arena.take(64 * ALIGNMENT) == ArenaPart(0, 64 * ALIGNMENT)
+
+
+def test_views_are_kept_up_to_a_bound() -> None:
+    arena = arena_of(1 << 20)
+    part = arena.take(1 << 20)
+    assert part is not None
+    assert arena.view(part, (2, 3), torch.float32) is arena.view(part, (2, 3), torch.float32)
+    for size in range(1, MOST_VIEWS + 10):
+        view = arena.view(part, (size,), torch.uint8)
+        assert view.shape == (size,)
+        assert view.data_ptr() == arena.memory.data_ptr()
+    assert len(arena._views) <= MOST_VIEWS
 
 
 def test_a_part_is_given_back_once() -> None:

@@ -55,3 +55,14 @@ def test_gaps_come_back_on_cpu() -> None:
     again = TensorView.of(part).apply_as_saved(elements_of(part))
     assert torch.equal(again, part)
     assert again.stride() == part.stride()
+
+
+def test_only_contiguous_elements_are_used_as_they_are() -> None:
+    base = torch.arange(24.0).view(2, 3, 4)
+    for tensor, is_plain in ((base, True), (base.mT, False), (base[..., :2], False), (base.view(-1)[::2], False)):
+        view = TensorView.of(tensor)
+        assert view.is_plain is is_plain
+        stored = elements_of(tensor).clone()
+        again = view.apply_as_saved(stored.view(view.sizes) if is_plain else stored)
+        assert torch.equal(again, tensor)
+        assert again.stride() == view.strides or not is_plain
