@@ -11,10 +11,20 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.values import Folders, make_folders
+from megatron.bytescale.arguments.vocabulary import Vocabulary
 from megatron.bytescale.checkpoints import LoadedCheckpoints, check_loaded, use_last_whole
 from megatron.bytescale.convert.source import keep_source
 from megatron.bytescale.core.parallel_state import connect_groups_of_steps
-from megatron.bytescale.resumption import ExpertStates, Resumption, check_expert_states, check_unfinished
+from megatron.bytescale.resumption import (
+    ExpertStates,
+    ModelFunction,
+    Resumption,
+    Source,
+    check_expert_states,
+    check_model,
+    check_source,
+    check_unfinished,
+)
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.buffer_types import BufferTypes
@@ -59,5 +69,13 @@ def _check_checkpoints(args: Any, rank: int, has_features: bool) -> None:
         print(warning)
         share = (0, 1)
     check_loaded(checkpoints, share, is_repaired=is_repaired and rank > 0)
+    source = options_of(args, Source)
+    check_source(source)
     check_unfinished(options_of(args, Resumption))
     check_expert_states(options_of(args, ExpertStates))
+    vocabulary = options_of(args, Vocabulary)
+    warning = check_model(
+        source, options_of(args, ModelFunction), vocabulary.num_tokens(), vocabulary.padded_vocab_size
+    )
+    if warning and rank == 0:
+        print(warning)

@@ -74,6 +74,11 @@ def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
         checkpoint needs a class that is not allowed.
     """
     tracker = load / TRACKER
+    if wanted is None and not tracker.exists() and (whole := _whole(load)):
+        return (
+            f"WARNING: {load} holds checkpoints ({', '.join(map(str, whole))}) and no {TRACKER}: the run starts anew; "
+            f"write {whole[0]} into that file to resume"
+        )
     if wanted is not None:
         if flaw := flaw_of(load, wanted):
             raise ValueError(f"--ckpt-step {wanted}: {flaw}; {_whole_text(load)}")
@@ -100,6 +105,13 @@ def iterations(load: Path) -> list[int]:
     """Return the iterations of the checkpoints in a folder, complete or not, latest first."""
     numbers = (path.name.removeprefix("iter_") for path in load.glob("iter_*"))
     return sorted((int(number) for number in numbers if _ITERATION.fullmatch(number)), reverse=True)
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the iteration of the checkpoint in a folder of one checkpoint; None for other folders."""
+    named = folder.name.removeprefix("iter_")
+    is_one = folder.name.startswith("iter_") and _ITERATION.fullmatch(named) and not (folder / TRACKER).exists()
+    return int(named) if is_one and not next(_flaws(folder), "") else None
 
 
 def flaw_of(load: Path, iteration: int) -> str:
@@ -436,8 +448,12 @@ def _objects(path: Path) -> list[_StorageInfo]:
 
 
 def _whole_text(load: Path) -> str:
-    whole = [str(iteration) for iteration in iterations(load) if not flaw_of(load, iteration)]
-    return f"whole in {load}: {', '.join(whole) or 'none'}"
+    return f"whole in {load}: {', '.join(map(str, _whole(load))) or 'none'}"
+
+
+def _whole(load: Path) -> list[int]:
+    """Return the iterations of the complete checkpoints in a folder, latest first."""
+    return [iteration for iteration in iterations(load) if not flaw_of(load, iteration)]
 
 
 def _replace(path: Path, text: str) -> None:

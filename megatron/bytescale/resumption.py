@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron.bytescale.arguments.batch_schedule import batch_schedule_of
 from megatron.bytescale.arguments.options import options_of
-from megatron.bytescale.checkpoints import RELEASE, arguments_in, flaw_of, is_sharded, to_load
+from megatron.bytescale.checkpoints import RELEASE, arguments_in, flaw_of, is_sharded, step_of, to_load
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,125 @@ class Resumption:
         return max(((int(folder.name.removeprefix("iter_")), folder) for folder in counted), default=None)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Megatron's flags of the checkpoint whose weights a run begins with.
+
+    Attributes:
+        load: folder of checkpoints.
+        ckpt_step: iteration of the checkpoint; None: the last checkpoint.
+        pretrained_checkpoint: folder that is read if ``load`` has no checkpoint.
+        finetune: whether only weights are loaded.
+        non_persistent_ckpt_type: kind of the non-persistent checkpoints.
+        enable_msc: whether folders may be addresses of a store.
+    """
+
+    load: str | None
+    ckpt_step: int | None
+    pretrained_checkpoint: str | None
+    finetune: bool
+    non_persistent_ckpt_type: str | None
+    enable_msc: bool
+
+
+def check_source(run: Source) -> None:
+    """Raise ValueError if a run that names a checkpoint would begin with random weights.
+
+    A run without ``--finetune`` may begin with a missing or empty ``--load``, so that its first start has the command
+    of all later ones.
+    """
+    if run.enable_msc or run.non_persistent_ckpt_type:
+        return
+    if run.load is not None and (step := step_of(Path(run.load))) is not None:
+        raise ValueError(f"--load {run.load} is one checkpoint: give --load {Path(run.load).parent} --ckpt-step {step}")
+    if run.load is not None and to_load(Path(run.load), run.ckpt_step) is not None:
+        return
+    if run.pretrained_checkpoint is not None:
+        if to_load(Path(run.pretrained_checkpoint)) is None:
+            raise ValueError(f"--pretrained-checkpoint {run.pretrained_checkpoint} has no checkpoint: correct the path")
+    elif run.finetune:
+        folder = "needs --load, the folder of a checkpoint" if run.load is None else f"--load {run.load} has none"
+        raise ValueError(f"--finetune begins with the weights of a checkpoint: {folder}")
+
+
+@dataclass(frozen=True)
+class ModelFunction:
+    """Arguments of the model that checkpoints of other values fit, because no tensor has another shape."""
+
+    untie_embeddings_and_output_weights: bool = False
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_seq_len_interpolation_factor: float | None = None
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    rope_type: str | None = None
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    swiglu: bool = False
+    squared_relu: bool = False
+    quick_geglu: bool = False
+    window_size: tuple[int, ...] | None = None
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Arguments of the vocabulary's rows, in a checkpoint or in a run."""
+
+    padded_vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    tensor_model_parallel_size: int = 1
+
+
+def check_model(run: Source, now: ModelFunction, num_tokens: int, padded: int) -> str | None:
+    """Check that a resumed run has the model of its sharded checkpoint, where Megatron would load another.
+
+    Args:
+        run: the checkpoint of the run.
+        now: the model of the run.
+        num_tokens: number of tokens in the vocabulary of the run.
+        padded: number of rows of its embedding.
+
+    Returns:
+        A warning about settings that make another function of the same weights; None without any.
+
+    Raises:
+        ValueError: the checkpoint has an output layer of its own and the run has none, or the reverse, or the
+            checkpoint is of another vocabulary.
+    """
+    if run.load is None or run.finetune:
+        return None
+    folder = to_load(Path(run.load), run.ckpt_step)
+    args = None if folder is None else _saved_arguments(folder)
+    if args is None:
+        return None
+    saved, rows = options_of(args, ModelFunction), options_of(args, _Rows)
+    if saved.untie_embeddings_and_output_weights != now.untie_embeddings_and_output_weights:
+        change = "add" if saved.untie_embeddings_and_output_weights else "remove"
+        raise ValueError(
+            f"the checkpoint {run.load} was written {'with' if change == 'add' else 'without'} "
+            f"--untie-embeddings-and-output-weights: {change} it, or give --finetune"
+        )
+    multiple = rows.make_vocab_size_divisible_by * rows.tensor_model_parallel_size
+    before = rows.padded_vocab_size
+    if before and padded != before and -(-num_tokens // multiple) * multiple != before:
+        raise ValueError(
+            f"the checkpoint {run.load} has {before:,} rows for the tokens of its vocabulary, and this run has "
+            f"{num_tokens:,} tokens: give the tokenizer that the checkpoint was trained with, or --finetune"
+        )
+    others = [field.name for field in fields(now) if getattr(saved, field.name) != getattr(now, field.name)]
+    if not others:
+        return None
+    flags = {name: f"--{name.replace('_', '-').replace('layernorm', 'norm')}" for name in others}
+    changes = [f"{flags[name]} {getattr(saved, name)} (now {getattr(now, name)})" for name in others]
+    return f"WARNING: the checkpoint {run.load} was written with {', '.join(changes)}: its weights get another function"
+
+
 def check_unfinished(run: Resumption) -> None:
     """Raise ValueError if the checkpoint of a resumed run already has all iterations, so that nothing is trained.
 
@@ -123,7 +243,7 @@ def check_expert_states(run: ExpertStates) -> None:
     if run.load is None or not run.num_experts or run.finetune or run.no_load_optim:
         return
     folder = to_load(Path(run.load), run.ckpt_step)
-    saved = None if folder is None or folder.name == RELEASE else _saved_experts(folder)
+    saved = None if folder is None else _saved_experts(folder)
     if saved is None or not saved.num_experts:
         return
     before, now = saved.expert_model_parallel_size, run.expert_model_parallel_size
@@ -136,10 +256,15 @@ def check_expert_states(run: ExpertStates) -> None:
 
 def _saved_experts(folder: Path) -> _SavedExperts | None:
     """Return the experts of a sharded checkpoint; None for other formats, and if it records no arguments."""
-    if not is_sharded(folder):
+    args = _saved_arguments(folder)
+    return None if args is None else options_of(args, _SavedExperts)
+
+
+def _saved_arguments(folder: Path) -> argparse.Namespace | None:
+    """Return the arguments in a sharded checkpoint; None for other formats, and if it records none."""
+    if folder.name == RELEASE or not is_sharded(folder):
         return None
     try:
-        args = arguments_in(folder)
+        return arguments_in(folder)
     except ValueError:  # ``check_loaded`` names untrusted classes, and Megatron names damage
         return None
-    return None if args is None else options_of(args, _SavedExperts)

@@ -118,3 +118,13 @@ def test_which_checkpoint_megatron_loads(tmp_path: Path) -> None:
     (file.parent / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
         names_in(file.parent)
+
+
+def test_checkpoints_without_a_tracker_file_are_named(tmp_path: Path) -> None:
+    legacy(tmp_path, 4)
+    cut(legacy(tmp_path, 6), 100)
+    warning = use_last_whole(tmp_path)
+    assert warning is not None
+    assert f"holds checkpoints (4) and no {TRACKER}: the run starts anew; write 4 into that file" in warning
+    assert not (tmp_path / TRACKER).exists()
+    assert use_last_whole(tmp_path / "new") is None

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.bytescale import resumption
 from megatron.bytescale.launch import TRACKER
-from megatron.bytescale.resumption import ExpertStates, Resumption, check_expert_states, check_unfinished
+from megatron.bytescale.resumption import (
+    ExpertStates,
+    ModelFunction,
+    Resumption,
+    Source,
+    check_expert_states,
+    check_model,
+    check_source,
+    check_unfinished,
+)
 from tests.bytescale.test_checkpoints import cut, legacy
 
 
@@ -108,3 +118,47 @@ def test_states_of_experts_on_more_ranks_and_of_a_dense_model_pass(tmp_path: Pat
     legacy(tmp_path / "legacy", 6)
     for name in ("experts", "dense", "legacy", "none"):
         check_expert_states(ExpertStates(load=str(tmp_path / name), expert_model_parallel_size=4, **EXPERTS))
+
+
+def source(load: Path | None, **given: Any) -> Source:
+    """Return the flags of a run that loads from a folder."""
+    names = {one.name: None for one in fields(Source)} | {"finetune": False, "enable_msc": False}
+    return Source(**{**names, "load": None if load is None else str(load), **given})
+
+
+def test_a_run_that_names_a_checkpoint_does_not_begin_with_random_weights(tmp_path: Path) -> None:
+    legacy(tmp_path, 6)
+    (tmp_path / TRACKER).write_text("6")
+    for right in (
+        source(tmp_path), source(tmp_path, finetune=True), source(None), source(tmp_path / "new"),
+        source(tmp_path / "new", pretrained_checkpoint=str(tmp_path)), source(tmp_path, pretrained_checkpoint="none"),
+    ):  # fmt: skip
+        check_source(right)
+    for wrong, reason in {
+        source(tmp_path / "iter_0000006"): f"is one checkpoint: give --load {tmp_path} --ckpt-step 6",
+        source(None, finetune=True): "needs --load",
+        source(tmp_path / "new", finetune=True): "has none",
+        source(None, pretrained_checkpoint=str(tmp_path / "new")): "has no checkpoint: correct the path",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            check_source(wrong)
+
+
+def test_a_resumed_run_has_the_model_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = argparse.Namespace(
+        padded_vocab_size=256, make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, rotary_base=10000,
+        untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    monkeypatch.setattr(resumption, "to_load", lambda *_: tmp_path / "iter_0000006")
+    monkeypatch.setattr(resumption, "_saved_arguments", lambda _: saved)
+    now, run = ModelFunction(untie_embeddings_and_output_weights=True), source(tmp_path)
+    assert check_model(run, now, 200, 256) is None
+    assert check_model(run, now, 200, 512) is None  # the padding of more tensor-parallel ranks
+    warning = check_model(run, replace(now, rotary_base=5e5, layernorm_epsilon=1e-6), 200, 256)
+    assert warning is not None
+    assert "--rotary-base 10000 (now 500000.0), --norm-epsilon 1e-05 (now 1e-06)" in warning
+    with pytest.raises(ValueError, match="has 256 rows for the tokens of its vocabulary, and this run has 600 tokens"):
+        check_model(run, now, 600, 640)
+    with pytest.raises(ValueError, match="was written with --untie-embeddings-and-output-weights: add it"):
+        check_model(run, replace(now, untie_embeddings_and_output_weights=False), 200, 256)
+    assert check_model(replace(run, finetune=True), replace(now, rotary_base=1), 600, 640) is None

@@ -28,11 +28,15 @@ class Vocabulary:
     padded_vocab_size: int
     unpadded_vocab_size: int | None = None
 
-    def text(self) -> str:
-        """Return a line about rows that belong to no token, "" if there are none."""
+    def num_tokens(self) -> int:
+        """Return the number of tokens, without rows that belong to no token."""
         from megatron.training.global_vars import get_tokenizer  # imports torch
 
-        tokens = self.unpadded_vocab_size or get_tokenizer().vocab_size
+        return int(self.unpadded_vocab_size or get_tokenizer().vocab_size)
+
+    def text(self) -> str:
+        """Return a line about rows that belong to no token, "" if there are none."""
+        tokens = self.num_tokens()
         if self.padded_vocab_size <= tokens:
             return ""
         return (
