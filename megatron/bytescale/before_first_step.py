@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from megatron.bytescale.arguments.bad_input import TRACEBACK
+from megatron.bytescale.arguments.bad_input import TRACEBACK, is_ours
 from megatron.bytescale.launch import TRACKER
 
 
@@ -42,9 +42,9 @@ ERRORS: Final = (
         "checkpoint",
     ),
     Reason(
-        r"(?P<name>\w+) value from checkpoint \((?P<saved>.*?)\) is not equal to the input argument value "
+        r"(?P<flag>\w+) value from checkpoint \((?P<saved>.*?)\) is not equal to the input argument value "
         r"\((?P<mine>.*?)\)",
-        "the checkpoint {load} was written with {name} {saved}, and these flags give {mine}: " + _MODEL,
+        "the checkpoint {load} was written with --{flag} {saved}, and these flags give {mine}: " + _MODEL,
     ),
     Reason(
         r"Size mismatch between saved torch.Size\((?P<saved>.*?)\) and current: torch.Size\((?P<mine>.*?)\) for "
@@ -84,6 +84,10 @@ ERRORS: Final = (
     Reason(
         r"No such file or directory: '(?P<name>.*)'",
         f"--load {{load}}: {{name}} is missing: write the iteration of a checkpoint there into {TRACKER}",
+    ),
+    Reason(
+        r"Invalid length of moe_layer_pattern: (?P<found>\d+), expected (?P<layers>\d+)",
+        "--moe-layer-freq has {found} entries for {layers} layers: give one entry for each layer, or a number",
     ),
     Reason(
         r"CheckpointingConfig.__init__\(\) missing",
@@ -135,9 +139,9 @@ def line_of(error: BaseException, load: str | None) -> str | None:
     is_checkpoint = is_loading and (isinstance(error, Exception) or type(error).__name__.startswith("Checkpoint"))
     if not isinstance(error, _RAISED) and not is_checkpoint:
         return None
-    if isinstance(error, ValueError) and _is_ours(frames[-1].filename):
+    if isinstance(error, ValueError) and is_ours(frames[-1].filename):
         return _one_line(str(error))
-    if _is_ours(frames[-1].filename):
+    if is_ours(frames[-1].filename):
         return None  # an assertion of ours is a bug
     text = _one_line(_cause(str(error))) if str(error) else f"this must hold: {frames[-1].line}"
     if isinstance(error, KeyError):
@@ -172,12 +176,9 @@ def _cause(text: str) -> str:
 def _known(reasons: tuple[Reason, ...], text: str, load: str | None) -> str | None:
     for reason in reasons:
         if found := re.search(reason.pattern, text):
-            return reason.line.format(load=load, **found.groupdict())
+            names = {key: text.replace("_", "-") if key == "flag" else text for key, text in found.groupdict().items()}
+            return reason.line.format(load=load, **names)
     return None
-
-
-def _is_ours(filename: str) -> bool:
-    return "/megatron/bytescale/" in filename or "/bytescale_ext/" in filename
 
 
 def _one_line(text: str, most: int = 600) -> str:

@@ -70,7 +70,7 @@ def test_a_schedule_that_differs_names_both_flags() -> None:
 
 MISSING = "has no decoder.table: give the flags of the model that wrote it"
 LOADING = {  # texts that Megatron and torch raise while they load a checkpoint, shortened
-    "num_layers value from checkpoint (2) is not equal to the input argument value (3).": "num_layers 2, and these",
+    "num_layers value from checkpoint (2) is not equal to the input argument value (3).": "--num-layers 2, and these",
     "Global shape mismatch for loaded (torch.Size([2, 8])) and expected ((2, 9)) tensor for key a.w": "a.w with",
     "Error(s): size mismatch for a.w: copying a param with shape torch.Size([2]) from checkpoint, the shape in current "
     "model is torch.Size([3]).": "a.w with the shape [2], and these flags give [3]",

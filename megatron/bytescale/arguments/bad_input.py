@@ -20,6 +20,7 @@ from typing import Final
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
 from bytescale_ext.new_file import write_text
+from megatron.bytescale.arguments.megatron_errors import in_flags
 
 TRACEBACK: Final = "--traceback"
 """Word of a command line that prints the calls that led to an error; the training does not read it."""
@@ -119,7 +120,14 @@ def refusals_of_megatron() -> Iterator[None]:
     """Convert Megatron's errors about arguments, which have several types, to a ValueError of one line."""
     try:
         yield
-    except (AssertionError, RuntimeError, OSError, ImportError, KeyError, TypeError) as error:
-        broken = traceback.extract_tb(error.__traceback__)[-1].line  # many of its asserts have no message
-        reason = " ".join((str(error) or f"this must hold: {broken}").split())
-        raise ValueError(f"Megatron refuses these arguments: {reason}") from error
+    except (AssertionError, RuntimeError, OSError, ImportError, KeyError, TypeError, ValueError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, ValueError) and is_ours(last.filename):
+            raise
+        text = str(error) or f"this must hold: {last.line}"  # many of its asserts have no message
+        raise ValueError(f"Megatron refuses these arguments: {in_flags(text)}") from error
+
+
+def is_ours(filename: str) -> bool:
+    """Return whether a source file belongs to this project."""
+    return "/megatron/bytescale/" in filename or "/bytescale_ext/" in filename

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -43,10 +44,15 @@ class DataPaths:
         return together, of_splits
 
     def prefixes(self) -> list[str]:
-        """Return the data sets of all splits. Raises ValueError for flags that Megatron refuses."""
+        """Return the data sets of all splits. Raises ValueError for flags that Megatron refuses, and for files."""
         with refusals_of_megatron():
             together, of_splits = self.blends()
-        return [prefix for part in of_splits or [together] if part is not None for prefix in part[0]]
+        prefixes = [prefix for part in of_splits or [together] if part is not None for prefix in part[0]]
+        for prefix in prefixes:
+            stem, ending = os.path.splitext(prefix)
+            if ending in (".idx", ".bin") and os.path.exists(f"{stem}.idx"):
+                raise ValueError(f"data set {prefix}: leave {ending} away, give {stem}")
+        return prefixes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import functools
 import importlib.util
 import io
@@ -147,6 +148,29 @@ def set_device_defaults(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+@contextlib.contextmanager
+def _refusals_of_parser() -> Iterator[None]:
+    """Convert an exit of the parser about a flag to a ValueError, which only one process of a machine prints."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            yield
+    except SystemExit as end:
+        if end.code != 2:
+            raise
+        reason = text.getvalue().partition(": error: ")[2].strip()
+        raise ValueError(reason + _suggestion(reason)) from None
+    print(text.getvalue(), end="", file=sys.stderr)
+
+
+def _suggestion(reason: str) -> str:
+    """Return the flag that an unknown flag may mean, as a question in brackets; "" without a similar flag."""
+    unknown = re.match("unrecognized arguments: ([^ =]+)", reason)
+    flags = [flag for action in whole_parser()._actions for flag in action.option_strings] if unknown else []
+    near = difflib.get_close_matches(unknown[1], flags, 1) if unknown else []
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def parse(
     argv: Sequence[str],
     on_cpu: bool,
@@ -167,7 +191,8 @@ def parse(
     if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, including ours
         raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
     refuse_renamed(argv)
-    with refusals_of_megatron(), command_line([word for word in argv if word != TRACEBACK]):
+    words = [word for word in argv if word != TRACEBACK]
+    with refusals_of_megatron(), _refusals_of_parser(), command_line(words):
         args = parse_args(add_arguments)
     if settle is not None:
         settle(args)

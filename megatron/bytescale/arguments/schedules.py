@@ -51,12 +51,31 @@ class Schedules:
 
     def wrong(self) -> Iterator[str]:
         """Yield a reason for each value that Megatron's scheduler refuses."""
+        yield from self._wrong_units()
         yield from self._wrong_rates()
         if self.train_iters or self.train_samples:
             yield from self._wrong_lengths()
         yield from self._wrong_weight_decay()
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: give one"
+
+    def _wrong_units(self) -> Iterator[str]:
+        """Yield a reason for each length in another unit than the training's, and for two lengths of one part."""
+        if self.skip_train:
+            return
+        if self.train_iters and self.train_samples:
+            yield "--train-iters and --train-samples exclude each other: give one"
+            return
+        if not self.train_iters and not self.train_samples:
+            if self.train_iters is None and self.train_samples is None:
+                yield "no --train-iters: give the number of steps, or --train-samples"
+            return
+        other = "samples" if self.unit == "iters" else "iters"
+        for part in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
+            if getattr(self, f"{part.replace('-', '_')}_{other}"):
+                yield f"--{part}-{other} does not count as --train-{self.unit} does: give --{part}-{self.unit}"
+        if self.lr_warmup_fraction is not None and getattr(self, f"lr_warmup_{self.unit}"):
+            yield f"--lr-warmup-fraction and --lr-warmup-{self.unit} exclude each other: give one"
 
     def _wrong_rates(self) -> Iterator[str]:
         if self.lr is None:

@@ -18,12 +18,26 @@ from typing import Final
 from bytescale_ext.json_input import check_stored
 from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
+from megatron.bytescale.arguments.divisions import Divisions
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.schedules import Schedules
 from megatron.bytescale.checkpoints import links_to_overwrite
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
-POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train-samples")
+POSITIVE: Final = (
+    *MODEL, "--ffn-hidden-size", "--moe-ffn-hidden-size", "--kv-channels", "--num-query-groups", "--vocab-size",
+    "--make-vocab-size-divisible-by", "--moe-router-topk", "--recompute-num-layers", "--context-parallel-size",
+    "--global-batch-size", "--micro-batch-size", "--train-samples", "--log-interval", "--save-interval",
+    "--save-retain-interval", "--tensorboard-log-interval", "--distributed-timeout-minutes", "--seed",
+)  # fmt: skip
+RANGES: Final = {
+    "--adam-beta1": "at least 0 and less than 1", "--adam-beta2": "at least 0 and less than 1",
+    "--hidden-dropout": "at least 0 and less than 1", "--attention-dropout": "at least 0 and less than 1",
+    "--rotary-percent": "above 0 and at most 1", "--adam-eps": "at least 0", "--init-method-std": "at least 0",
+    "--norm-epsilon": "at least 0", "--rotary-base": "above 0", "--loss-scale": "at least 0",
+    "--initial-loss-scale": "above 0",
+}  # fmt: skip
+"""Flag -> the numbers that it takes."""
 MOST: Final = 1 << 40  # larger numbers of tokens, layers or samples are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
@@ -67,12 +81,32 @@ class Sizes:
     hidden_size: int | None
     num_attention_heads: int | None
     kv_channels: int | None
+    ffn_hidden_size: int | None
+    moe_ffn_hidden_size: int | None
+    num_query_groups: int | None
+    vocab_size: int | None
+    make_vocab_size_divisible_by: int | None
+    moe_router_topk: int | None
+    recompute_num_layers: int | None
+    context_parallel_size: int | None
+    distributed_timeout_minutes: int | None
+    seed: int | None
+    num_experts: int | None
+    multi_latent_attention: bool
+    position_embedding_type: str
+    rotary_percent: float
     seq_length: int | None
     max_position_embeddings: int | None
     global_batch_size: int | None
     micro_batch_size: int | None
     train_samples: int | None
     train_iters: int | None
+    log_interval: int | None
+    save_interval: int | None
+    save_retain_interval: int | None
+    tensorboard_log_interval: int | None
+    rampup_batch_size: list[int] | None
+    step_batch_size_schedule: str | None
     skip_train: bool
     eval_iters: int | None
     eval_interval: int | None
@@ -87,6 +121,34 @@ class Sizes:
         """Return the size given by a flag."""
         size: int | None = getattr(self, _name_of(flag))
         return size
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Numbers of Megatron's flags that have limits (``RANGES``); None: not given."""
+
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    hidden_dropout: float
+    attention_dropout: float
+    init_method_std: float
+    layernorm_epsilon: float
+    rotary_percent: float
+    rotary_base: float
+    loss_scale: float | None
+    initial_loss_scale: float | None
+
+    def wrong(self) -> Iterator[str]:
+        """Yield a reason for each number outside its range."""
+        for flag, text in RANGES.items():
+            value = getattr(self, "layernorm_epsilon" if flag == "--norm-epsilon" else _name_of(flag))
+            if value is None:
+                continue
+            is_large_enough = value > 0 if text.startswith("above 0") else value >= 0
+            is_small_enough = value < 1 if "less than 1" in text else value <= 1 if "at most 1" in text else True
+            if not (is_large_enough and is_small_enough):
+                yield f"{flag} {value:g} must be {text}"
 
 
 @dataclass(frozen=True)
@@ -157,6 +219,7 @@ def check_values(args: argparse.Namespace) -> None:
     reasons = Reasons()
     reasons.add(*_wrong_sizes(options_of(args, Sizes)), *wrong_folders(options_of(args, Folders)))
     reasons.add(*options_of(args, Schedules).wrong(), *options_of(args, ReadFiles).wrong())
+    reasons.add(*options_of(args, Divisions).wrong(), *options_of(args, Rates).wrong())
     with reasons.collect():
         _check_split(options_of(args, Split).split)
     with reasons.collect():
@@ -181,12 +244,19 @@ def _wrong_sizes(sizes: Sizes) -> Iterator[str]:
     hidden, heads = sizes.hidden_size, sizes.num_attention_heads
     if sizes.kv_channels is None and hidden and heads and hidden % heads:
         yield f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}"
+    yield from _wrong_heads(sizes)
     tokens = sizes.hdp_tokens_per_rank
     if tokens is not None and tokens > MOST:
         yield f"--hdp-tokens-per-rank {tokens} must be at most 2^40"
     iterations = sizes.train_iters
     if iterations is not None and iterations < (0 if sizes.skip_train else 1):
         yield f"--train-iters {iterations}: nothing to train; give at least 1"
+    samples, step = sizes.train_samples, sizes.global_batch_size
+    grows = sizes.rampup_batch_size or sizes.step_batch_size_schedule
+    if samples and step and 0 < samples < step and not grows and not sizes.skip_train:
+        yield f"--train-samples {samples}: nothing to train; a step has --global-batch-size {step}"
+    if sizes.eval_iters is not None and sizes.eval_iters < 0:
+        yield f"--eval-iters {sizes.eval_iters} must be at least 0"
     if sizes.eval_iters and sizes.eval_interval is None and not (sizes.skip_train or sizes.full_validation):
         yield (
             f"--eval-iters {sizes.eval_iters} needs --eval-interval, the steps from one evaluation to the next; "
@@ -198,6 +268,18 @@ def _wrong_sizes(sizes: Sizes) -> Iterator[str]:
             yield f"{flag} {step}: iterations begin at 1"
         if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
             print(f"warning: {flag} {step} is after the last iteration, {iterations}: nothing will be recorded")
+
+
+def _wrong_heads(sizes: Sizes) -> Iterator[str]:
+    """Yield a reason for heads that rotary embeddings cannot turn, and for more routes than experts."""
+    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    channels = sizes.kv_channels or (hidden // heads if hidden and heads and heads > 0 else None)
+    if channels and sizes.position_embedding_type in ("rope", "yarn") and not sizes.multi_latent_attention:
+        if int(channels * sizes.rotary_percent) % 2:
+            name = "--kv-channels" if sizes.kv_channels else "--hidden-size / --num-attention-heads ="
+            yield f"{name} {channels}: rotary embeddings turn pairs, so the turned channels of a head must be even"
+    if sizes.num_experts and sizes.moe_router_topk and sizes.moe_router_topk > sizes.num_experts:
+        yield f"--moe-router-topk {sizes.moe_router_topk} must be at most --num-experts {sizes.num_experts}"
 
 
 def _check_split(split: str | None) -> None:

@@ -85,6 +85,7 @@ CASES: list[tuple[list[str], str]] = [
         if importlib.util.find_spec(package) is None
     ),
     ([*COMMON, "--hdp-foo"], "unrecognized arguments: --hdp-foo"),
+    ([*COMMON, "--hdp-token-per-rank=3"], "--hdp-token-per-rank=3 (did you mean --hdp-tokens-per-rank?)"),
     ([*COMMON, "--cost-file", "{in}/file"], "is not JSON"),
     ([*COMMON, "--activation-policy", "auto", "--device-memory-gb", "1", "--host-memory-gb", "nan"],
      "--host-memory-gb nan is not an amount"),
@@ -95,6 +96,32 @@ CASES: list[tuple[list[str], str]] = [
     ([*COMMON, "--chunked-cross-entropy", "0"], "--chunked-cross-entropy"),
     ([*COMMON, "--memory-plan", "{in}/none"], "{in}/none"),
     ([*COMMON, "--tensor-model-parallel-size", "3"], "start 3 processes, or lower the sizes"),
+    (without("--train-iters"), "no --train-iters: give the number of steps"),
+    *(
+        ([*COMMON, *words.split()], message)
+        for words, message in {
+            "--train-samples 40": "--train-iters and --train-samples exclude each other",
+            "--lr-warmup-samples 4": "--lr-warmup-samples does not count as --train-iters does: give --lr-warmup-iters",
+            "--lr-warmup-fraction 0.1 --lr-warmup-iters 1": "--lr-warmup-fraction and --lr-warmup-iters exclude",
+            "--log-interval 0": "--log-interval 0 must be at least 1",
+            "--recompute-num-layers 0": "--recompute-num-layers 0 must be at least 1",
+            "--context-parallel-size 0": "--context-parallel-size 0 must be at least 1",
+            "--pipeline-model-parallel-size 0": "--pipeline-model-parallel-size 0 must be at least 1",
+            "--kv-channels 7": "--kv-channels 7: rotary embeddings turn pairs",
+            "--num-experts 4 --moe-router-topk 5": "--moe-router-topk 5 must be at most --num-experts 4",
+            "--num-experts 3 --expert-model-parallel-size 2": "--num-experts 3 must be a multiple of --expert-model",
+            "--eval-iters -1": "--eval-iters -1 must be at least 0",
+            "--adam-beta1 2": "--adam-beta1 2 must be at least 0 and less than 1",
+            "--rotary-base 0": "--rotary-base 0 must be above 0",
+            "--norm-epsilon -1": "--norm-epsilon -1 must be at least 0",
+            "--bf16 --fp16": "--bf16 and --fp16 exclude each other",
+            "--data-path {in}/docs.idx": "leave .idx away, give {in}/docs",
+            "--finetune": "--finetune begins with the weights of a checkpoint: needs --load",
+            "--finetune --load {in}/none": "--load {in}/none has none",
+            "--pretrained-checkpoint {in}/none": "--pretrained-checkpoint {in}/none has no checkpoint",
+        }.items()
+    ),
+    ([*without("--train-iters"), "--train-samples", "7"], "nothing to train; a step has --global-batch-size 8"),
 ]  # fmt: skip
 
 
@@ -194,7 +221,7 @@ def random_launches(rank: int, world: int, folder: str) -> int:
     actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
     takes_value = {action.option_strings[0]: action.nargs != 0 for action in actions}
     takes_value |= dict.fromkeys(
-        [*values.POSITIVE, *values.FOLDERS, "--split", "--train-iters", "--tokenizer-type"], True
+        [*values.POSITIVE, *values.RANGES, *values.FOLDERS, "--split", "--train-iters", "--tokenizer-type"], True
     )
     flags = sorted(takes_value.keys() - SEPARATE)
     refused = []
