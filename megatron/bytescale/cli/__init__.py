@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
+from bytescale_ext.new_file import FULL
 from bytescale_ext.terminal import escaped_output
 from megatron.bytescale.arguments.bad_input import reasons_of
 from megatron.bytescale.arguments.renamed import refuse_renamed
@@ -115,7 +116,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # so that Python does not write again at exit
-        return _refused(prog, f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+        place = error.filename or ("standard output" if error.errno in FULL else None)
+        return _refused(prog, f"{place}: {error.strerror}" if place else str(error.strerror or error))
     except MemoryError:
         return _refused(prog, "this machine has not enough memory for the input")
     except KeyboardInterrupt:

@@ -78,7 +78,7 @@ def test_a_full_device_is_one_line(capsys: pytest.CaptureFixture[str], monkeypat
         with pytest.raises(OSError, match="No space left"):
             full.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
-    assert capsys.readouterr().err == "bytescale schedule: error: No space left on device\n"
+    assert capsys.readouterr().err == "bytescale schedule: error: standard output: No space left on device\n"
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
