@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Final
+from typing import Final, NoReturn
 
 import torch.distributed as dist
 
@@ -31,6 +31,9 @@ class SaveFailed(RuntimeError):
 _SECONDS_TO_AGREE: Final = 5.0
 _OF_SETTINGS: Final = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
 """Errors of a save that come from settings; torch and the system report files by RuntimeError and OSError."""
+
+_FAULT_REPEATED: Final = 16
+"""Exit code of Megatron's ``RerunStateMachine`` after a fault that came twice on one GPU."""
 
 _EXPLAINED: Final = (PeerLost, SaveFailed, PagesDamaged)
 """Errors whose message says everything that a user needs."""
@@ -55,6 +58,8 @@ def named_faults() -> Iterator[None]:
         if isinstance(error, RuntimeError) and is_peer_error(error):
             raise PeerLost(f"{_when()}: {failure_text(error)}. {_advice()}") from error
         if any(frame.name == "save_checkpoint" for frame in traceback.extract_tb(error.__traceback__)):
+            if current(Interruptions).save is None:  # only a repeated fault makes Megatron save without --save
+                _end_unsaved()
             raise SaveFailed(f"{_when()}: {_save_text(error)}") from error
         if _is_before_first_step() and (line := line_of(error, current(Interruptions).load)):
             raise Refused(line) from error
@@ -109,6 +114,15 @@ def explain_in_one_line(kind: type[BaseException], error: BaseException, calls: 
         print(line, file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, calls)
+
+
+def _end_unsaved() -> NoReturn:
+    """End a run without ``--save`` after a fault that Megatron wants to save, with Megatron's exit code."""
+    line = f"{_when()}: the result was wrong twice (the lines above name it); without --save no checkpoint is written"
+    write_error_file(line)
+    if is_first_to_say(line.partition(", ")[2]):
+        print(line, file=sys.stderr)
+    sys.exit(_FAULT_REPEATED)
 
 
 def _is_before_first_step() -> bool:

@@ -46,6 +46,10 @@ def last_lines(rank: int, world: int) -> dict[str, str]:
     with pytest.raises(PeerLost) as found, named_faults():
         raise exchange_error(RuntimeError(CLOSED), [1, 3], "HDP")
     said["exchange"] = str(found.value)
+    args.save = None
+    with pytest.raises(SystemExit) as end:
+        unsaved(TypeError("no path"))
+    said["repeated fault"] = str(end.value.code)
     args.save = "/"
     said["save"] = unsaved(OSError(28, "No space left on device"))
     said["save of settings"] = unsaved(AssertionError("the states have no keys"))
@@ -91,6 +95,11 @@ def test_a_save_that_fails_on_settings_does_not_blame_the_file_system(said: dict
     )
     assert settings in said["save of a rank's settings"]
     assert "check the file system" in said["save of a rank's file"]
+
+
+@pytest.mark.ranks
+def test_a_repeated_fault_without_save_ends_with_the_code_of_megatron(said: dict[str, str]) -> None:
+    assert said["repeated fault"] == "16"
 
 
 @pytest.mark.ranks
