@@ -223,7 +223,7 @@ class IntervalMetrics:
         stale_steps: mean number of steps whose gradients the parameters lacked, with ``--state-update-steps``.
         most_stale_steps: largest number of such steps in the interval.
         table_hit_rate: share of the rows that steps read from tables in host memory (``--host-tables``) and did not
-            fetch; rows fetched ahead in vain can make it negative.
+            fetch.
         table_staleness: mean number of updates of other ranks that these rows lacked.
         predicted_over_measured: predicted over measured time of the steps; seconds outside of passes are predicted from
             earlier intervals.

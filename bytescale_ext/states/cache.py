@@ -52,7 +52,8 @@ class RowCounts:
 
     Attributes:
         num_read: rows of its batches, counted once per batch.
-        num_fetched: rows fetched from the table.
+        num_missed: rows of its batches that came from the table, counted once per batch.
+        num_fetched: rows fetched from the table; a row that was fetched ahead and has changed since counts twice.
         num_staged: fetched rows that arrived before the batch that reads them.
         num_pushed: rows whose updates were sent to the table.
         num_lacking: updates that copies lacked when batches read them, counted by the owner of the rows for all
@@ -60,6 +61,7 @@ class RowCounts:
     """
 
     num_read: int = 0
+    num_missed: int = 0
     num_fetched: int = 0
     num_staged: int = 0
     num_pushed: int = 0
@@ -145,6 +147,7 @@ class RowCache:
         self._store(lines, answer, new)
         self._touch(lines)
         self.traffic.num_read += len(rows)
+        self.traffic.num_missed += len(answer.asked)
         self._batch = rows
         return values
 

@@ -125,6 +125,7 @@ def test_staged_rows_come_before_the_batch_that_reads_them(bound: int) -> None:
     expected, read, without = run(CacheSettings(12, "lru", bound, 0), seed=4)
     table, found, caches = run(CacheSettings(12, "lru", bound, 0), seed=4, ahead=True)
     staged = sum(cache.traffic.num_staged for cache in caches)
+    assert all(0 < cache.traffic.num_missed <= cache.traffic.num_read for cache in caches)
     at_lookup = sum(cache.traffic.num_fetched for cache in caches) - staged
     assert 0 < at_lookup < sum(cache.traffic.num_fetched for cache in without)
     if not bound:

@@ -92,11 +92,11 @@ class HostTable:
         """Return the rows read and fetched since the last call, and the updates that copies of own rows lacked."""
         counts, taken = self._cache.traffic, self._taken
         self._taken = RankStep(
-            rows_read=counts.num_read, rows_fetched=counts.num_fetched, updates_lacking=counts.num_lacking
+            rows_read=counts.num_read, rows_fetched=counts.num_missed, updates_lacking=counts.num_lacking
         )
         return RankStep(
             rows_read=counts.num_read - taken.rows_read,
-            rows_fetched=counts.num_fetched - taken.rows_fetched,
+            rows_fetched=counts.num_missed - taken.rows_fetched,
             updates_lacking=counts.num_lacking - taken.updates_lacking,
         )
 
