@@ -97,6 +97,8 @@ def check_source(run: Source) -> None:
     A run without ``--finetune`` may begin with a missing or empty ``--load``, so that its first start has the command
     of all later ones.
     """
+    if run.load is None and run.ckpt_step is not None:
+        raise ValueError(f"--ckpt-step {run.ckpt_step} needs --load, the folder of the checkpoint")
     if run.enable_msc or run.non_persistent_ckpt_type:
         return
     if run.load is not None and (step := step_of(Path(run.load))) is not None:

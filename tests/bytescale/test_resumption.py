@@ -137,6 +137,7 @@ def test_a_run_that_names_a_checkpoint_does_not_begin_with_random_weights(tmp_pa
     for wrong, reason in {
         source(tmp_path / "iter_0000006"): f"is one checkpoint: give --load {tmp_path} --ckpt-step 6",
         source(None, finetune=True): "needs --load",
+        source(None, ckpt_step=6): "--ckpt-step 6 needs --load",
         source(tmp_path / "new", finetune=True): "has none",
         source(None, pretrained_checkpoint=str(tmp_path / "new")): "has no checkpoint: correct the path",
     }.items():

@@ -23,6 +23,10 @@ REASONS: Final = (
         r"When interleaved schedule is used, pipeline-model-parallel size",
         "virtual stages need --pipeline-model-parallel-size 2 or more",
     ),
+    (
+        r"No module named '(?P<name>\w+)",
+        "the package {name} is not installed: install it, or remove the flag that needs it",
+    ),
     (r"--ckpt-format torch_dcp is only tested", "--ckpt-format torch_dcp needs FSDP: use --ckpt-format torch_dist"),
     (
         r"residual connection in fp32 only supported",
