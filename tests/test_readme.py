@@ -56,6 +56,13 @@ def test_readme_is_short_and_names_a_command_for_each_figure() -> None:
     assert [row[-1] for row in rows if not row[-1].startswith(("`", "the same"))] == []
 
 
+@pytest.mark.parametrize("page", [README, *GUIDE], ids=lambda page: page.name)
+def test_variables_of_commands_are_explained_on_their_page(page: Path) -> None:
+    text = page.read_text()
+    for variable in set(re.findall(r"\$\w+_FLAGS", text)):
+        assert f"`{variable}` stands for" in text
+
+
 def test_the_citation_names_every_paper_of_the_readme() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
