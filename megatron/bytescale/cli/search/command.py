@@ -28,7 +28,7 @@ from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED, VALUES
 from megatron.bytescale.cli.search.script import LAUNCHERS, ScriptedRun, script_text, write_costs
-from megatron.bytescale.cli.search.table import StrategyRow, counts_text, strategy_rows, table_text
+from megatron.bytescale.cli.search.table import StrategyRow, counts_text, gb_text, strategy_rows, table_text
 from megatron.bytescale.cli.search.task import DOCUMENTS_OF_A_RANK, tasks_of
 from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
@@ -276,7 +276,8 @@ def cost_path(script: Path) -> Path:
 def write_script(args: argparse.Namespace, best: ScoredStrategy, row: StrategyRow) -> None:
     """Write the launch script of a strategy and its cost file, in the same folder."""
     comments = [
-        f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
+        f"{row.strategy}: {row.seconds:.4g} s a step predicted, {gb_text(row.device_gb)} GB of a device, {row.binds} "
+        "binds.",
         "Give the flags of data, learning rate and duration as arguments.",
     ]
     write_costs(cost_path(args.output), best.task, best.strategy)
