@@ -255,8 +255,6 @@ def _wrong_sizes(sizes: Sizes) -> Iterator[str]:
     grows = sizes.rampup_batch_size or sizes.step_batch_size_schedule
     if samples and step and 0 < samples < step and not grows and not sizes.skip_train:
         yield f"--train-samples {samples}: nothing to train; a step has --global-batch-size {step}"
-    if sizes.eval_iters is not None and sizes.eval_iters < 0:
-        yield f"--eval-iters {sizes.eval_iters} must be at least 0"
     if sizes.eval_iters and sizes.eval_interval is None and not (sizes.skip_train or sizes.full_validation):
         yield (
             f"--eval-iters {sizes.eval_iters} needs --eval-interval, the steps from one evaluation to the next; "

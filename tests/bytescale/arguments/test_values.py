@@ -110,7 +110,6 @@ CASES: list[tuple[list[str], str]] = [
             "--kv-channels 7": "--kv-channels 7: rotary embeddings turn pairs",
             "--num-experts 4 --moe-router-topk 5": "--moe-router-topk 5 must be at most --num-experts 4",
             "--num-experts 3 --expert-model-parallel-size 2": "--num-experts 3 must be a multiple of --expert-model",
-            "--eval-iters -1": "--eval-iters -1 must be at least 0",
             "--adam-beta1 2": "--adam-beta1 2 must be at least 0 and less than 1",
             "--rotary-base 0": "--rotary-base 0 must be above 0",
             "--norm-epsilon -1": "--norm-epsilon -1 must be at least 0",
