@@ -66,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args.recipe, args.input, {name: getattr(args, name) for name in fields})
     finish = Finish(recipe, args.output, tokenizer_settings(args), args.tokenize)
     where = executor_settings(args)
+    for source in recipe.sources:
+        if Path(source.path).is_dir() and args.output.resolve().is_relative_to(Path(source.path).resolve()):
+            raise ValueError(f"--output {args.output} is inside the source {source.path}: give another folder")
     if finish.settings and not args.tokenize:
         raise ValueError("--tokenizer-type needs --tokenize")
     if recipe.own and not args.trust_recipe:

@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     """
     factors = _factors(args)
     settings = executor_settings(args) if args.proxy_steps is not None else None
+    if args.report is not None and args.output.resolve() == args.report.resolve():
+        raise ValueError(f"--output {args.output} is the --report: give another file name")
     parts, known = _parts(args)
     if args.output.is_dir():
         raise ValueError(f"--output {args.output} is a folder: give a file name")

@@ -152,7 +152,9 @@ def checked_documents(args: argparse.Namespace) -> list[Entry]:
     for prefix in [] if is_text(inputs) else inputs:
         open_tokens(prefix)
     target = checked_prefix(args.output, "--output")
-    if (args.mixture or len(inputs) > 1) and str(target) in [str(Path(prefix)) for _, prefix in weighted(args)]:
+    if (args.mixture or len(inputs) > 1) and target.resolve() in [
+        Path(prefix).resolve() for _, prefix in weighted(args)
+    ]:
         raise ValueError(f"--output {args.output} is one of the data sets: give another name")
     return documents
 

@@ -91,6 +91,7 @@ def test_bad_calls_are_one_line_before_any_work(
         (("--tokenizer-type", "NullTokenizer", "--vocab-size", 9), "--tokenizer-type needs --tokenize"),
         (("--recipe", tmp_path / "none.toml"), "none.toml: No such file"),
         (("--output", full), "this folder has other files"),
+        (("--input", f"own={full}", "--output", full / "new"), f"is inside the source {full}: give another folder"),
     ):
         assert run(docs, out, *words) == 2
         error = capsys.readouterr().err
