@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -111,3 +112,14 @@ def encoder(tokenizer: Tokenizer | None) -> Encode:
         return np.array([*tokenizer.tokenize(text), tokenizer.eod], dtype=np.int64), is_utf8
 
     return as_bytes if tokenizer is None else by_tokenizer
+
+
+def refuse_code_of_folders() -> None:
+    """Make transformers raise ValueError where it would ask on standard input whether to run a folder's code.
+
+    It asks unless ``trust_remote_code`` is given, which Megatron's SFTTokenizer does not pass on.
+    """
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0

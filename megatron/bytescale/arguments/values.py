@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from bytescale_ext.data.samples.texts import refuse_code_of_folders
 from bytescale_ext.json_input import check_stored
 from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
@@ -358,8 +359,10 @@ def check_tokenizer(tokenizer: TokenizerChoice) -> None:
     model = tokenizer.tokenizer_model
     if kind == "TikTokenizer" and not (model and model.endswith(".json")):
         raise ValueError(f"--tokenizer-model {model}: a TikTokenizer's vocabulary is a .json file")
-    if kind in HUB_KINDS and model and not Path(model).exists():
-        _check_hub("--tokenizer-model", model)
+    if kind in HUB_KINDS and model:
+        refuse_code_of_folders()
+        if not Path(model).exists():
+            _check_hub("--tokenizer-model", model)
     if kind in HUB_MODELS:
         _check_hub(f"--tokenizer-type {kind}: model", HUB_MODELS[kind])
 

@@ -7,6 +7,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bytescale_ext.data.samples.texts import refuse_code_of_folders
 from bytescale_ext.errors import one_line
 
 BYTES = 256
@@ -36,6 +37,7 @@ class Texts:
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
         options = argparse.Namespace(**{**vars(args), "trust_remote_code": trusts_code})
+        refuse_code_of_folders()
         try:
             self._tokenizer = build_tokenizer(options)
         except Exception as error:  # each library of tokenizers raises errors of its own

@@ -32,6 +32,7 @@ from bytescale_ext.data.samples.texts import (
     encoder,
     json_text,
     json_weights,
+    refuse_code_of_folders,
 )
 from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import new_file, private_folder
@@ -98,6 +99,7 @@ def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
     values = SimpleNamespace(**{**known, **settings, "pad_vocab_size": False})
     if values.metadata_path is not None and not Path(values.metadata_path).exists():
         raise ValueError(f"--tokenizer-metadata {values.metadata_path}: no such file")
+    refuse_code_of_folders()
     try:
         tokenizer: Tokenizer = build_tokenizer(values)
         _ = int(tokenizer.eod), int(tokenizer.vocab_size)

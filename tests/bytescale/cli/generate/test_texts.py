@@ -10,6 +10,7 @@ import pytest
 from megatron.core.tokenizers.utils import build_tokenizer
 
 from megatron.bytescale.cli.generate.texts import InOrder, Texts
+from megatron.bytescale.core.datasets.corpus import build_megatron_tokenizer
 
 
 def test_a_token_is_a_byte() -> None:
@@ -98,11 +99,19 @@ def test_code_of_a_tokenizers_folder_runs_only_if_the_user_says_so(
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own:\n    pass\n")
     mapped = {"AutoTokenizer": ["own.Own", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": mapped}))
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", dynamic_module_utils.TIME_OUT_REMOTE_CODE)
+    monkeypatch.setattr("builtins.input", lambda question: "y")
     args = Namespace(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), trust_remote_code=True, chat_template=None,
         vocab_file=None, merge_file=None, special_tokens=None, tokenizer_hf_no_use_fast=False,
         tokenizer_hf_no_include_special_tokens=False, metadata_path=None, pad_vocab_size=False,
+        sft_tokenizer_prompt_format="default",
     )  # fmt: skip
+    with pytest.raises(ValueError, match="of the checkpoint runs Python code: --trust-remote-code"):
+        Texts(Namespace(**{**vars(args), "tokenizer_type": "SFTTokenizer"}))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        build_megatron_tokenizer({**vars(args), "tokenizer_type": "SFTTokenizer"})
     with pytest.raises(ValueError, match="of the checkpoint runs Python code: --trust-remote-code"):
         Texts(args)
     assert not ran.exists()
