@@ -246,4 +246,5 @@ def test_slurm_finds_a_checkout_in_a_folder_with_spaces(
     scontrol.write_text(scontrol.read_text().replace(f"Command={checkout}/", f"Command={spaced}/"))
     done = run(["bash", script, *EXTRA], **environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"log: {spaced}/runs/a-job/slurm-1234567.log\n"
+    shown = str(spaced).replace("\n", "?")
+    assert done.stdout == f"log: {shown}/runs/a-job/slurm-1234567.log\n"

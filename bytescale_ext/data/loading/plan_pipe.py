@@ -27,7 +27,7 @@ def send(value: object, pipe: BinaryIO, channel: socket.socket) -> None:
     for view in views:
         places.append((end, end + view.nbytes))
         end = -(-(end + view.nbytes) // _ALIGNED) * _ALIGNED
-    if end < SHARED_BYTES:
+    if end < SHARED_BYTES or not hasattr(os, "memfd_create"):  # which is Linux's
         pickle.dump(((), pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), pipe, pickle.HIGHEST_PROTOCOL)
         pipe.flush()
         return

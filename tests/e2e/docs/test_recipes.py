@@ -52,6 +52,7 @@ def test_an_8k_checkpoint_goes_on_with_long_documents(windows: Path, tmp_path: P
     assert found[2][0] == found[4][0]
     assert found[2][1] == pytest.approx(found[4][1], rel=1e-5)
     fresh = recipe(load=tmp_path / "none", save=tmp_path / "fresh", data_path=windows / "docs")
+    fresh.remove("--finetune")
     train(2, *fresh, "--log-interval", 1, "--hdp-log-dir", tmp_path / "log")
     assert abs(step_losses(tmp_path / "log")[0] - found[2][1][0]) > 1e-3  # the checkpoint's weights were loaded
 

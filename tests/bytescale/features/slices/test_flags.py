@@ -127,7 +127,7 @@ BAD = (
     (3, "--seq1f1b-slices 2 --pipeline-model-parallel-size 3 --num-layers 6 --num-virtual-stages-per-pipeline-rank 2 "
      "--global-batch-size 3", "the nearest numbers of micro-batches are 2 or 4"),
     (2, "--seq1f1b-slices 2 --pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
-     "--no-overlap-p2p-communication", "greater than 2"),
+     "--no-overlap-p2p-communication", "need --pipeline-model-parallel-size 3 or more"),
     (4, "--seq1f1b-slices 2 --pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
      "--eval-iters 1 --eval-global-batch-size 1", "1 micro-batches of 2 slices leave a group"),
 )  # fmt: skip
