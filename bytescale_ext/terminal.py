@@ -61,6 +61,11 @@ def escaped_output() -> Iterator[None]:
             sys.stderr = before[1]
 
 
+def stream_of_program(stream: IO[str]) -> IO[str]:
+    """Return the stream for escape sequences of the program itself, such as a progress bar without texts of others."""
+    return stream.below if isinstance(stream, EscapedStream) else stream
+
+
 def stream_of_texts(stream: IO[str]) -> IO[str]:
     """Return the stream for texts that were asked for: escaped on a terminal, as they are in a file or a pipe."""
     if isinstance(stream, EscapedStream) and not stream.isatty():

@@ -13,6 +13,7 @@ import pytest
 from bytescale_ext.terminal import EscapedStream, escape_output, stream_of_texts
 from megatron.bytescale import cli
 from megatron.bytescale.arguments.bad_input import write_error_file
+from megatron.bytescale.cli.search.command import progress_bar
 from tests.tree import text_of
 
 ENTRIES = ("pretrain_gpt_hdp.py", "megatron/bytescale/launch.py", "megatron/bytescale/cli/__init__.py")
@@ -35,6 +36,16 @@ def test_texts_are_escaped_on_a_terminal_only() -> None:
     for below, written in ((io.StringIO(), OBEYED[:3]), (Terminal(), r"\x1b[2")):
         stream_of_texts(EscapedStream(below)).write(OBEYED[:3])
         assert below.getvalue() == written
+
+
+def test_a_progress_bar_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", EscapedStream(below))
+    with progress_bar("searching", shows=True) as bar:
+        bar.add_task("first", total=1)
+    assert "\x1b[" in below.getvalue()
+    assert "\\x1b" not in below.getvalue()
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -26,6 +26,7 @@ from bytescale_ext.plan.search.explore import (
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.task import Task
+from bytescale_ext.terminal import stream_of_program
 from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED, VALUES
 from megatron.bytescale.cli.search.script import LAUNCHERS, ScriptedRun, script_text, write_costs
 from megatron.bytescale.cli.search.table import StrategyRow, counts_text, gb_text, strategy_rows, table_text
@@ -265,7 +266,8 @@ def progress_bar(label: str, shows: bool) -> Progress:
     from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
     columns = (label, BarColumn(), "{task.description}", TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows)
+    console = Console(file=stream_of_program(sys.stderr))
+    return Progress(*columns, console=console, transient=True, disable=not shows)
 
 
 def cost_path(script: Path) -> Path:
