@@ -184,7 +184,7 @@ class StoredRegion:
         kept: rows on the device, [repeats, k, ...].
         written: the first ``written_rows`` rows in the arena, [repeats, w, ...], or all rows in ``shape``.
         elements: all elements, contiguous in any shape, from the restoration of the layer to their last use.
-        shape: shape of new memory: that of the saved tensor if it is contiguous, so that it is used as it is.
+        shape: shape of new memory; the shape of a contiguous saved tensor, so that autograd takes the memory as it is.
         row_size: number of elements of a row.
         num_bytes: number of bytes of all elements.
     """
