@@ -122,8 +122,16 @@ class LayerRecord:
 
     # In the forward pass.
 
-    def _new_region(self, tensor: torch.Tensor, view: TensorView, key: Region, kind: str) -> StoredRegion | None:
-        """Return a new region of a tensor of any shape; None if it cannot be split by rows."""
+    def _look_up(self, tensor: torch.Tensor) -> tuple[TensorView, Region | None, StoredRegion | None]:
+        """Return the view and the key of a tensor of any shape, and its region if it has one already."""
+        view = TensorView.of(tensor)
+        key = view.region_of(tensor)
+        return view, key, self._by_key.get(key) if key is not None else None
+
+    def _new_region(self, tensor: torch.Tensor, view: TensorView, key: Region | None, kind: str) -> StoredRegion | None:
+        """Return a new region of a tensor of any shape; None if it has no key or cannot be split by rows."""
+        if key is None:
+            return None
         rows = _rows_of_view(view, self.split.total)
         if rows is None and kind != "input":
             return None
@@ -136,38 +144,31 @@ class LayerRecord:
 
     def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Register a tensor [rows, ...] that enters or leaves a hook point."""
-        view = TensorView.of(tensor)
-        key = view.region_of(tensor)
-        region = self._by_key.get(key) if key is not None else None
-        if region is None and key is not None:
-            region = self._new_region(tensor, view, key, kind)
+        view, key, region = self._look_up(tensor)
+        region = region or self._new_region(tensor, view, key, kind)
         by_rows = _rows_of_view(view, self.split.total)
         assert region and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
         self.hook_points[name] = region
 
     def save_between(self, tensor: torch.Tensor) -> SavedTensor:
         """Save a tensor of any shape between hook points."""
-        view = TensorView.of(tensor)
-        key = view.region_of(tensor)
-        region = self._by_key.get(key) if key is not None else None
+        view, key, region = self._look_up(tensor)
         new = None
         if region is None:
             if self._is_parameter(tensor):
                 self.saved_between.append(None)
                 return SavedTensor(tensor)
-            region = new = self._new_region(tensor, view, key, "token") if key is not None else None
+            region = new = self._new_region(tensor, view, key, "token")
         self.saved_between.append(new)
         return self._saved(tensor, view, region)
 
     def save_inside(self, tensor: torch.Tensor, kind: str = "") -> SavedTensor:
         """Save a tensor of any shape inside a hook point. Unknown tensors without a ``kind`` stay on the device."""
-        view = TensorView.of(tensor)
-        key = view.region_of(tensor)
-        region = self._by_key.get(key) if key is not None else None
+        view, key, region = self._look_up(tensor)
         if region is None:
             if self._is_parameter(tensor):
                 return SavedTensor(tensor)
-            region = self._new_region(tensor, view, key, kind) if kind and key is not None else None
+            region = self._new_region(tensor, view, key, kind) if kind else None
         return self._saved(tensor, view, region)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:

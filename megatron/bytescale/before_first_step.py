@@ -10,26 +10,12 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from megatron.bytescale.arguments.bad_input import TRACEBACK, is_ours
+from megatron.bytescale.arguments.megatron_errors import Reason, known_line
 from megatron.bytescale.launch import TRACKER
-
-
-@dataclass(frozen=True)
-class Reason:
-    """One reason of Megatron, and our line about it.
-
-    Attributes:
-        pattern: regular expression of Megatron's message.
-        line: our line; ``{load}`` is the folder of ``--load``, and other names are groups of the pattern.
-    """
-
-    pattern: str
-    line: str
-
 
 _MODEL: Final = "give the flags of the model that wrote it"
 _MISSING: Final = r"(?:Missing key in checkpoint state_dict: |^\"(?=\S+ from model not in state dict)|^')"
@@ -146,7 +132,7 @@ def line_of(error: BaseException, load: str | None) -> str | None:
     text = _one_line(_cause(str(error))) if str(error) else f"this must hold: {frames[-1].line}"
     if isinstance(error, KeyError):
         text = f"no {text}"
-    if known := _known(ERRORS, text, load):
+    if known := known_line(ERRORS, text, load=load):
         return known
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
     subject = f"the checkpoint {load} does not fit these flags" if is_loading else "Megatron refuses these settings"
@@ -171,14 +157,6 @@ def _cause(text: str) -> str:
         return text
     errors = re.findall(r"^ *([A-Za-z_.]+(?:Error|Exception)): (.*)$", text, re.MULTILINE)
     return errors[0][1] if errors else text.splitlines()[-1]
-
-
-def _known(reasons: tuple[Reason, ...], text: str, load: str | None) -> str | None:
-    for reason in reasons:
-        if found := re.search(reason.pattern, text):
-            names = {key: text.replace("_", "-") if key == "flag" else text for key, text in found.groupdict().items()}
-            return reason.line.format(load=load, **names)
-    return None
 
 
 def _one_line(text: str, most: int = 600) -> str:

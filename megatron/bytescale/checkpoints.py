@@ -381,7 +381,7 @@ def _check_classes_in(path: Path, offset: int, length: int) -> None:
 
 
 def _check_no_pipe(path: Path) -> None:
-    """Raise ValueError for a pipe or a device, from which a reader would wait for ever."""
+    """Raise ValueError for a pipe or a device: reading it could wait for ever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} cannot be read (it is no file)")
 

@@ -73,7 +73,7 @@ class Divisions:
         if stages < len(self.ends) or stages == 1:
             return  # a refusal of every run
         others, left = stages - len(self.ends), layers - sum(self.ends.values())
-        text = f"{' and '.join(f'{flag} {given}' for flag, given in self.ends.items())}"
+        text = " and ".join(f"{flag} {given}" for flag, given in self.ends.items())
         if left < others or (left and not others) or (others and left % (others * (virtual or 1))):
             parts = f"{others} other stages" + (f" of {virtual} virtual stages each" if virtual else "")
             yield f"--num-layers {layers} less {text} leaves {left} layers for {parts}, which need equally many"

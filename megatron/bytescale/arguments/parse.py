@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from bytescale_ext.data.samples.texts import refuse_code_of_folders
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import TRACEBACK, Reasons, refusals_of_megatron
 from megatron.bytescale.arguments.renamed import refuse_renamed
@@ -197,6 +198,7 @@ def parse(
     if settle is not None:
         settle(args)
     check(args, argv, on_cpu, has)
+    refuse_code_of_folders()
     with refusals_of_megatron():
         set_global_variables(args)
     return args

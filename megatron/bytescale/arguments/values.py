@@ -10,12 +10,11 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.data.samples.texts import refuse_code_of_folders
 from bytescale_ext.json_input import check_stored
 from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
@@ -31,14 +30,16 @@ POSITIVE: Final = (
     "--global-batch-size", "--micro-batch-size", "--train-samples", "--log-interval", "--save-interval",
     "--save-retain-interval", "--tensorboard-log-interval", "--distributed-timeout-minutes", "--seed",
 )  # fmt: skip
-RANGES: Final = {
-    "--adam-beta1": "at least 0 and less than 1", "--adam-beta2": "at least 0 and less than 1",
-    "--hidden-dropout": "at least 0 and less than 1", "--attention-dropout": "at least 0 and less than 1",
-    "--rotary-percent": "above 0 and at most 1", "--adam-eps": "at least 0", "--init-method-std": "at least 0",
-    "--norm-epsilon": "at least 0", "--rotary-base": "above 0", "--loss-scale": "at least 0",
-    "--initial-loss-scale": "above 0",
+_SHARE: Final = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
+_NOT_NEGATIVE: Final = ("at least 0", lambda value: value >= 0)
+_ABOVE_ZERO: Final = ("above 0", lambda value: value > 0)
+RANGES: Final[dict[str, tuple[str, Callable[[float], bool]]]] = {
+    "--adam-beta1": _SHARE, "--adam-beta2": _SHARE, "--hidden-dropout": _SHARE, "--attention-dropout": _SHARE,
+    "--adam-eps": _NOT_NEGATIVE, "--init-method-std": _NOT_NEGATIVE, "--norm-epsilon": _NOT_NEGATIVE,
+    "--loss-scale": _NOT_NEGATIVE, "--initial-loss-scale": _ABOVE_ZERO, "--rotary-base": _ABOVE_ZERO,
+    "--rotary-percent": ("above 0 and at most 1", lambda value: 0 < value <= 1),
 }  # fmt: skip
-"""Flag -> the numbers that it takes."""
+"""Flag -> the numbers that it takes, in words and as a test."""
 MOST: Final = 1 << 40  # larger numbers of tokens, layers or samples are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
@@ -142,13 +143,9 @@ class Rates:
 
     def wrong(self) -> Iterator[str]:
         """Yield a reason for each number outside its range."""
-        for flag, text in RANGES.items():
+        for flag, (text, holds) in RANGES.items():
             value = getattr(self, "layernorm_epsilon" if flag == "--norm-epsilon" else _name_of(flag))
-            if value is None:
-                continue
-            is_large_enough = value > 0 if text.startswith("above 0") else value >= 0
-            is_small_enough = value < 1 if "less than 1" in text else value <= 1 if "at most 1" in text else True
-            if not (is_large_enough and is_small_enough):
+            if value is not None and not holds(value):
                 yield f"{flag} {value:g} must be {text}"
 
 
@@ -359,10 +356,8 @@ def check_tokenizer(tokenizer: TokenizerChoice) -> None:
     model = tokenizer.tokenizer_model
     if kind == "TikTokenizer" and not (model and model.endswith(".json")):
         raise ValueError(f"--tokenizer-model {model}: a TikTokenizer's vocabulary is a .json file")
-    if kind in HUB_KINDS and model:
-        refuse_code_of_folders()
-        if not Path(model).exists():
-            _check_hub("--tokenizer-model", model)
+    if kind in HUB_KINDS and model and not Path(model).exists():
+        _check_hub("--tokenizer-model", model)
     if kind in HUB_MODELS:
         _check_hub(f"--tokenizer-type {kind}: model", HUB_MODELS[kind])
 
