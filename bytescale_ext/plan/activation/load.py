@@ -17,6 +17,7 @@ from bytescale_ext.plan.activation.tensors import (
     layer_tensors,
     message_bytes,
     received_bytes,
+    widest_bytes,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost, with_expansions
@@ -192,9 +193,9 @@ class LayerLoad:
         held = self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
         if self.expert_bytes:
             held = tuple(replace(moment, bytes=moment.bytes + moment.tokens * self.expert_bytes) for moment in held)
-        widest = max(tensor.bytes_per_token for tensor in self.tensors)
+        widest = widest_bytes(self.tensors) + 2 * self.tensors[0].bytes_per_token
         object.__setattr__(self, "moments", held)
-        object.__setattr__(self, "working_bytes", self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token))
+        object.__setattr__(self, "working_bytes", self.num_tokens * widest)
 
     @property
     def times_held(self) -> float:

@@ -7,7 +7,8 @@ attention are never recomputed: from them all other tensors can be rebuilt token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
@@ -40,11 +41,12 @@ class LayerTensor:
             recomputed from another tensor by one pass over memory. "key" is the part of a matrix product that slices
             store separately. "view" is a part that exists only because another part is a view of the same memory.
             Policies keep the saved parts of such products, or the whole product if they recompute from it.
-        bytes_per_token: bytes for each token on one rank.
+        bytes_per_token: bytes for each token on one rank, as all other figures the mean of all layers.
         flops_per_token: FLOPs of the matrix products that rebuild it, on one rank.
         moved_bytes_per_token: device memory read and written to rebuild it.
         received_bytes_per_token: bytes that a rank receives in the collectives of tensor parallelism that rebuilding
             repeats.
+        share: share of the layers that have the tensor.
     """
 
     name: str
@@ -53,6 +55,23 @@ class LayerTensor:
     flops_per_token: float = 0.0
     moved_bytes_per_token: float = 0.0
     received_bytes_per_token: float = 0.0
+    share: float = 1.0
+
+    def in_share(self, share: float) -> LayerTensor:
+        """Return the tensor of this layer as the mean of all layers, of which only a share has it."""
+        return replace(
+            self,
+            bytes_per_token=share * self.bytes_per_token,
+            flops_per_token=share * self.flops_per_token,
+            moved_bytes_per_token=share * self.moved_bytes_per_token,
+            received_bytes_per_token=share * self.received_bytes_per_token,
+            share=share,
+        )
+
+
+def widest_bytes(tensors: Sequence[LayerTensor]) -> float:
+    """Return the bytes of a token in the largest of the tensors, in a layer that has it."""
+    return max(tensor.bytes_per_token / tensor.share for tensor in tensors)
 
 
 def received_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int = 2) -> float:
@@ -94,8 +113,8 @@ def layer_tensors(
 
     Fused kernels save only their input; other kernels also save the tensors of ``split_tensors``. If a norm and the
     matrix product after it are one module, the norm's output cannot be recomputed without that product, so its kind is
-    "input". In a model with experts the tensors of the MLP are left out, because experts keep their own tensors on the
-    device (``expert_bytes``); the norm before the experts is always a separate module. With slices (``sliced``) keys
+    "input". A layer with experts has no tensors of an MLP, because experts keep their own tensors on the device
+    (``expert_bytes``); the norm before the experts is always a separate module. With slices (``sliced``) keys
     and values are a separate tensor, because attention stores a copy for later slices (``HeldSlices``).
     """
     into_qkv = "input" if operators.joined_norms else "cheap"
@@ -125,7 +144,7 @@ def layer_tensors(
     )
     unfused = split_tensors(shape, operators, element_bytes, tensor_parallel, sequence_parallel)
     attention = (*attention, *latent_tensors(shape, element_bytes, tensor_parallel, gathered), *unfused)
-    if shape.num_expert_layers:
+    if not shape.dense_share:
         return attention
     of_first = [LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered)]
     if shape.gated and operators.split_activation:
@@ -133,11 +152,8 @@ def layer_tensors(
             LayerTensor("MLP gate", "matrix", inner * element_bytes, width * first, 0.0, gathered),
             LayerTensor("MLP first output beside it", "view", inner * element_bytes),
         ]
-    return (
-        *attention,
-        *of_first,
-        LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes),
-    )
+    of_last = LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes)
+    return (*attention, *(tensor.in_share(shape.dense_share) for tensor in (*of_first, of_last)))
 
 
 def projection_flops(shape: ModelShape, query: float, keys: float, tensor_parallel: int) -> float:
@@ -187,7 +203,7 @@ def split_tensors(
     if operators.qk_norms:  # keys before their norm view the whole product; queries may too
         copied = query if shape.num_kv_heads < shape.num_heads else 0.0
         of_heads = (query + keys + copied) * element_bytes + operators.norm_bytes(query + keys / 2, element_bytes)
-    inner = 0 if shape.num_expert_layers else shape.ffn_hidden / tensor_parallel
+    inner = shape.dense_share * shape.ffn_hidden / tensor_parallel
     each = {
         "normed inputs": 2 * operators.norm_bytes(norms_of, element_bytes),
         "query, key before their norms": of_heads,
@@ -205,9 +221,9 @@ def expert_bytes(
     load: float = 1.0,
     operators: LayerOperators = FUSED,
 ) -> float:
-    """Return the bytes that the experts of a layer save for the backward pass, for each token before the router.
+    """Return the bytes that experts save for the backward pass, for each token before the router.
 
-    It is 0 without experts. If only some layers have experts, the MLP of the others counts if it saves more.
+    It is the mean of all layers: 0 without experts, and less if some layers have no experts.
 
     A token is copied to each of its experts. They save the tensors of an MLP: the input, the first product and the
     output of the activation function; if its operators are split, also the activation, the gate and their product
@@ -226,8 +242,8 @@ def expert_bytes(
     gated = 6 if operators.split_activation else 3
     inner = (gated if shape.gated else 2) * element_bytes / tensor_parallel
     in_experts = shape.experts_per_token * shape.hidden * element_bytes + inner * shape.expert_ffn_hidden
-    in_mlp = inner * shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0.0
-    return max(load * in_experts + 48.0 * shape.experts_per_token + 4.0 * shape.num_experts, in_mlp)
+    of_router = 48.0 * shape.experts_per_token + 4.0 * shape.num_experts
+    return (1.0 - shape.dense_share) * (load * in_experts + of_router)
 
 
 def expert_working_bytes(

@@ -131,6 +131,11 @@ class ModelShape:
         return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * expert_width))
 
     @property
+    def dense_share(self) -> float:
+        """Share of the layers that have one MLP in place of experts."""
+        return 1.0 - self.num_expert_layers / self.num_layers
+
+    @property
     def value_dim(self) -> int:
         """Width of one head of the values."""
         return self.head_dim if self.latent is None else self.latent.value_dim

@@ -19,6 +19,7 @@ from bytescale_ext.plan.activation.tensors import (
     gathered_bytes,
     layer_tensors,
     message_bytes,
+    widest_bytes,
 )
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, ModelShape, key_value_bytes
@@ -164,7 +165,7 @@ class StageMemory:
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
         element_bytes, loss_tokens = settings.element_bytes, settings.loss_tokens
         sequence_parallel = settings.sequence_parallel
-        tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
+        tensors = layer_tensors(shape, element_bytes, ranks)
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         shared = message_bytes(shape, ranks, element_bytes, sequence_parallel)
         exchanged = settings.expert_ranks > 1
@@ -172,8 +173,8 @@ class StageMemory:
         in_experts = expert_working_bytes(shape, element_bytes, exchanged, load, settings.split_experts(shape))
         passes = PassBytes(
             tokens,
-            hidden=tensors[0],
-            in_mlp=max(max(tensors) + 2 * shared, in_experts),
+            hidden=tensors[0].bytes_per_token,
+            in_mlp=max(widest_bytes(tensors) + 2 * shared, in_experts),
             of_keys=2 * layer.keys,
             logits=LOGIT_BYTES * shape.vocab / ranks * (1 if loss_tokens else 1 + shape.later_layers),
             loss_tokens=loss_tokens or math.inf,
@@ -202,19 +203,17 @@ class StageMemory:
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         return self._of(replace(self.passes, num_messages=VIRTUAL_MESSAGES))
 
-    def recomputing(self, input_bytes: float, sliced: bool = False, gradient_bytes: float = 0.0) -> StageMemory:
+    def recomputing(self, input_bytes: float, sliced: bool = False, beside_bytes: float = 0.0) -> StageMemory:
         """Return the memory of layers that are recomputed one by one.
 
         Args:
             input_bytes: bytes of a token that each layer keeps.
             sliced: whether micro-batches may run in slices. Layers then also keep keys and values for later slices.
-            gradient_bytes: bytes of a token in the gradient of a layer's input, if it exists until the layer runs
-                again. Megatron's dispatchers of experts refer to the graph that ends in it.
+            beside_bytes: bytes of a token beside the mean activations of a layer, while a layer runs again.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         keys = self.layer.keys if sliced else 0.0
-        of_others = gradient_bytes * (max(self.num_layers) - 1)
-        again = replace(self.passes, again=self.layer.activations - input_bytes - keys + of_others)
+        again = replace(self.passes, again=self.layer.activations - input_bytes - keys + beside_bytes)
         freed = again.later_layers * (again.in_later - again.hidden)
         layer = replace(
             self.layer,

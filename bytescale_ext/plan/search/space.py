@@ -12,11 +12,11 @@ import numpy as np
 
 from bytescale_ext.plan.search.balance import balanced_layers
 from bytescale_ext.plan.search.costed import setup_of_strategy
-from bytescale_ext.plan.search.layers import fewest_recomputed
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
-from bytescale_ext.plan.setup.forecast import tokens_in_flight
-from bytescale_ext.plan.setup.memory import Parameters, parameters, stage_memory
+from bytescale_ext.plan.setup.forecast import block_bytes, tokens_in_flight
+from bytescale_ext.plan.setup.memory import Parameters, parameters, stage_memory, stage_state_bytes
+from bytescale_ext.plan.setup.setup import Setup
 from bytescale_ext.plan.setup.update import update_of
 
 LOSS_TOKENS: Final = 4096
@@ -158,6 +158,20 @@ def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
     number = fewest_recomputed(setup_of_strategy(task, kept))
     if number is not None and 0 < number < max(kept.stage_layers):
         yield replace(kept, activations=BLOCK, recomputed_layers=number)
+
+
+def fewest_recomputed(setup: Setup) -> int | None:
+    """Return the smallest number of recomputed layers of each stage with which full micro-batches fit, or None.
+
+    Megatron recomputes equally many layers on all stages, so the stage with the largest need decides.
+
+    Args:
+        setup: setup without recomputation and slices.
+    """
+    counts = np.arange(max(setup.mesh.stage_layers) + 1)
+    states = np.array(stage_state_bytes(setup))[:, None]
+    fits = np.all(states + block_bytes(setup, counts) <= setup.budget.device_bytes, axis=0)
+    return int(counts[fits][0]) if fits.any() else None
 
 
 def tensor_sizes(task: Task) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -23,7 +22,14 @@ from bytescale_ext.plan.memory.held import DeviceParts, peak_memory
 from bytescale_ext.plan.schedule.actions import most_slices
 from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.setup.costs import layer_costs, recomputed, slowest_stage, stage_costs
-from bytescale_ext.plan.setup.memory import input_bytes, parameters, stage_memory, stage_state_bytes, state_cases
+from bytescale_ext.plan.setup.memory import (
+    beside_recomputed_bytes,
+    input_bytes,
+    parameters,
+    stage_memory,
+    stage_state_bytes,
+    state_cases,
+)
 from bytescale_ext.plan.setup.offload import offloading_policy
 from bytescale_ext.plan.setup.policy import PolicySlices, UnderPolicy, under_policy
 from bytescale_ext.plan.setup.setup import BLOCK, Setup
@@ -33,6 +39,7 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 LOAD_BYTES: Final = 4
 """Bytes of the number of a document's tokens that choose an expert."""
 
@@ -223,12 +230,19 @@ class Forecast:
             rows_of = zip(stage_state_bytes(setup), pages, strict=True)
             return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for states, page in rows_of]
         if setup.numerics.recompute == BLOCK:
-            blocks = zip(block_bytes(setup), stage_state_bytes(setup), pages, strict=True)
+            blocks = zip(self._block_bytes, stage_state_bytes(setup), pages, strict=True)
             return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for held, states, page in blocks]
         memory = stage_memory(setup)
         most = peak_memory(table, slicing, slowest_stage(setup)[1].both, memory, setup.mesh.virtual_stages)
         parts, in_host = most.stage_parts(memory), most.stage_host_bytes(memory)
         return [StageBytes(*row) for row in zip(parts, in_host, pages, strict=True)]
+
+    @property
+    def _block_bytes(self) -> list[float]:
+        """Device bytes of each stage with its recomputed first layers."""
+        return [
+            float(each) for each in block_bytes(self.setup, np.array([self.setup.numerics.recomputed_layers]))[:, 0]
+        ]
 
     @cached_property
     def full_bytes(self) -> tuple[float, float]:
@@ -237,7 +251,7 @@ class Forecast:
         if self.whole is not None:
             return self.whole.device_bytes, self.whole.host_bytes
         if setup.numerics.recompute == BLOCK:
-            both = zip(block_bytes(setup), stage_state_bytes(setup), strict=True)
+            both = zip(self._block_bytes, stage_state_bytes(setup), strict=True)
             return max(held + states for held, states in both), 0.0
         memory, mesh = stage_memory(setup).unsliced(), setup.mesh
         if mesh.virtual_stages == 1:
@@ -315,20 +329,27 @@ def tokens_in_flight(setup: Setup) -> list[int]:
     return [most_slices(num_stages, ONE_SLICE, stage) * tokens for stage in range(num_stages)]
 
 
-def block_bytes(setup: Setup) -> Sequence[float]:
-    """Return the device bytes of stages with recomputed first layers, without model states.
+def block_bytes(setup: Setup, recomputed_layers: Ints) -> Floats:
+    """Return the device bytes of stages that recompute their first layers: [num_stages, n], without model states.
 
-    Micro-batches are full and have no slices.
+    Micro-batches are full and have no slices. The last layers run backward first. So a stage has two possible peaks:
+    all its layers hold what they keep, or a recomputed layer runs again after the last layers have freed everything.
+
+    Args:
+        setup: setup without full recompute.
+        recomputed_layers: numbers of recomputed layers of each stage, [n].
     """
-    memory = stage_memory(setup)
-    again, kept_bytes = memory.recomputing(input_bytes(setup)), memory.layer.activations
-    stage_bytes = []
-    for stage, tokens in enumerate(tokens_in_flight(setup)):
-        layers = memory.num_layers[stage]
-        share = min(layers, setup.numerics.recomputed_layers) / layers
-        kept = share * input_bytes(setup) + (1 - share) * kept_bytes
-        stage_bytes.append(again.working_bytes[stage] + layers * tokens * (kept + again.layer.angles / layers))
-    return stage_bytes
+    memory, num_tokens = stage_memory(setup), np.array(float(setup.cluster.tokens_per_rank))
+    again = memory.recomputing(input_bytes(setup), beside_bytes=beside_recomputed_bytes(setup))
+    assert again.passes is not None
+    runs_again = again.passes.of_backward(num_tokens, num_tokens, has_loss=False) + num_tokens * again.buffer_bytes
+    layers, tokens = np.array(memory.num_layers)[:, None], np.array(tokens_in_flight(setup))[:, None]
+    recomputed = np.minimum(layers, recomputed_layers)
+    kept = (layers - recomputed) * memory.layer.activations
+    at_loss = np.array(memory.working_bytes)[:, None] + tokens * kept
+    in_layer = np.where(recomputed > 0, runs_again + (tokens - num_tokens) * kept, 0.0)
+    angles = np.where(recomputed > 0, again.layer.angles, 0.0)
+    return np.asarray(tokens * (recomputed * input_bytes(setup) + angles) + np.maximum(at_loss, in_layer))
 
 
 def coupling(result: StageReplay, num_slices: int, expert_parallel: int) -> float:

@@ -128,19 +128,39 @@ def stage_memory(setup: Setup) -> StageMemory:
     If layers are recomputed in blocks, all layers count here as if they kept their activations.
     """
     numerics, cost, mesh = setup.numerics, setup.cost, setup.mesh
-    tensors = _tensor_bytes(setup)
     if not setup.measured:
-        sizes = setup.shape, numerics.element_bytes, cost.tensor_parallel
-        experts = expert_bytes(*sizes, expert_load(setup), numerics.operators)
-        cost = replace(cost, layer_bytes=sum(tensors) + experts)
+        cost = replace(cost, layer_bytes=_layer_bytes(setup))
     settings = stage_settings(setup, mesh.last_stage, ONE_SLICE)
     memory = StageMemory.of(cost, mesh.stage_layers, setup.cluster, settings)
     memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=stage_state_bytes(setup))
     memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
     if numerics.recompute != FULL:
         return memory
-    gradient_bytes = tensors[0] if setup.shape.num_expert_layers else 0.0
-    return memory.recomputing(input_bytes(setup), setup.slicing != ONE_SLICE, gradient_bytes)
+    return memory.recomputing(input_bytes(setup), setup.slicing != ONE_SLICE, beside_recomputed_bytes(setup))
+
+
+def beside_recomputed_bytes(setup: Setup) -> float:
+    """Return the bytes of a token that exist beside the mean activations of a layer, while a layer runs again.
+
+    The largest layer may be larger than the mean. An expert layer's input and its gradient exist until the layer runs
+    in the next step, because Megatron's dispatchers of experts refer to the graph that ends in them. Layers without
+    experts free both. They are assumed to come first or, if they are half of the layers, to alternate with the others.
+    """
+    shape, layers = setup.shape, max(setup.mesh.stage_layers)
+    if not shape.num_expert_layers:
+        return 0.0
+    with_experts = layers * (1.0 - shape.dense_share)
+    waiting = (with_experts - 1.0) * _tensor_bytes(setup)[0] if 2 * with_experts > layers + 1 else 0.0
+    of_kinds = (replace(setup, shape=replace(shape, num_expert_layers=count)) for count in {0, shape.num_layers})
+    largest = max(_layer_bytes(kind) for kind in of_kinds) if shape.dense_share else _layer_bytes(setup)
+    return waiting + largest - _layer_bytes(setup)
+
+
+def _layer_bytes(setup: Setup) -> float:
+    """Return the bytes of a token in all that a layer saves, the mean of all layers."""
+    numerics, ranks = setup.numerics, setup.mesh.tensor_parallel
+    experts = expert_bytes(setup.shape, numerics.element_bytes, ranks, expert_load(setup), numerics.operators)
+    return sum(_tensor_bytes(setup)) + experts
 
 
 def input_bytes(setup: Setup) -> float:

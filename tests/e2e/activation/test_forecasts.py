@@ -1,4 +1,4 @@
-"""The activations of a training step take the bytes that a dry run predicts, for latent attention and later tokens.
+"""The activations of a training step take the bytes that a dry run predicts, for many models and policies.
 
 ``--hdp-memory-step`` counts live tensor storages on CPU. Each step has full micro-batches, as forecasts assume.
 """
@@ -39,17 +39,21 @@ MODELS = {
     "latent without query latent": LATENT,
     "later tokens": [*MODEL, *"--mtp-num-layers 1".split()],
     "experts": [*MODEL, *EXPERTS],
+    "first layer dense": [*MODEL, *EXPERTS, *"--moe-layer-freq [0]+[1]*4".split()],
+    "every other layer dense": [*MODEL, *EXPERTS, *"--moe-layer-freq 2".split()],
     "latent and later tokens": [*LATENT, *"--q-lora-rank 96 --mtp-num-layers 2".split()],
 }
 HOST = "--host-memory-gb 0.2"
 POLICIES = {
     "none": "",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
     "memo": f"--activation-policy memo --swap-fraction 0.4 {HOST}",
     "priced": f"--activation-policy priced --swap-fraction 0.3 --recompute-fraction 0.5 {HOST}",
     "swap": f"--swap-fraction 1 {HOST}",
 }
 CASES = [(model, policy) for model in MODELS for policy in POLICIES]
+SAMPLE = [("latent and later tokens", "memo"), ("first layer dense", "block")]
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def print_forecast(runtime: Any, model: torch.nn.Module) -> None:
     print("FORECAST", json.dumps([device.states, device.total]))
 
 
-@pytest.mark.parametrize(("model", "policy"), sampled(CASES, [("latent and later tokens", "memo")]))
+@pytest.mark.parametrize(("model", "policy"), sampled(CASES, SAMPLE))
 def test_a_step_takes_the_memory_that_a_dry_run_predicts(model: str, policy: str) -> None:
     corpus = documents((TOKENS,), copies=8)
     words = [*MODELS[model], *TRAIN, *HDP, *SIZES, *POLICIES[policy].split()]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -10,38 +9,12 @@ from bytescale_ext.plan.activation.load import LayerSettings
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.search.costed import CostedStrategy, setup_of_strategy
-from bytescale_ext.plan.search.layers import Choice, cheapest, fewest_recomputed
-from bytescale_ext.plan.search.space import Space, blocks
+from bytescale_ext.plan.search.space import Space, blocks, fewest_recomputed
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE, small_task
-from tests.sample import seeds
 
 TASK = small_task()
-
-
-def in_all_ways(layers: list[tuple[Choice, ...]], capacity: float) -> float | None:
-    """Return the least time of all choices that fit, by brute force."""
-    fitting = [way for way in product(*layers) if sum(one.bytes for one in way) <= capacity]
-    return min((sum(one.seconds for one in way) for way in fitting), default=None)
-
-
-@pytest.mark.parametrize("seed", seeds(200))
-def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    layers = [
-        tuple(Choice(*map(float, random.integers(0, 9, 2))) for _ in range(random.integers(1, 4)))
-        for _ in range(random.integers(0, 6))
-    ]
-    capacity = float(random.integers(0, 25))
-    found, best = cheapest(layers, capacity), in_all_ways(layers, capacity)
-    if found is None:
-        assert best is None
-        return
-    assert len(found) == len(layers)
-    assert all(one in choices for one, choices in zip(found, layers, strict=True))
-    assert sum(one.bytes for one in found) <= capacity
-    assert sum(one.seconds for one in found) == best
 
 
 def test_a_recomputed_layer_keeps_its_input_and_in_slices_keys() -> None:
