@@ -37,6 +37,7 @@ RELEASE = "release"  # Megatron's name for a checkpoint without an iteration, to
 _FOLDER = "iter_{:07d}"
 _SHARDED = ".metadata"  # in all formats of torch.distributed.checkpoint
 _WRITTEN_LAST = "metadata.json"
+_WRITTEN_BY_NAME = (TRACKER, "progress.txt", "non_persistent")  # the last is a folder of checkpoints
 _UNSAFE_LOAD, _SAFE_LOAD = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # for torch.load
 _ITERATION = re.compile("[0-9]{1,15}")
 
@@ -170,17 +171,36 @@ def to_load(load: Path, wanted: int | None = None) -> Path | None:
 def links_to_overwrite(save: Path) -> Iterator[Path]:
     """Yield the links in ``save`` whose targets a save of Megatron would overwrite.
 
-    These are the tracker file, the file of ``--log-progress``, and all in folders of later iterations than the tracker
-    file names.
+    These are the paths that every save uses, and all in folders of later iterations than the tracker file names.
     """
-    yield from (save / name for name in (TRACKER, "progress.txt") if (save / name).is_symlink())
+    yield from _links_by_name(save)
     named = _named(save)
     latest = int(named) if named and named != RELEASE else -1
     for folder in save.glob("iter_*"):
         iteration = folder.name.removeprefix("iter_")
         if _ITERATION.fullmatch(iteration) and int(iteration) > latest:
-            inside = [] if folder.is_symlink() else folder.rglob("*")
-            yield from (path for path in (folder, *inside) if path.is_symlink())
+            yield from _links_at(folder)
+
+
+def remove_links(save: Path, iteration: int) -> list[Path]:
+    """Remove and return the links whose targets the save of an iteration would overwrite. Keeps their targets.
+
+    Megatron opens its files by name, so others who can write in ``save`` could plant links during a training.
+    """
+    links = [*_links_by_name(save), *_links_at(save / _FOLDER.format(iteration))]
+    for link in links:
+        link.unlink(missing_ok=True)
+    return links
+
+
+def _links_by_name(save: Path) -> list[Path]:
+    return [path for name in _WRITTEN_BY_NAME if (path := save / name).is_symlink()]
+
+
+def _links_at(path: Path) -> Iterator[Path]:
+    """Yield a path if it is a link, otherwise the links below it."""
+    inside = () if path.is_symlink() else path.rglob("*")
+    yield from (each for each in (path, *inside) if each.is_symlink())
 
 
 def is_sharded(folder: Path) -> bool:

@@ -40,8 +40,11 @@ def test_a_warm_rank_runs_a_script_as_a_program(tmp_path: Path, factor: int) -> 
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     launch = Launch((str(script), str(factor)), tmp_path, "", 120.0, is_warm=True)
+    (tmp_path / "target").write_text("precious")
+    launch.log(0).symlink_to(tmp_path / "target")  # ranks start as root, in a folder that others may share
     assert run(Topology(1, 2, cores_per_rank=0.4, name=NAME), launch).code == factor
     assert launch.log(0).read_text() == f"['{factor}'] 0 2 __main__\n"
+    assert (tmp_path / "target").read_text() == "precious"
     assert sys.argv[1:] != [str(factor)], "a fork must not change its parent"
     assert leftovers() == []
 

@@ -15,7 +15,9 @@ import pytest
 from bytescale_ext.draw.figure import new_figure
 from bytescale_ext.json_input import check_stored
 from megatron.bytescale import protection
+from megatron.bytescale.arguments.running import SavedFolders
 from megatron.bytescale.arguments.values import Folders, ReadFiles, wrong_folders
+from megatron.bytescale.checkpoints import remove_links
 from megatron.bytescale.cli.search.script import ScriptedRun, script_text
 from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.launch import TRACKER
@@ -177,19 +179,25 @@ def test_links_at_logs_of_tensorboard_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "link", [TRACKER, "progress.txt", "iter_0000010", "iter_0000010/common.pt", "iter_0000010/mp_rank_00/x.pt"]
-)
+    "link",
+    [
+        TRACKER, "progress.txt", "iter_0000010", "iter_0000010/common.pt", "iter_0000010/mp_rank_00/x.pt",
+        "non_persistent", "non_persistent/iter_0000010",
+    ],
+)  # fmt: skip
 def test_links_that_a_save_would_follow_are_refused(link: str, tmp_path: Path) -> None:
     """Megatron writes its files in place, so the target of a link would be emptied or filled."""
-    folders = Folders(str(tmp_path), 2, None, None, None)
+    folders = Folders(str(tmp_path), 2, None, None, None, non_persistent_save_interval=1)
     planted = tmp_path / link
     planted.parent.mkdir(parents=True, exist_ok=True)
     planted.symlink_to(tmp_path.parent)
     assert list(wrong_folders(folders)) == [
         f"--save {planted} is a link, whose target Megatron would overwrite: remove it"
     ]
-    planted.unlink()
+    parents = SavedFolders(str(tmp_path), non_persistent_save_interval=1).paths()
+    assert [link for save in parents for link in remove_links(save, 10)] == [planted]
     assert not list(wrong_folders(folders))
+    assert tmp_path.parent.is_dir()
 
 
 def test_earlier_checkpoints_may_be_links(tmp_path: Path) -> None:

@@ -124,6 +124,28 @@ class Dropout:
 
 
 @dataclass(frozen=True)
+class SavedFolders:
+    """Folders of the checkpoints that a training writes.
+
+    Attributes:
+        save: folder of ``--save``.
+        non_persistent_save_interval: steps between two checkpoints that are soon deleted.
+        non_persistent_global_ckpt_dir: folder of these checkpoints; None: a subfolder of ``save``.
+    """
+
+    save: str | None
+    non_persistent_save_interval: int | None = None
+    non_persistent_global_ckpt_dir: str | None = None
+
+    def paths(self) -> list[Path]:
+        """Return the folders."""
+        if self.save is None:
+            return []
+        soon_deleted = Path(self.non_persistent_global_ckpt_dir or Path(self.save, "non_persistent"))
+        return [Path(self.save), *([soon_deleted] if self.non_persistent_save_interval else [])]
+
+
+@dataclass(frozen=True)
 class Interruptions:
     """Settings that appear in the message about a run that ends early.
 

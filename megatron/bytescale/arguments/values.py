@@ -20,6 +20,7 @@ from bytescale_ext.new_file import check_writable_folder
 from megatron.bytescale.arguments.bad_input import Reasons
 from megatron.bytescale.arguments.divisions import Divisions
 from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.arguments.running import SavedFolders
 from megatron.bytescale.arguments.schedules import Schedules
 from megatron.bytescale.checkpoints import links_to_overwrite
 
@@ -159,6 +160,8 @@ class Folders:
     tensorboard_dir: str | None
     data_cache_path: str | None
     hdp_log_dir: Path | None = None
+    non_persistent_save_interval: int | None = None
+    non_persistent_global_ckpt_dir: str | None = None
 
     def of(self, flag: str) -> Path | None:
         """Return the folder given by a flag."""
@@ -295,7 +298,8 @@ def wrong_folders(folders: Folders) -> Iterator[str]:
     if folders.save is not None and folders.save_interval is None:
         yield f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next"
     if folders.save is not None:
-        for link in links_to_overwrite(Path(folders.save)):
+        saved = SavedFolders(folders.save, folders.non_persistent_save_interval, folders.non_persistent_global_ckpt_dir)
+        for link in (link for save in saved.paths() for link in links_to_overwrite(save)):
             yield f"--save {link} is a link, whose target Megatron would overwrite: remove it"
     if folders.tensorboard_dir is not None:  # names of the log are its second, host and process
         for path in Path(folders.tensorboard_dir).glob("events.out.*"):

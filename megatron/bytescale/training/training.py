@@ -20,7 +20,8 @@ from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_json
 from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
 from megatron.bytescale.arguments.options import current, options_of, override_current
-from megatron.bytescale.arguments.running import Batches, SampleKind, SavedOrder, SavedRun
+from megatron.bytescale.arguments.running import Batches, SampleKind, SavedFolders, SavedOrder, SavedRun
+from megatron.bytescale.checkpoints import remove_links
 from megatron.bytescale.learned_costs import figures_of_costs, restore_costs
 from megatron.bytescale.runtime import LogState, Runtime, Totals
 
@@ -48,12 +49,21 @@ def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Call
         override_current({"hdp_tokens_so_far": runtime.log.tokens_so_far})
         add_losses(totals, given["loss_dict"], is_skipped=bool(given["skipped_iter"]))
         result = original(*args, **kwargs)
+        _remove_planted_links(iteration)
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
             metrics = collect(runtime, iteration)
             write_figures(runtime, metrics, progress(runtime, totals, metrics, given), mean_losses(totals))
         return result
 
     return training_log
+
+
+def _remove_planted_links(iteration: int) -> None:
+    """Remove links that the save of an iteration would follow. Rank 0 does it, in the folder of all ranks."""
+    if torch.distributed.get_rank() == 0:
+        for folder in current(SavedFolders).paths():
+            for link in remove_links(folder, iteration):
+                print_rank_0(f"WARNING: removed {link}, a link that Megatron's save would have followed")
 
 
 def add_losses(totals: Totals, losses: Mapping[str, torch.Tensor], *, is_skipped: bool) -> None:

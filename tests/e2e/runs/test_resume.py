@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from bytescale_ext.measure.timeline import read_phases
+from megatron.bytescale.launch import TRACKER
+from megatron.bytescale.training import training
 from tests.e2e.training import (
     HDP,
     MODEL,
@@ -61,8 +63,11 @@ def test_resumed_on_as_many_or_other_ranks(
     """The timeline shows the requested step."""
     documents, losses = whole_run
     save = tmp_path / "save"
-    begun = run(corpus, tmp_path, first, *TORCH_DIST, "--save", save, "--exit-interval", 3)
+    planted = partial(with_planted_links, save, tmp_path / "target")
+    begun = run(corpus, tmp_path, first, *TORCH_DIST, "--save", save, "--exit-interval", 3, entry=planted)
     assert begun[0].code == 0
+    assert begun[0].text.count("a link that Megatron's save would have followed") == 3
+    assert not list((tmp_path / "target").iterdir())
     assert "exiting program at iteration 3" in begun[0].text
     assert documents_in_order(begun) == documents[:3]
     assert consumed_samples(begun[-1]) == [8, 16, 24]
@@ -105,6 +110,22 @@ def test_steps_that_grow_follow_megatrons_count(
     assert [len(step) for step in steps] == [4, 4, 8, 12, 12]
     assert list(chain(*steps)) == list(chain(*whole_run[0]))[:40]
     assert consumed_samples(outcomes[-1]) == [4, 8, 16, 28, 40]
+
+
+def with_planted_links(save: Path, target: Path) -> None:
+    """Plant links before the last moment at which a run looks for them, and record its steps."""
+    look = training.remove_links
+
+    def plant_and_look(folder: Path, iteration: int) -> list[Path]:
+        if iteration == 3:
+            target.mkdir()
+            for name in (TRACKER, "progress.txt", "iter_0000003"):
+                (save / name).symlink_to(target / name if "." in name else target)
+        return look(folder, iteration)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "remove_links", plant_and_look)
+        record_steps()
 
 
 def token_range(document: str) -> tuple[int, int]:
