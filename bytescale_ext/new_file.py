@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,10 +110,27 @@ def locked_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 def make_folder(folder: Path, top: Path) -> None:
     """Make a folder below ``top``, whose name the user gave. Raises OSError for a link between them."""
-    below = itertools.takewhile(lambda part: part != top, (folder, *folder.parents))
-    if link := next((part for part in below if part.is_symlink()), None):
-        raise OSError(errno.ELOOP, "is a link", str(link))
+    _check_no_link(itertools.takewhile(lambda part: part != top, (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make a folder that only this user can enter, or keep it: other programs open files in it by name.
+
+    Raises OSError for a link, the folder of another user, and a folder with links, which nobody could plant in ours.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(0o700)
+    except FileExistsError:
+        _check_no_link([folder])
+        with tempfile.TemporaryFile(dir=folder) as ours:  # file systems may change the user of new files
+            is_ours = os.fstat(ours.fileno()).st_uid == folder.stat().st_uid
+        if not is_ours:
+            raise OSError(errno.EPERM, "belongs to another user", str(folder)) from None
+        with contextlib.suppress(OSError):  # file systems without modes
+            folder.chmod(0o700)
+        _check_no_link(folder.rglob("*"))
 
 
 def check_writable_folder(folder: Path) -> None:
@@ -122,6 +139,11 @@ def check_writable_folder(folder: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=".writable-", dir=folder)
     os.close(handle)
     os.unlink(name)
+
+
+def _check_no_link(paths: Iterable[Path]) -> None:
+    if link := next((path for path in paths if path.is_symlink()), None):
+        raise OSError(errno.ELOOP, "is a link", str(link))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from bytescale_ext.new_file import (
     appended,
     check_writable_folder,
     make_folder,
+    make_own_folder,
     new_file,
     new_log,
     overwritten,
@@ -121,3 +122,30 @@ def test_a_folder_is_not_made_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"is a link: .*links"):
         make_folder(tmp_path / "logs" / "links" / "stage1", tmp_path / "logs")
     assert sorted(path.name for path in (tmp_path / "other" / "timeline").iterdir()) == ["stage0"]
+
+
+@pytest.mark.parametrize("link", ["", "link", "logs/link"])
+def test_an_own_folder_has_no_links(link: str, tmp_path: Path) -> None:
+    """Other programs open their files in it by name."""
+    folder = tmp_path / "new" / "work"
+    make_own_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "logs").mkdir()
+    folder.chmod(0o777)
+    make_own_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if link:
+        (folder / link).symlink_to(tmp_path)
+    else:
+        folder.rename(tmp_path / "other")
+        folder.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=f"is a link: '{folder / link}'"):
+        make_own_folder(folder)
+
+
+def test_the_folder_of_another_user_is_not_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.stat_result((0, 0, 0, 0, os.geteuid() + 1, 0, 0, 0, 0, 0))
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open(dir / "new", "wb"))
+    monkeypatch.setattr("os.fstat", lambda file: status)
+    with pytest.raises(OSError, match="belongs to another user"):
+        make_own_folder(tmp_path)

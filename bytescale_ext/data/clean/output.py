@@ -17,7 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 from bytescale_ext.data.clean.duplicates import weights_of
 from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.tally import Tally
-from bytescale_ext.new_file import new_log
+from bytescale_ext.new_file import make_folder, new_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def gather(recipe: Recipe, work: Path, output: Path) -> list[DataSet]:
     """
     for part in sorted((work / "parts").glob("*/*.jsonl")):
         shard = output / part.stem / f"{part.parent.name}.jsonl"
-        shard.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(shard.parent, output)
         os.replace(part, shard)
     data_sets: dict[str, DataSet] = {}
     for source in recipe.sources:

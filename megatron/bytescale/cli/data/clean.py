@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from bytescale_ext.data.clean.recipe import FILTERS, ON_BAD, POLICIES, STEPS, Recipe, read_recipe
 from bytescale_ext.data.samples.sources import file_entries
 from bytescale_ext.errors import one_line
-from bytescale_ext.new_file import new_file
+from bytescale_ext.json_input import stored_text
+from bytescale_ext.new_file import make_own_folder, new_file, write_text
 from megatron.bytescale.cli.data.executors import add_executor, check_datatrove, executor_settings
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
@@ -98,9 +99,9 @@ def begin(finish: Finish) -> bool:
 
     Raises:
         ValueError: the folder has output, or unfinished work, of another recipe, or other files.
+        OSError: the work folder belongs to another user or has links.
     """
     from bytescale_ext.data.clean.report import REPORT, load_report
-    from bytescale_ext.data.clean.tally import write_whole
 
     own, noted = finish.key(), finish.work / "recipe"
     own_work = f"{own} {finish.recipe.tasks} tasks"
@@ -110,14 +111,16 @@ def begin(finish: Finish) -> bool:
             raise ValueError(f"--output {finish.output}: it holds the output of {other}: {advice}")
         return True
     if noted.exists():
-        if noted.read_text() != own_work:
+        make_own_folder(finish.work)
+        if stored_text(noted) != own_work:
             raise ValueError(
                 f"--output {finish.output}: it holds unfinished work of {other}, or with other --tasks: {advice}"
             )
         return False
     if finish.output.exists() and any(finish.output.iterdir()):
         raise ValueError(f"--output {finish.output}: this folder has other files: give another folder")
-    write_whole(noted, own_work)
+    make_own_folder(finish.work)
+    write_text(noted, own_work)
     return False
 
 

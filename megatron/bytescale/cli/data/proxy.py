@@ -21,7 +21,7 @@ from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.mix.curves import LEAST_STEPS, Proposal, propose
 from bytescale_ext.data.mix.weights import MixturePart
 from bytescale_ext.json_input import json_value
-from bytescale_ext.new_file import new_log
+from bytescale_ext.new_file import make_own_folder, new_log
 
 if TYPE_CHECKING:
     from bytescale_ext.data.tasks.stages import ExecutorSettings
@@ -110,11 +110,13 @@ def proposals_of(
 
     Raises:
         ValueError: a source has fewer tokens than a run, or a run has failed; the message names its log.
+        OSError: the folder of the runs belongs to another user or has links.
     """
     from bytescale_ext.data.tasks.stages import ExecutorSettings, Stage, run_stages
 
     runs.check()
     if sum(map(len, runs.curves().values())) < runs.seeds * len(runs.sources):
+        make_own_folder(runs.folder)
         work = runs.folder / "tasks"
         shutil.rmtree(work, ignore_errors=True)  # finished runs are known by their losses
         stage = Stage("proxy", tasks or runs.seeds * len(runs.sources), [runs])

@@ -21,8 +21,8 @@ from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.corpus.windows_file import ORDERS, SUFFIX, load_windows
 from bytescale_ext.data.samples.sources import Entry, check_first_lines, checked_prefix, file_entries
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_settings
-from bytescale_ext.new_file import write_text
+from bytescale_ext.json_input import json_settings, stored_text
+from bytescale_ext.new_file import make_own_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings
 from megatron.bytescale.cli.data.executors import add_executor, executor_settings
@@ -128,11 +128,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def begin(work: Path, key: str) -> None:
-    """Make the work folder, or keep the folder of an unfinished run. Raises ValueError for work on other windows."""
+    """Make the work folder, or keep the folder of an unfinished run.
+
+    Raises ValueError for work on other windows, and OSError as ``make_own_folder``.
+    """
     noted = work / "settings"
-    if noted.exists() and noted.read_text() != key:
+    make_own_folder(work)
+    if noted.exists() and stored_text(noted) != key:
         raise ValueError(f"{work}: unfinished work with other options, or on other files: remove the folder")
-    work.mkdir(parents=True, exist_ok=True)
     write_text(noted, key)
 
 

@@ -70,6 +70,12 @@ def test_a_run_that_failed_goes_on(docs: Path, tmp_path: Path, capsys: pytest.Ca
     assert [one.name for one in (tmp_path / "out").iterdir()] == [".work"]
     assert run(docs, tmp_path / "out") == 2  # another recipe
     assert "it holds unfinished work of another recipe" in capsys.readouterr().err
+    link = tmp_path / "out" / ".work" / "stages" / "read" / "logs" / "task_00001.log"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(bad)
+    assert run(docs, tmp_path / "out", "--on-bad", "fail") == 2
+    assert capsys.readouterr().err == f"bytescale data clean: error: {link}: is a link\n"
+    assert bad.read_bytes() == b"\0"
 
 
 def test_bad_calls_are_one_line_before_any_work(
