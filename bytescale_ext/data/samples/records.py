@@ -47,6 +47,7 @@ _OTHERS: Final = {
 _OBJECT: Final = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"[^"\n]*"\s*:')
 _PACKED: Final = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _LINES: Final = (".jsonl", ".ndjson")
+_MOST_WINDOW: Final = 160 << 20  # memory to unpack an .xz file; zstd refuses windows above 128 MiB itself
 _HEAD: Final = 1 << 16  # bytes that tell a kind
 _BATCH: Final = 256  # rows of Parquet that are read together
 _SHORT: Final = 64  # bytes of a value that may be in lists of any length
@@ -91,6 +92,46 @@ class _Bounded(io.RawIOBase):
         super().close()
 
 
+class _Unxz(io.RawIOBase):
+    """Unpacked bytes of an ``.xz`` file. Python's own reader takes the memory that the file asks for, up to 4 GiB."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._decoder = stream, lzma.LZMADecompressor(memlimit=_MOST_WINDOW)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        """Read into a buffer; return the number of bytes. Raises LZMAError and EOFError for damaged files."""
+        view = memoryview(buffer).cast("B")
+        data = b""
+        while not data:
+            if not self._decoder.eof:
+                raw = self._stream.read(_HEAD) if self._decoder.needs_input else b""
+                if self._decoder.needs_input and not raw:
+                    raise EOFError("it ends before its end mark")
+            elif raw := self._next_file():
+                self._decoder = lzma.LZMADecompressor(memlimit=_MOST_WINDOW)
+            else:
+                return 0
+            data = self._decoder.decompress(raw, len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def _next_file(self) -> bytes:
+        """Return the first bytes of a file that follows in the same file, after zeros; without one, none."""
+        rest = self._decoder.unused_data.lstrip(b"\0")
+        while not rest and (part := self._stream.read(_HEAD)):
+            rest = part.lstrip(b"\0")
+        return rest
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+        super().close()
+
+
 def most_unpacked(path: Path) -> int:
     """Return the number of bytes to which a file may unpack."""
     return max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
@@ -121,8 +162,10 @@ def _unpacking(path: Path) -> BinaryIO:
         except ImportError:
             raise ValueError(f"{path}: zstd needs pyarrow: pip install pyarrow") from None
         return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+    if packing == "xz":
+        return cast(BinaryIO, io.BufferedReader(_Unxz(path.open("rb")), _HEAD))
     if packing:
-        module = {"gzip": gzip, "bz2": bz2, "xz": lzma}[packing]
+        module = {"gzip": gzip, "bz2": bz2}[packing]
         return cast(BinaryIO, module.open(path, "rb"))
     return path.open("rb")
 

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import resource
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,26 @@ def test_documents_of_each_kind_and_packing(name: str, packing: str, tmp_path: P
     plain = tmp_path / f"plain.txt{packing}"
     plain.write_bytes(PACKINGS[packing](b"plain"))
     assert both(plain) == (["plain"], ["plain"])
+
+
+def test_xz_files_take_little_memory_and_may_follow_each_other(tmp_path: Path) -> None:
+    """Python's reader would take as much memory as a header asks for, here 1 GiB."""
+    head = LINES[: LINES.index(b"\n") + 1]
+    packed = lzma.compress(head)
+    (tmp_path / "a.jsonl").write_bytes(packed + bytes(8) + lzma.compress(LINES[len(head) :]) + bytes(4))
+    assert both(tmp_path / "a.jsonl") == (TEXTS, TEXTS)
+    header = packed.index(b"\x21\x01", 12)  # its filter and the size of its window, at the end a checksum
+    block = bytearray(packed[12 : 12 + 4 * (packed[12] + 1)])
+    block[header - 10] = 36
+    block[-4:] = zlib.crc32(block[:-4]).to_bytes(4, "little")
+    for bad, message in (
+        (packed[:12] + block + packed[12 + len(block) :], "Memory usage limit exceeded"),
+        (packed + bytes(4) + packed[:30], "it ends before its end mark"),
+        (packed + b"other", "Input format not supported"),
+    ):
+        (tmp_path / "b.jsonl").write_bytes(bad)
+        with pytest.raises(ValueError, match=rf"b.jsonl: cannot read \({message}"):
+            file_entries(tmp_path / "b.jsonl")
 
 
 def test_rows_of_parquet(tmp_path: Path) -> None:
