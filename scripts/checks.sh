@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks of both launchers, which source this file with their own name as the argument.
+# Checks of the launchers, which source this file with their own name as the argument.
 set -euo pipefail
 program=$1
 
@@ -28,4 +28,19 @@ check_data() {
 
 check_out() {
   mkdir -p "$OUT" 2>/dev/null && [[ -w $OUT ]] || fail "OUT=$OUT cannot be written; choose another folder"
+  no_links "$OUT/nccl" "$OUT/ranks"
+}
+
+# no_links PATH...: fails if a path, or a file below it, is a link: others may have planted it in a shared folder.
+no_links() {
+  local link
+  link=$(find "$@" -type l -print -quit 2>/dev/null || true)
+  [[ -z $link ]] || fail "$link is a link, whose target would be overwritten; remove it"
+}
+
+# new_log FILE: makes an empty file; a link of this name is replaced, not followed.
+new_log() {
+  if ! (rm -f -- "$1" && set -o noclobber && : >"$1") 2>/dev/null; then
+    fail "$1 cannot be written"
+  fi
 }

@@ -90,6 +90,7 @@ export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000}
 export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUT/nccl/rank_}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # with more threads than cores, ranks wait for each other
 log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
+new_log "$log"
 mkfifo "$log.pipe"
 (trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when the last writer closes the pipe
 copy=$!

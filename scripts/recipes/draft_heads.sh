@@ -15,6 +15,8 @@ SEEDS=${SEEDS:-1}                           # order of the documents of the head
 TEXTS=${TEXTS:-40}                          # prompts
 TOKENS=${TOKENS:-96}                        # generated tokens per prompt
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
+# shellcheck source=/dev/null
+source scripts/checks.sh draft_heads.sh
 mkdir -p "$OUT"
 
 [ -e "$OUT/data.idx" ] || "$BYTESCALE" corpus --output "$OUT/data" --tokens 6000000
@@ -29,6 +31,7 @@ COMMON=(
 )
 if [ ! -e "$OUT/model/latest_checkpointed_iteration.txt" ]; then
   echo "training the model ($OUT/model.log)"
+  new_log "$OUT/model.log"
   "$BYTESCALE" train "${COMMON[@]}" --lr 3e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-decay-iters "$STEPS" \
     --train-iters "$STEPS" --save "$OUT/model" > "$OUT/model.log" 2>&1
 fi
@@ -37,6 +40,7 @@ for seed in $SEEDS; do # both kinds at the same time, so other work on the machi
     heads="$OUT/$kind-$seed"
     [ -e "$heads/latest_checkpointed_iteration.txt" ] && continue
     echo "training $kind heads for $MINUTES minutes ($heads.log)"
+    new_log "$heads.log"
     "$BYTESCALE" train "${COMMON[@]}" --lr 2e-3 --lr-decay-style constant --train-iters 1000000 --seed "$seed" \
       --draft-heads "$kind" --num-draft-heads 4 --pretrained-checkpoint "$OUT/model" --load "$heads" --save "$heads" \
       --exit-duration-in-mins "$MINUTES" > "$heads.log" 2>&1 &
@@ -45,6 +49,7 @@ for seed in $SEEDS; do # both kinds at the same time, so other work on the machi
 done
 
 # Prompts: lines of Python's standard library, far apart.
+no_links "$OUT/prompts"
 [ -e "$OUT/prompts" ] || find "$(.venv/bin/python -P -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
   -maxdepth 1 -name '*.py' -print0 | sort -z | xargs -0 cat | grep -E '^[ -~]{30,90}$' |
   awk -v texts="$TEXTS" 'NR % 997 == 0 && found++ < texts' > "$OUT/prompts"

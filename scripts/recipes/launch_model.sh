@@ -13,6 +13,9 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 action=${1:-print}
 shift || true
+# shellcheck source=/dev/null
+source "$root/scripts/checks.sh" launch_model.sh
+for name in NODES GPUS_PER_NODE; do whole_number "$name" 0; done
 DATA=${DATA:-data/documents}
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB}
 ITERS=${ITERS:-1000}
@@ -29,8 +32,7 @@ read -r -d '' -a model <<<"$MODEL_FLAGS $TOKENIZER --data-path $DATA --split 99,
 # torch unpickles what the members of a rendezvous write.
 random=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 if [[ $action == torchrun && $NODES -gt 1 && -z ${RENDEZVOUS_ID:-} ]]; then
-  echo "launch_model.sh: error: give RENDEZVOUS_ID, one random text for all nodes, such as $random" >&2
-  exit 2
+  fail "give RENDEZVOUS_ID, one random text for all nodes, such as $random"
 fi
 launch=(
   "$root/.venv/bin/python" -P -m megatron.bytescale.launch --nnodes="$NODES" --nproc-per-node="$GPUS_PER_NODE"
@@ -54,6 +56,7 @@ case $action in
     lengths=(--sampler "$SAMPLER")
     if [[ $SAMPLER == equal ]]; then # all samples have one length
       mkdir -p "$OUT"
+      new_log "$OUT/lengths.npy"
       "$root/.venv/bin/python" -P -c 'import sys, numpy; numpy.save(sys.argv[1], [int(sys.argv[2])])' \
         "$OUT/lengths.npy" "$SEQ_LENGTH"
       lengths=(--lengths "$OUT/lengths.npy")
@@ -65,8 +68,5 @@ case $action in
   slurm)
     exec sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$@" "$root/scripts/train_slurm.sbatch" "${run[@]}"
     ;;
-  *)
-    echo "launch_model.sh: error: ${action//[[:cntrl:]]/?}: give dry-run, print, torchrun, slurm or flags" >&2
-    exit 2
-    ;;
+  *) fail "$action: give dry-run, print, torchrun, slurm or flags" ;;
 esac

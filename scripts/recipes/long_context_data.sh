@@ -21,12 +21,12 @@ purelib=$("$PYTHON" -P -c 'import sysconfig; print(sysconfig.get_path("purelib")
 PYTHON_TEXTS=${PYTHON_TEXTS:-$purelib/megatron}
 HEADER_TEXTS=${HEADER_TEXTS:-$purelib/torch/include/torch}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
-if [[ ! $CONTEXT =~ ^([0-9]+)(K?)$ ]]; then
-  echo "long_context_data.sh: error: CONTEXT=${CONTEXT//[[:cntrl:]]/?} is not a whole number, such as 8192 or 16K" >&2
-  exit 2
-fi
-tokens=$((10#${BASH_REMATCH[1]} * (${#BASH_REMATCH[2]} ? 1024 : 1)))
+# shellcheck source=/dev/null
+source scripts/checks.sh long_context_data.sh
+tokens=$CONTEXT
+for name in CONTEXT STEPS RANKS WORKERS tokens; do whole_number "$name"; done
 mkdir -p "$OUT"
+no_links "$OUT/recipe.toml" "$OUT/train.log"
 
 # Quality filters are for prose, so these sources of code have none. Sentences are lines here: licences repeat more
 # lines in a row than code does.

@@ -21,13 +21,9 @@ RANKS=${RANKS:-2}         # ranks that share the experts
 TOKENS=${TOKENS:-4000000} # tokens of the corpus, from the Python files of this environment
 SEED=${SEED:-1234}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
-for name in DENSE_STEPS STEPS ANNEAL EXPERTS RANKS TOKENS; do
-  value=${!name}
-  if [[ ! $value =~ ^[1-9][0-9]*$ ]]; then
-    echo "upcycle_dts.sh: error: $name=${value//[[:cntrl:]]/?} is not a whole number above 0" >&2
-    exit 2
-  fi
-done
+# shellcheck source=/dev/null
+source scripts/checks.sh upcycle_dts.sh
+for name in DENSE_STEPS STEPS ANNEAL EXPERTS RANKS TOKENS; do whole_number "$name"; done
 mkdir -p "$OUT"
 
 [ -e "$OUT/data.idx" ] || "$BYTESCALE" corpus --output "$OUT/data" --tokens "$TOKENS"
@@ -50,6 +46,7 @@ train() { # train NAME FLAGS
   shift
   [ -e "$OUT/$name/latest_checkpointed_iteration.txt" ] && return
   echo "training $name ($OUT/$name.log)"
+  new_log "$OUT/$name.log"
   "$PYTHON" -P -m megatron.bytescale.launch --nproc-per-node "$RANKS" pretrain_gpt_hdp.py "${COMMON[@]}" \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --save "$OUT/$name" "$@" > "$OUT/$name.log" 2>&1
 }

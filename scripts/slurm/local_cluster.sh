@@ -14,6 +14,10 @@ fail() {
 }
 (($# == 2)) && [[ $1 == start || $1 == stop ]] || fail "usage: local_cluster.sh start|stop FOLDER"
 mkdir -p "$2"
+# Daemons of root follow the links in this folder, and root ends the processes that it names.
+[[ -O $2 && ! -L $2 ]] || fail "$2 belongs to another user or is a link; choose a folder of yours"
+chmod go-w "$2"
+[[ -z $(find "$2" -type l -print -quit) ]] || fail "$2 has links; choose an empty folder"
 folder=$(cd "$2" && pwd)
 port=${PORT:-26817}
 export SLURM_CONF=$folder/slurm.conf

@@ -21,6 +21,8 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
     for name in ("data/python.idx", "data/python.bin", "half.idx", "file"):
         (tmp_path / name).write_text("")
+    (tmp_path / "linked" / "nccl").mkdir(parents=True)
+    (tmp_path / "linked" / "nccl" / "rank_0").symlink_to(tmp_path / "file")
     python = tmp_path / ".venv" / "bin" / "python"
     # torch sees 2 GPUs
     fake = '[[ "$1 $2" == "-P -c" ]] && { echo 2; exit; }\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n'

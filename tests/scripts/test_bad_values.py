@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.launchers import LOCAL, SLURM, run
+from tests.scripts.launchers import CHECKS, LOCAL, SLURM, run
 
 # (values of variables, the message of both launchers); {in} is the checkout.
 BAD_VALUES = [
@@ -17,6 +17,8 @@ BAD_VALUES = [
     ({"DATA": "{in}/none"}, "DATA={in}/none: there is no {in}/none.idx and .bin; bytescale corpus writes them"),
     ({"DATA": "{in}/half"}, "DATA={in}/half: there is no {in}/half.idx and .bin; bytescale corpus writes them"),
     ({"OUT": "{in}/file/out"}, "OUT={in}/file/out cannot be written; choose another folder"),
+    ({"OUT": "{in}/linked"}, "{in}/linked/nccl/rank_0 is a link, whose target would be overwritten; remove it"),
+    ({"LAYERS": "a[$(touch {in}/ran)]"}, "LAYERS=a[$(touch {in}/ran)] is not a whole number, such as 8 or 32K"),
 ]
 BAD_VALUES_OF_LOCAL = [
     *BAD_VALUES,
@@ -81,3 +83,17 @@ def test_slurm_submits_a_complete_job(slurm_job: tuple[Path, dict[str, str]], ch
     (checkout / ".venv" / "bin" / "python").unlink()
     message = "there is no repository with a .venv in {in}; run 'make setup' there, or set ROOT"
     assert_refused(script, checkout, message, **outside)
+
+
+@pytest.mark.ranks
+def test_links_at_logs_are_not_followed(slurm_job: tuple[Path, dict[str, str]], checkout: Path) -> None:
+    script, environment = slurm_job
+    target, log = checkout / "file", checkout / "out" / "slurm-1234567.log"
+    log.parent.mkdir()
+    log.symlink_to(target)
+    done = run([script], **environment, OUT=str(log.parent))
+    assert (done.returncode, target.read_text()) == (2, "")
+    assert done.stderr.endswith(f"{log} is a link, whose target would be overwritten; remove it\n")
+    done = run(["bash", "-c", 'source "$0" x; new_log "$1"; echo text >>"$1"', CHECKS, log])
+    assert (done.returncode, target.read_text(), log.read_text()) == (0, "", "text\n")
+    assert not log.is_symlink()

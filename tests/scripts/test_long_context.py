@@ -93,5 +93,5 @@ def test_from_text_to_training_after_a_failure(tmp_path: Path) -> None:
 def test_a_bad_context_is_refused() -> None:
     done = run([LONG_CONTEXT], CONTEXT="long", PYTHON=sys.executable, OUT="/dev/null/none")
     assert done.returncode == 2
-    assert done.stderr == ("long_context_data.sh: error: CONTEXT=long is not a whole number, such as 8192 or 16K\n")
+    assert done.stderr == ("long_context_data.sh: error: CONTEXT=long is not a whole number, such as 8 or 32K\n")
     assert LONG_CONTEXT.is_relative_to(ROOT)

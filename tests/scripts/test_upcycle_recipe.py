@@ -59,5 +59,5 @@ def test_the_recipe_of_upcycling(tmp_path: Path) -> None:
 def test_a_bad_number_is_refused(tmp_path: Path) -> None:
     done = run_recipe(tmp_path, ANNEAL="half")
     assert done.returncode == 2
-    assert done.stderr == "upcycle_dts.sh: error: ANNEAL=half is not a whole number above 0\n"
+    assert done.stderr == "upcycle_dts.sh: error: ANNEAL=half is not a whole number, such as 8 or 32K\n"
     assert not (tmp_path / "out").exists()
