@@ -7,6 +7,8 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescale_ext.data.samples.records import MOST_BYTES
@@ -21,7 +23,7 @@ from bytescale_ext.data.samples.sources import (
 )
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import printable
-from megatron.bytescale.cli.shared.inputs import size
+from megatron.bytescale.cli.shared.inputs import DATA_SET, check_apart, size
 from megatron.bytescale.cli.shared.options import add_json, add_option
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings, training_flags
 
@@ -115,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     settings = tokenizer_settings(args)
     entries = read_sources(args)
     checked_prefix(args.output)
+    check_apart_from(args, entries)
     if args.sft:
         return write_chats(args, entries, settings)
     # Megatron takes seconds to import, so --help and errors come first.
@@ -141,6 +144,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"not UTF-8  {summary.num_not_utf8:,} ({'bad bytes replaced' if tokenizer else 'each byte is a token'})")
     print(f"train with {shlex.join(flags)}")
     return 0
+
+
+def check_apart_from(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
+    """Raise ValueError if the data set would be among the documents, in this call or in the next."""
+    for name in (f"{args.output}{ending}" for ending in DATA_SET):
+        files = [entry.path for entry in entries if entry.path.name == Path(name).name]
+        is_read = Path(name).match(args.glob or "*") and (args.glob is not None or not args.sft)
+        check_apart(name, files, args.sources or [] if is_read else [])
 
 
 def check_conversation_options(args: argparse.Namespace) -> None:

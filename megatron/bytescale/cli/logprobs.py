@@ -13,7 +13,7 @@ from bytescale_ext.data.corpus.sidecar import HEADER, LOGPROBS, check_sidecar, o
 from bytescale_ext.data.samples.lengths import check_indexed_dataset
 from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import stored_text
-from megatron.bytescale.cli.shared.inputs import count
+from megatron.bytescale.cli.shared.inputs import check_apart, count
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.launch import TRACKER
 
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if NEEDED not in args.flags:
         raise ValueError(f"give the flags of the training after --, with {NEEDED}")
     info = check_indexed_dataset(args.data)
+    check_apart(args.output, [args.data])
     num_documents = info.num_documents - info.num_empty
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = min(args.documents, num_documents)

@@ -15,7 +15,7 @@ from bytescale_ext.plan.cost.model_cost import flops_cost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
-from megatron.bytescale.cli.shared.inputs import check_writable, size_text
+from megatron.bytescale.cli.shared.inputs import check_apart, check_writable, size_text
 from megatron.bytescale.cli.shared.options import add_json
 
 NAME = "timeline"
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     picture, trace = Path(f"{args.output}.png"), Path(f"{args.output}.json")
     for path in (picture, trace):
         check_writable("--output", path)
+        check_apart(path, [args.plan] if args.plan is not None else [])
     if args.directory is not None:
         phases = read_phases(args.directory, args.step)
         num_ranks, unit, title = None, "s", f"step {phases[0].step}, measured"

@@ -100,8 +100,9 @@ def test_ids_that_the_file_cannot_hold_are_one_line(tmp_path: Path, capsys: pyte
 
 
 def test_json_that_is_taken_as_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in\x1b[31m.txt").write_text('{"text": "one"}\n')
-    assert corpus(tmp_path / "out", "--from", tmp_path) == 0
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "in\x1b[31m.txt").write_text('{"text": "one"}\n')
+    assert corpus(tmp_path / "out", "--from", tmp_path / "in") == 0
     error = capsys.readouterr().err
     assert "in\\x1b[31m.txt begins like JSON and is taken as one text" in error
     assert "\x1b" not in error

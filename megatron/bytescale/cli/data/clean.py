@@ -17,6 +17,7 @@ from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import stored_text
 from bytescale_ext.new_file import make_own_folder, new_file, write_text
 from megatron.bytescale.cli.data.executors import add_executor, check_datatrove, executor_settings
+from megatron.bytescale.cli.shared.inputs import check_apart
 from megatron.bytescale.cli.shared.options import add_json
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
 
@@ -67,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args.recipe, args.input, {name: getattr(args, name) for name in fields})
     finish = Finish(recipe, args.output, tokenizer_settings(args), args.tokenize)
     where = executor_settings(args)
-    for source in recipe.sources:
-        if Path(source.path).is_dir() and args.output.resolve().is_relative_to(Path(source.path).resolve()):
-            raise ValueError(f"--output {args.output} is inside the source {source.path}: give another folder")
+    check_apart(args.output, folders=[source.path for source in recipe.sources])
     if finish.settings and not args.tokenize:
         raise ValueError("--tokenizer-type needs --tokenize")
     if recipe.own and not args.trust_recipe:

@@ -25,7 +25,7 @@ from bytescale_ext.data.mix.weights import (
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
 from bytescale_ext.errors import one_line
 from megatron.bytescale.cli.data.executors import add_executor, executor_settings
-from megatron.bytescale.cli.shared.inputs import count, size
+from megatron.bytescale.cli.shared.inputs import DATA_SET, check_apart, count, size
 from megatron.bytescale.cli.shared.options import add_json, add_option
 from megatron.bytescale.cli.shared.tables import aligned
 
@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
     """
     factors = _factors(args)
     settings = executor_settings(args) if args.proxy_steps is not None else None
-    if args.report is not None and args.output.resolve() == args.report.resolve():
-        raise ValueError(f"--output {args.output} is the --report: give another file name")
+    check_apart(args.output, [args.report] if args.report is not None else [])
     parts, known = _parts(args)
+    check_apart(args.output, [f"{part.prefix}{ending}" for part in parts for ending in DATA_SET])
     if args.output.is_dir():
         raise ValueError(f"--output {args.output} is a folder: give a file name")
     weighed = weigh(parts, known, factors)

@@ -26,7 +26,7 @@ from bytescale_ext.new_file import make_own_folder, write_text
 from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings
 from megatron.bytescale.cli.data.executors import add_executor, executor_settings
-from megatron.bytescale.cli.shared.inputs import check_picture
+from megatron.bytescale.cli.shared.inputs import check_apart, check_picture
 from megatron.bytescale.cli.shared.options import add_json, add_option, add_plot
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
 
@@ -35,6 +35,7 @@ HELP = "group related documents into windows of one length, without copying the 
 EXAMPLE = "bytescale data sculpt --input data/python --seq-length 64K --overflow none --output data/python-64k"
 
 _WORK: Final = ".windows.work"
+WINDOWS: Final = ".windows"  # ends the prefix of the data set whose documents are windows
 _DEFAULT_TASKS: Final = 32
 
 
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     job = SculptJob(prefix, settings, args.embedder, work, path, passes, args.order)
     tasks = args.tasks or min(job.num_shards, _DEFAULT_TASKS)
     begin(work, f"{job.key()} {tasks} tasks")
-    last = Materialise(prefix, path, Path(args.output + ".windows")) if args.materialise else None
+    last = Materialise(prefix, path, Path(args.output + WINDOWS)) if args.materialise else None
     if not (work / REPORT).exists():
         run_stages(sculpt_stages(job, tasks, last), work, executor)
     if not (work / REPORT).exists():
@@ -154,11 +155,12 @@ def checked_documents(args: argparse.Namespace) -> list[Entry]:
     check_first_lines(documents, args.json_key)
     for prefix in [] if is_text(inputs) else inputs:
         open_tokens(prefix)
-    target = checked_prefix(args.output, "--output")
-    if (args.mixture or len(inputs) > 1) and target.resolve() in [
-        Path(prefix).resolve() for _, prefix in weighted(args)
-    ]:
-        raise ValueError(f"--output {args.output} is one of the data sets: give another name")
+    checked_prefix(args.output, "--output")
+    read = [prefix for _, prefix in weighted(args)]
+    if args.mixture or len(inputs) > 1:
+        check_apart(args.output, read)
+    if args.materialise:
+        check_apart(args.output + WINDOWS, read)
     return documents
 
 

@@ -33,7 +33,7 @@ from megatron.bytescale.cli.search.table import StrategyRow, counts_text, gb_tex
 from megatron.bytescale.cli.search.task import DOCUMENTS_OF_A_RANK, tasks_of
 from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
-from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size, size_text
+from megatron.bytescale.cli.shared.inputs import check_apart, check_picture, check_writable, count, size, size_text
 from megatron.bytescale.cli.shared.model_flags import USUAL_VOCAB, given_flags, words_of
 from megatron.bytescale.cli.shared.options import (
     add_costs,
@@ -193,6 +193,8 @@ def check_options(args: argparse.Namespace) -> None:
     check_picture("--plot", args.plot)
     if args.output is not None:
         check_writable("--output", args.output)
+        for path in (args.output, cost_path(args.output)):
+            check_apart(path, [args.cost_file] if args.cost_file is not None else [])
     if args.launcher not in LAUNCHERS:
         raise ValueError(f"--launcher {args.launcher} is unknown; choose one of {', '.join(LAUNCHERS)}")
     if args.verify is not None:

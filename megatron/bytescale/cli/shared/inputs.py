@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -15,6 +16,7 @@ from bytescale_ext.new_file import check_writable_folder
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_TOKENS: Final = 1 << 40
 MOST_RANKS: Final = 1 << 20
+DATA_SET: Final = (".bin", ".idx")  # end the names of the files of a data set
 PICTURES: Final = (".png", ".svg", ".pdf")
 MAY_BE_EMPTY: Final = ("prompt", "launch")
 """Options whose command says itself what it needs, or takes an empty text."""
@@ -142,6 +144,17 @@ def check_writable(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> Non
             check_writable_folder(path.parent)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written ({error.strerror})") from error
+
+
+def check_apart(output: str | Path, files: Iterable[str | Path] = (), folders: Iterable[str | Path] = ()) -> None:
+    """Raise ValueError if ``--output`` is one of the command's files, or inside one of its folders."""
+    place = Path(output).resolve()
+    for file in files:
+        if place == Path(file).resolve():
+            raise ValueError(f"--output {output} would overwrite the input {file}: give another name")
+    for folder in folders:
+        if Path(folder).is_dir() and place.is_relative_to(Path(folder).resolve()):
+            raise ValueError(f"--output {output} is inside the source {folder}: give another folder")
 
 
 def check_picture(flag: str, path: Path | None) -> None:

@@ -84,7 +84,7 @@ def test_bad_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
         (("--data", "books"), "--data books: give NAME=PREFIX"),
         (("--data", f"x={folder / 'x'}"), "x.idx"),
         (("--output", folder), "is a folder: give a file name"),
-        (("--report", report, "--output", report), "is the --report: give another file name"),
+        (("--report", report, "--output", report), f"would overwrite the input {report}: give another name"),
         (("--proxy-steps", 8), "source books has tokens for 0 steps without repetition"),
         (("--proxy-steps", 8, "--data", f"books={folder / 'books'}"), "compares sources: give two or more"),
     ):
