@@ -71,6 +71,7 @@ def test_a_finished_run_is_known_by_its_command(tmp_path: Path) -> None:
     assert run.key != demo.Demo(4, on_cpu=False, folder=tmp_path).key
 
 
+@pytest.mark.slow
 def test_summary_and_pictures(tmp_path: Path) -> None:
     write_timeline(tmp_path)
     run = demo.Demo(2, on_cpu=True, folder=tmp_path)

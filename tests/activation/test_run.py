@@ -114,6 +114,7 @@ def test_arena_is_never_exceeded_and_what_does_not_fit_stays() -> None:
 
 
 @pytest.mark.parametrize("name", ["offload-half", "three-shares"])
+@pytest.mark.slow
 def test_backward_passes_may_come_in_any_order(name: str) -> None:
     """Orders are as in pipelines (first in, first out), in slices of a sequence (last in, first out) and in between."""
     for order in itertools.permutations(range(3)):
@@ -133,6 +134,7 @@ def test_backward_passes_may_come_in_any_order(name: str) -> None:
         store.check_empty()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_changing_lengths() -> None:
     store = make_store(PLANS["three-shares"])
     layers = make_layers(store)
@@ -167,6 +169,7 @@ def test_unfinished_steps_are_noticed() -> None:
     store.check_empty()
 
 
+@pytest.mark.slow
 def test_random_shares_and_lengths() -> None:
     generator = torch.Generator().manual_seed(5)
     plain = make_layers(None)

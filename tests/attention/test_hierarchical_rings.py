@@ -122,6 +122,7 @@ def any_nested_plan(source: random.Random) -> StepPlan:
     return StepPlan(8, int(lengths.sum()), tuple(lengths.tolist()), placed)
 
 
+@pytest.mark.slow
 def test_random_plans_of_both_forms_are_exact() -> None:
     """Plans that pass the check run without a deadlock, for all forms of rings on a rank."""
     source, nested = random.Random(11), 0

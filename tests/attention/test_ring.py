@@ -51,6 +51,7 @@ def test_any_width_and_length(width: int, length: int) -> None:
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
+@pytest.mark.slow
 def test_any_rings_in_one_micro_batch(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 5))
     placed, lengths = [], []
@@ -106,6 +107,7 @@ def test_bytes_are_those_of_the_plan() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
+@pytest.mark.slow
 def test_planned_steps_run_to_their_end(lengths: list[int], num_ranks: int) -> None:
     """Ranks run their micro-batches independently and may have different numbers of them."""
     assert_plan_is_exact(plan_naive(lengths, num_ranks, -(-max(lengths) // num_ranks) + 3))
@@ -177,6 +179,7 @@ def test_strided_inputs_give_the_same_bits() -> None:
     assert torch.equal(of_mixed, torch.cat(grads, dim=1))
 
 
+@pytest.mark.slow
 def test_gradients_match_finite_differences() -> None:
     case = Case((3, 1, 4), (((0, (0,)), (1, (0,)), (2, (0,))),), 1, heads=2, kv_heads=1, dim=4, num_padding=1)
     q, k, v, _ = (x.requires_grad_() for x in case.inputs(0, 0, torch.float64))

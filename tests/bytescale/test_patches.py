@@ -313,6 +313,7 @@ def test_no_method_is_replaced_on_an_instance(corpus: Path) -> None:
     assert found == ["GPTModel.forward", "GPTModel.rotary_pos_emb"]
 
 
+@pytest.mark.slow
 def test_schedules_look_up_no_name_outside_the_table() -> None:
     """Each name in a copied schedule, and each copied schedule, is a row."""
     core = ROOT / "megatron" / "bytescale"
@@ -346,6 +347,7 @@ def test_the_module_prints_the_table() -> None:
     assert all(f" {features}: " in line for (_, features), line in zip(rows, lines, strict=True))
 
 
+@pytest.mark.slow
 def test_only_the_registry_changes_the_class_of_an_object() -> None:
     """Each subclass in a call of ``specialize`` is in a row of the table."""
     called: set[str] = set()

@@ -44,6 +44,7 @@ def rings_out_of_step(num_ranks: int) -> list[Phase]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.slow
 def test_frames_overlap_no_frame_and_cross_no_label(
     num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

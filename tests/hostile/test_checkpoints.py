@@ -278,6 +278,7 @@ def test_errors_about_damaged_tensors_are_one_line(error: BaseException, reason:
         raise error
 
 
+@pytest.mark.slow
 def test_damaged_metadata(tmp_path: Path) -> None:
     """A changed byte raises no other error than ValueError."""
     file = sharded(tmp_path) / ".metadata"

@@ -117,6 +117,7 @@ def test_shell_scripts_start_python_safely() -> None:
     assert [start for start in starts if not re.search(r"(?i)python[\w.}]*\"? +-P ", start[1])] == []
 
 
+@pytest.mark.slow
 def test_settings_of_matplotlib_in_the_current_folder_have_no_effect() -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.rcParams["text.usetex"] = True

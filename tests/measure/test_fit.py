@@ -77,6 +77,7 @@ def test_no_constant_is_negative() -> None:
     assert 0 in constants(forward)
 
 
+@pytest.mark.slow
 def test_the_best_of_the_constants_from_0_on() -> None:
     """The result equals the best of a fine grid."""
     features = np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])

@@ -29,6 +29,7 @@ def measured(num_megabytes: int, host: list[torch.Tensor]) -> float:
     return meter.end()
 
 
+@pytest.mark.slow
 def test_what_lives_together_counts() -> None:
     before = measured(8, [])
     assert measured(16, []) - before == 12 * MEGABYTE

@@ -53,6 +53,7 @@ def test_a_message_without_a_batch() -> None:
     assert oldest_open_call(recorded(call("recv 0<-2", 1, "scheduled"))) == OpenCall("exchange", "GROUP_0", (2,), 1.0)
 
 
+@pytest.mark.slow
 def test_a_call_is_told_once_and_only_late(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[OpenCall, float]] = []
     is_told, begun = threading.Event(), int(time.time())

@@ -103,6 +103,7 @@ def test_invariants(num_lines: int, policy: str, read_bound: int, write_bound: i
 
 @settings(max_examples=30)
 @given(st.integers(0, 20), st.sampled_from(POLICIES), st.integers(0, 9), st.integers(0, 10**6), st.booleans())
+@pytest.mark.slow
 def test_a_worker_alone_reads_all_its_updates_however_stale_it_may_be(
     num_lines: int, policy: str, write_bound: int, seed: int, flushes: bool
 ) -> None:
@@ -199,6 +200,7 @@ def test_a_run_without_a_cache_is_plain_adagrad() -> None:
     assert table.values == pytest.approx(values, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_staleness_sends_less_and_stays_close() -> None:
     exact, _, caches = run(CacheSettings(30), seed=3, num_steps=100)
     stale, _, with_bounds = run(CacheSettings(30, "lru", 10, 10), seed=3, num_steps=100)

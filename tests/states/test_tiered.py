@@ -79,6 +79,7 @@ def test_steps_equal_those_of_torch(dtype: torch.dtype, num_host_pages: int, tmp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_states_go_from_resident_to_tiered_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     whole = Resident(dtype)
     folders = [tmp_path / name for name in ("one", "two")]

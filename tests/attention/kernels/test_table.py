@@ -338,6 +338,7 @@ def test_values_are_not_padded_where_the_kernel_takes_two_widths(monkeypatch: py
 
 
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24)])
+@pytest.mark.slow
 def test_keys_and_values_of_different_widths(widths: tuple[int, int]) -> None:
     """A kernel that takes both widths gets no padded tensor and does no work for padding; others get padded tensors."""
     flops, pads = {}, {}

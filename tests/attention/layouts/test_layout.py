@@ -120,6 +120,7 @@ def test_example_of_three_ranks() -> None:
     assert [b.cu_q.offsets for b in member.blocks] == [(0, 4), (0, 2), (0, 4)]
 
 
+@pytest.mark.slow
 def test_keys_visit_every_member_once_and_never_go_further_than_two_ranks() -> None:
     peers: dict[int, set[int]] = {}
     for width in range(2, 17):

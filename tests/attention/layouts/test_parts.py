@@ -31,6 +31,7 @@ def test_groups_are_exact_in_float64(name: str) -> None:
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 20), min_size=2, max_size=6), st.booleans())
 @settings(max_examples=30, deadline=None)
+@pytest.mark.slow
 def test_any_parts_in_any_ring(width: int, parts: list[int], uneven: bool) -> None:
     length, ring = max(sum(parts), width), tuple(range(width))
     of_group = (*parts[:-1], parts[-1] + length - sum(parts))

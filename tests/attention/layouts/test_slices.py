@@ -117,6 +117,7 @@ def test_slices_give_the_whole(
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 4, 9])
+@pytest.mark.slow
 def test_slices_of_groups_give_the_whole(num_slices: int) -> None:
     """A slice may end in the shared tokens, in a document, or between documents. Rings run in addition to the group."""
     case = replace(LONG, parts=((2, (40, 1, 20, 9)), (6, (2, 1, 2)), (5, (1, 40, 7))))
@@ -180,6 +181,7 @@ def test_kept_keys_of_a_ring() -> None:
 
 
 @pytest.mark.parametrize("num_slices", [2, 4])
+@pytest.mark.slow
 def test_kept_keys_travel_once(num_slices: int) -> None:
     """For 160 tokens on 4 ranks, k slices send (k + 1) / 2 times the bytes, and fewer if keys are kept."""
     case = replace(LONG, lengths=(160,), rounds=(((0, ALL),),))

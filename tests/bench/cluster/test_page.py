@@ -12,6 +12,7 @@ from scripts.bench.cluster.results import Results
 from tests.bench.cluster.samples import SETTING, results_of
 
 
+@pytest.mark.slow
 def test_the_page_has_a_table_of_each_case_and_its_pictures(tmp_path: Path) -> None:
     results_of(tmp_path / "results.json").write()
     output = tmp_path / "measured.md"

@@ -15,6 +15,7 @@ WIDE = replace(COST, shape=replace(SHAPE, num_layers=8, num_heads=8, num_kv_head
 TASK = Task(WIDE, Devices(8, 8, 1e9), 4096, tuple((4000, 200, 900, 40, 2500, 700, 64, 1200) for _ in range(2)))
 
 
+@pytest.mark.slow
 def test_the_search_is_never_slower() -> None:
     choices = compare(TASK)
     assert set(choices) == {"recipe", "fixed-length search", "table", "search"}

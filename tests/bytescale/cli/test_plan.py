@@ -80,6 +80,7 @@ def score_of(capsys: pytest.CaptureFixture[str], *words: object) -> float:
     return float(re.search(r"makespan / bound +([\d.]+) \(", capsys.readouterr().out)[1])
 
 
+@pytest.mark.slow
 def test_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = sample_lengths("byted", 1 << 16, 1 << 20, seed=0).tolist()
     np.save(tmp_path / "lengths.npy", np.array(lengths))

@@ -65,6 +65,7 @@ LAYER_BYTES = sum(tensor.bytes_per_token for tensor in layer_tensors(shipped("by
 """Bytes that a token always keeps in a layer decide which keys are kept, as in training."""
 
 
+@pytest.mark.slow
 def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     """Plans of this project run in slices, Megatron's static mesh does not."""
     words = (

@@ -68,6 +68,7 @@ def test_one_of_each_cluster_stays_over_all_sources(tmp_path: Path) -> None:
     assert all(0.8 <= line["jaccard"] <= 1 for line in lines)
 
 
+@pytest.mark.slow
 def test_the_order_of_files_changes_nothing(tmp_path: Path) -> None:
     found = []
     for number, (names, tasks, reverse) in enumerate((("abcd", 3, False), ("dcba", 1, False), ("abcd", 2, True))):

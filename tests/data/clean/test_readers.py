@@ -99,6 +99,7 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
     assert kinds(read(tmp_path / "c.parquet", "parquet")) == ["broken"]
 
 
+@pytest.mark.slow
 def test_pages_of_archives(tmp_path: Path) -> None:
     from warcio.statusandheaders import StatusAndHeaders
     from warcio.warcwriter import WARCWriter
@@ -128,6 +129,7 @@ def response(encoding: str, content: bytes) -> bytes:
     return head.encode() + page + b"\r\n\r\n"
 
 
+@pytest.mark.slow
 def test_pages_whose_text_is_costly_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a broken record, and nothing behind the third is read: each takes the whole time again."""
     extractors = pytest.importorskip("datatrove.pipeline.extractors")

@@ -22,6 +22,7 @@ def cleaned(recipe: Recipe, work: Path) -> list[Document]:
     return run_steps(write.steps[:2], write.tasks)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_a_header_stays_in_one_document(tmp_path: Path) -> None:
     bodies = {f"{number:02}.txt": HEADER + text(number) for number in range(12)}
     recipe = Recipe((folder_of(tmp_path, "docs", bodies),), steps=STEPS, tasks=3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from bytescale_ext.data.corpus.embed import unit
 from bytescale_ext.data.corpus.neighbours import nearest_centres
 from bytescale_ext.plan.sculpt.clusters import nearest_exact
 
 
+@pytest.mark.slow
 def test_the_graph_finds_nearly_all() -> None:
     random = np.random.RandomState(0)
     centres, vectors = unit(random.standard_normal((600, 16))), unit(random.standard_normal((2000, 16)))

@@ -43,6 +43,7 @@ def test_what_still_falls_gets_more() -> None:
     assert np.mean([one.factor for one in found.values()]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_noise_is_not_taken_for_knowledge() -> None:
     """With equal sources, the intervals contain 1 in most draws of the noise."""
     curve = Curve(2.0, 30.0, 0.3)

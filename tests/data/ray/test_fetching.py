@@ -47,6 +47,7 @@ def test_an_answer_that_does_not_come_is_asked_for_again_and_then_an_error(impat
         fetching.fetch_answers([lambda: None], should_stop=lambda: True)
 
 
+@pytest.mark.slow
 def test_a_lost_value_is_asked_for_again_and_then_an_error(impatient: Ray) -> None:
     def lost() -> None:
         raise impatient.exceptions.ObjectLostError

@@ -53,6 +53,7 @@ def test_a_pattern_below_a_folder_is_relative(pattern: str, tree: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["/*" * 30, "/**", "/**/x/**", "/*" * 30 + "/none"])
+@pytest.mark.slow
 def test_links_to_a_folder_further_up_come_to_an_end(pattern: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "MOST_LINKED", 10_000)
     for name in ("up", "again"):

@@ -191,6 +191,7 @@ def test_records_that_are_too_long_are_left_out(name: str, tmp_path: Path, monke
     assert [each.why for each in found if not isinstance(each, Document)] == ["a document of more than 128 MiB"]
 
 
+@pytest.mark.slow
 def test_a_repeated_text_of_parquet_is_in_memory_once(tmp_path: Path) -> None:
     """1,000 rows of 8 MB are a file of a few KB."""
     import pyarrow

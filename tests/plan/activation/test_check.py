@@ -73,6 +73,7 @@ def test_inputs_and_attention_are_never_recomputed(name: str) -> None:
     assert "policy memo, 2 of 32 layers resident" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_budgets_are_those_of_the_machine() -> None:
     """The walk through the layers and the forecast agree to the byte, so a smaller budget is refused."""
     dice = random.Random(5)

@@ -64,6 +64,7 @@ def test_bad_limits_are_named() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "capacity", "global_tokens", "least_gain"), [(1024, 2048, 16 << 20, 1.5), (512, 4096, 32 << 20, 1.1)]
 )
+@pytest.mark.slow
 def test_offload_pays_where_rings_would_wait_for_keys(
     num_ranks: int, capacity: int, global_tokens: int, least_gain: float
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_solver_agrees_with_brute_force(seed: int) -> None:
     assert optimum.makespan == pytest.approx(best, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_no_plan_is_faster_than_the_optimum() -> None:
     random = np.random.default_rng(11)
     planner = HdpPlanner(Cluster(4, 8), (StageCost(COST, CostModel(a=0.0, b=0.0)),), balance="dp")

@@ -61,6 +61,7 @@ def test_more_work_and_more_slots() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["byted", "github"])
+@pytest.mark.slow
 def test_no_plan_is_below_the_limit(sampler: str) -> None:
     lengths = sample_lengths(sampler, 1 << 16, 1 << 19, 3).tolist()
     limit = pipeline_limit(lengths, Cluster(8, 8192), COST, 2)

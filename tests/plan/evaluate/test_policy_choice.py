@@ -40,6 +40,7 @@ def planned(*slower: float) -> StepPlan:
     return plan
 
 
+@pytest.mark.slow
 def test_the_fastest_option_at_equal_cost_is_the_fastest_by_hand() -> None:
     by_hand = [
         replay_stages(HdpPlanner(CLUSTER, COSTS, option, balance="pp")(LENGTHS), (COSTS[-1],) * STAGES, option).makespan

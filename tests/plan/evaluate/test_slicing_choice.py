@@ -76,6 +76,7 @@ def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) ->
     assert seconds(free) <= replay_stages(plan, (COSTS[-1],) * STAGES, by_hand).makespan * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_plans_hold_their_budget(free: StepPlan) -> None:
     """Budgets are between the least memory of slices and the memory of the fastest plan."""
     one_option = planned(1, OPTIONS[-2:-1])  # nothing fits, so the option with the least memory
@@ -146,6 +147,7 @@ def in_host(host_gigabytes: float, key_read: float) -> StepPlan:
     return plan
 
 
+@pytest.mark.slow
 def test_keys_go_to_host_memory_where_that_is_faster() -> None:
     """With a fast link all keys are kept. With a slow link the keys of the longest sequences travel again."""
     fast, slow, without = in_host(1000, 0.0), in_host(1000, 1.0), in_host(0, 0.0)

@@ -193,6 +193,7 @@ def test_plans_do_not_change_with_the_type_of_the_lengths(kind: dict[str, Any]) 
     assert StepPlan.from_json(plan.to_json()).digest() == plan.digest()
 
 
+@pytest.mark.slow
 def test_plans_do_not_change_unnoticed() -> None:
     lengths = np.random.default_rng(7).integers(1, 6000, 300).tolist()
     base = HdpPlanner(Cluster(16, 2048), (STAGE,))
@@ -260,6 +261,7 @@ def test_a_sequence_that_no_width_holds_is_named() -> None:
         wide([5, 800, 3])
 
 
+@pytest.mark.slow
 def test_small_steps_are_near_the_true_optimum() -> None:
     random = np.random.default_rng(0)
     cost = CostModel(a=1e-3, b=0.1, c=0.02)
@@ -279,6 +281,7 @@ def test_small_steps_are_near_the_true_optimum() -> None:
 
 
 @pytest.mark.parametrize("kind", [{"balance": "dp"}, {"balance": "pp", "num_stages": 4}])
+@pytest.mark.slow
 def test_windows_change_plans(kind: dict[str, Any]) -> None:
     """If layers have windows, a plan for windows is faster than a plan for full attention."""
     limited = StageCost(*(replace(one, window=1024, window_share=1.0) for one in (FORWARD, BACKWARD)))

@@ -14,6 +14,7 @@ from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.hdp.test_planner import KINDS, STAGE, varied
 
 
+@pytest.mark.slow
 def test_the_mean_padding_counts_as_a_cost_of_each_micro_batch() -> None:
     """Padding to 64 rows gives the plans of micro-batches that cost 31.5 tokens more.
 
@@ -30,6 +31,7 @@ def test_the_mean_padding_counts_as_a_cost_of_each_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("balance", ["dp", "pp"])
+@pytest.mark.slow
 def test_planners_count_expanded_latents_as_keys_that_are_received(balance: str) -> None:
     lengths = [30000, 9000, *[500] * 40]
     base = HdpPlanner(Cluster(16, 4096), (STAGE,), balance=balance)

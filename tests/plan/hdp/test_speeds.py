@@ -74,6 +74,7 @@ def test_a_ring_over_unlike_ranks_has_shares_in_proportion_to_speeds() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.slow
 def test_equal_speeds_change_no_plan(num_stages: int) -> None:
     for seed, number in ((1, 400), (2, 20)):
         lengths = draw(seed, number)

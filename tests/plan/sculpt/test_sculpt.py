@@ -43,6 +43,7 @@ def test_windows_are_more_related_than_concatenated_ones() -> None:
     assert ours.relevance > 2 * ours.random_relevance
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_windows() -> None:
     pieces, *_ = corpus()
     once, again, other = (sculpt(pieces, SculptSettings(CONTEXT, seed=seed)).table for seed in (7, 7, 8))

@@ -98,6 +98,7 @@ def test_ranks_that_share_experts_divide_both() -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SPARSE])
+@pytest.mark.slow
 def test_no_strategy_undercuts_the_bound_of_its_branch(shape: ModelShape) -> None:
     task = replace(TASK, cost=replace(COST, shape=shape, head_forward=2e-6), steps=(STEPS[0][:4], STEPS[1][4:]))
     task = replace(task, devices=replace(task.devices, count=4))

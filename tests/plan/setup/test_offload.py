@@ -69,6 +69,7 @@ def test_a_link_that_is_too_slow_asks_for_something_else() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.slow
 def test_the_host_budget_that_is_named_works(stages: int) -> None:
     args = {"pipeline_model_parallel_size": stages}
     fast = ("--link-gb-per-second", "500", "--host-memory-gb")

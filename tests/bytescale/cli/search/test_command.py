@@ -45,6 +45,7 @@ def test_the_table_and_the_flags_of_the_first(capsys: pytest.CaptureFixture[str]
     assert str(strategy) in lines[3]
 
 
+@pytest.mark.slow
 def test_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed([*LINE, "--json"], capsys))
     rows = found["strategies"]
@@ -74,6 +75,7 @@ def test_a_script_with_the_measured_costs(tmp_path: Path, capsys: pytest.Capture
     assert "#SBATCH --nodes=1" in text
 
 
+@pytest.mark.slow
 def test_costs_without_exchange_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path / "cost.json", replace(COST, forward=replace(COST.forward, c=0.0)))
     words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
@@ -136,6 +138,7 @@ def test_sizes_of_steps_that_conflict(capsys: pytest.CaptureFixture[str]) -> Non
     assert "does not vary it" in refused([*LINE, "--explain", "global-batch-size"], capsys)
 
 
+@pytest.mark.slow
 def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     tight = [*LINE, "--device-memory-gb", "0.005", "--explain", "hdp-tokens-per-rank"]
     assert "--hdp-tokens-per-rank 4096: nothing fits (device memory)" in printed(tight, capsys)

@@ -37,6 +37,7 @@ def test_everything_is_taken_of_a_plain_model() -> None:
     assert takes(Strategy(1, (2, 2), 2048, activations=BLOCK, recomputed_layers=1))
 
 
+@pytest.mark.slow
 def test_what_training_refuses_is_not_tried() -> None:
     flags, task = task_with(LATER)
     takes = Trainable(flags, task)

@@ -70,6 +70,7 @@ def test_processes_of_a_node_share_gradients_and_parameters(capsys: pytest.Captu
     assert late["host_bytes"] - alone["host_bytes"] == pytest.approx(6 / 8 * alone["parameters"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_pages_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     untied = f"{SEVEN} --untie-embeddings-and-output-weights"
     words = ["--model-flags", untied, "--host-memory-gb", "20", "--nvme-gb", "500"]
@@ -86,6 +87,7 @@ def test_pages_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (tmp_path / "moves.png").exists()
 
 
+@pytest.mark.slow
 def test_a_slower_disk_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model-flags", SEVEN, "--host-memory-gb", "20", "--nvme-gb", "500", "--json"]
     fast, slow = (
@@ -96,6 +98,7 @@ def test_a_slower_disk_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
     assert slow["nvme_bytes"] > 2 * slow["written_bytes"]
 
 
+@pytest.mark.slow
 def test_each_stage_makes_room_for_a_larger_model(capsys: pytest.CaptureFixture[str]) -> None:
     """States are in host memory, then on a disk. The device still has parameters while Megatron builds the model."""
     words = ["--model-flags", SEVEN, "--device-memory-gb", "40", "--host-memory-gb", "200", "--nvme-gb", "2000"]
@@ -111,6 +114,7 @@ def test_each_stage_makes_room_for_a_larger_model(capsys: pytest.CaptureFixture[
                      text, re.MULTILINE)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_stage_and_its_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model-flags", SEVEN, "--host-memory-gb", "200", "--json", "--micro-batches", "4", "--state-stage"]
     first, second, third = (json.loads(printed(capsys, *words, stage))["stages"][0] for stage in "123")
@@ -127,6 +131,7 @@ def test_a_stage_and_its_traffic(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("host", "flag"), [("0.05", "--host-memory-gb"), ("20", "--nvme-gb")])
+@pytest.mark.slow
 def test_the_named_tier_is_the_least_that_works(host: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["states", "--model-flags", SEVEN, "--host-memory-gb", host, "--nvme-gb", "500" if host != "20" else "100"]
     assert cli.main(words) == 2

@@ -37,6 +37,7 @@ def random_step(seed: int, num_ranks: int = 8, capacity: int = 64) -> AlignedSte
     return AlignedStep(Problem(lengths, -(-lengths // capacity), Cluster(num_ranks, capacity), (STAGE,) * 3))
 
 
+@pytest.mark.slow
 def test_every_arrangement_is_a_valid_plan() -> None:
     for seed in range(12):
         step = random_step(seed)

@@ -74,6 +74,7 @@ def test_against_the_slow_replay(num_stages: int, num_chunks: int, num_slices: i
         assert makespan == pytest.approx(slow_makespan(slow, stages, num_chunks, num_slices))
 
 
+@pytest.mark.slow
 def test_random_aligned_plans_never_deadlock() -> None:
     random = np.random.default_rng(7)
     for _ in range(400):
@@ -84,6 +85,7 @@ def test_random_aligned_plans_never_deadlock() -> None:
         assert len(result.starts) == result.counts.sum() * num_slices
 
 
+@pytest.mark.slow
 def test_virtual_stages_need_whole_groups_and_do_not_deadlock() -> None:
     random = np.random.default_rng(8)
     for _ in range(200):
@@ -94,6 +96,7 @@ def test_virtual_stages_need_whole_groups_and_do_not_deadlock() -> None:
         assert result.starts.shape == (table.num_rows, 2, num_stages * 2)
 
 
+@pytest.mark.slow
 def test_slots_that_are_not_aligned_do_deadlock() -> None:
     """All ranks have the same rings in the same order, without empty slots."""
     random = np.random.default_rng(9)

@@ -231,6 +231,7 @@ def test_the_next_problem_of_a_step_begins_with_the_best_arrangements(built: lis
     assert built == list(STARTS)
 
 
+@pytest.mark.slow
 def test_a_thorough_placement_is_at_least_as_fast_and_made_once() -> None:
     for seed in range(4):
         problem, place = random_problem(seed, Slicing(4)), PipelinedPlacer()
