@@ -17,7 +17,7 @@ from pathlib import Path
 from bytescale_ext.data.samples.texts import refuse_code_of_folders
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import TRACEBACK, Reasons, refusals_of_megatron
-from megatron.bytescale.arguments.renamed import refuse_renamed
+from megatron.bytescale.arguments.renamed import refuse_words
 from megatron.bytescale.arguments.values import check_values
 from megatron.bytescale.arguments.vocabulary import pad_vocabulary
 from megatron.bytescale.checkpoints import trust_checkpoints
@@ -189,9 +189,7 @@ def parse(
     from megatron.training.arguments import parse_args
     from megatron.training.global_vars import set_global_variables
 
-    if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, including ours
-        raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
-    refuse_renamed(argv)
+    refuse_words(argv)
     words = [word for word in argv if word != TRACEBACK]
     with refusals_of_megatron(), _refusals_of_parser(), command_line(words):
         args = parse_args(add_arguments)

@@ -1,6 +1,7 @@
 """Flags with a new spelling: the old spelling is refused with a message that names the new flag.
 
-CHANGELOG.md has the same table. This module imports neither torch nor Megatron.
+CHANGELOG.md has the same table. Here are all refusals of words, before anything parses them. This module imports
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -67,13 +68,15 @@ RENAMED: Final = (
 )
 
 
-def refuse_renamed(words: Iterable[str], where: str = TRAINING) -> None:
-    """Raise ValueError, naming the replacement, if a command line contains an old spelling.
+def refuse_words(words: Iterable[str], where: str = TRAINING) -> None:
+    """Raise ValueError if a command line contains an old spelling, or a flag that would replace all others.
 
     ``where``: ``TRAINING`` or one command.
     """
     replacements = {row.old: row.new for row in RENAMED if where in row.where.split(", ")}
     for word in words:
         flag = word.split("=")[0]
+        if where == TRAINING and flag == "--yaml-cfg":  # it would replace our flags too
+            raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
         if flag in replacements:
             raise ValueError(f"{flag} is now {replacements[flag]}")

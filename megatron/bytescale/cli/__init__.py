@@ -18,7 +18,7 @@ from bytescale_ext.json_input import printable
 from bytescale_ext.new_file import FULL
 from bytescale_ext.terminal import escaped_output
 from megatron.bytescale.arguments.bad_input import reasons_of
-from megatron.bytescale.arguments.renamed import refuse_renamed
+from megatron.bytescale.arguments.renamed import refuse_words
 from megatron.bytescale.cli import (
     activations,
     convert,
@@ -152,7 +152,7 @@ def _check_renamed(words: Sequence[str]) -> None:
     name = " ".join(words[: 2 if words[:1] == [data.NAME] else 1])
     options = words[: words.index("--")] if "--" in words else words
     try:
-        refuse_renamed(options, name)
+        refuse_words(options, name)
     except ValueError as error:
         raise UsageError(f"bytescale {name}", str(error)) from None
 

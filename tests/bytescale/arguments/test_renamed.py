@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.bytescale.arguments.parse import add_arguments, parse
-from megatron.bytescale.arguments.renamed import RENAMED, TRAINING, Renamed, refuse_renamed
+from megatron.bytescale.arguments.renamed import RENAMED, TRAINING, Renamed, refuse_words
 from megatron.bytescale.cli import COMMANDS
 
 CHANGELOG = Path(__file__).resolve().parents[3] / "CHANGELOG.md"
@@ -22,8 +22,8 @@ def test_old_spellings_name_the_new_one(row: Renamed) -> None:
     for where in row.where.split(", "):
         for words in ([row.old, "1"], ["--seed=1", f"{row.old}=1"]):
             with pytest.raises(ValueError, match=f"^{re.escape(f'{row.old} is now {row.new}')}$"):
-                refuse_renamed(words, where)
-        refuse_renamed([row.new, f"--other={row.old}"], where)
+                refuse_words(words, where)
+        refuse_words([row.new, f"--other={row.old}"], where)
 
 
 def test_a_launch_line_is_refused_before_it_is_parsed() -> None:

@@ -24,7 +24,7 @@ from megatron.bytescale.arguments.bad_input import reasons_of, refusals_of_megat
 from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import ENGINE, named_or_installed, set_device_defaults, whole_parser
-from megatron.bytescale.arguments.renamed import refuse_renamed
+from megatron.bytescale.arguments.renamed import refuse_words
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.arguments.units import ALSO, CountedFlags
 from megatron.bytescale.cli.shared.inputs import launch_words
@@ -186,7 +186,7 @@ def _processes(head: list[str]) -> int | None:
 
 def _parsed(line: _Line) -> argparse.Namespace:
     """Return the arguments of the flags, after removing flags that Megatron 0.19.2 does not have."""
-    refuse_renamed(line.flags)
+    refuse_words(line.flags)
     try:
         with contextlib.redirect_stderr(io.StringIO()), refusals_of_megatron():
             args, rest = whole_parser().parse_known_args(_as_trained(line))

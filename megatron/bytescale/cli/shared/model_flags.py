@@ -14,7 +14,7 @@ from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.setup.setup import Setup
 from megatron.bytescale.arguments.bad_input import Refused, reasons_of
-from megatron.bytescale.arguments.renamed import refuse_renamed
+from megatron.bytescale.arguments.renamed import refuse_words
 from megatron.bytescale.cli.profile import quiet
 
 FLAG: Final = "--model-flags"
@@ -147,7 +147,7 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
 
     with quiet(), _stand_in_for_gpu(on_cuda):
         try:
-            refuse_renamed(words)
+            refuse_words(words)
             args, unknown = whole_parser().parse_known_args(words)
         except (argparse.ArgumentError, ValueError) as error:
             raise ValueError(f"{FLAG}: {error}") from None

@@ -37,6 +37,7 @@ LINES = {
     "left to the checks": f"{START} {MODEL} --global-batch-size 8 --tensor-model-parallel-size 3",
     "ours already": f"{START} {MODEL} --global-batch-size 8 --hybrid-data-parallel --hdp-tokens-per-rank 256",
     "variable": f"{START} {MODEL} --global-batch-size $BATCH",
+    "settings in a file": f"{START} {MODEL} --global-batch-size 8 --yaml-cfg=settings.yaml",
     "quotes": "torchrun pretrain_gpt.py 'a",
     "script": "torchrun --nproc-per-node 8 pretrain_mamba.py --num-layers 2",
     "no command": "make test",
@@ -153,6 +154,7 @@ def test_what_needs_a_decision_is_marked(found: dict[str, Migration | str]) -> N
 
 BAD = {
     "variable": "give the words with values, without variables of a shell",
+    "settings in a file": "--yaml-cfg does not work here: give the flags on the command line",
     "quotes": "--launch: not a command line",
     "script": "--launch: pretrain_mamba.py is another script",
     "no command": "--launch: give a command such as",
