@@ -19,6 +19,7 @@ import torch
 from bytescale_ext.json_input import check_stored, printable
 from bytescale_ext.plan.sculpt.pieces import ROW
 from tests.hostile.readers import (
+    LLAMA,
     PHASE,
     PLAN,
     READERS,
@@ -145,6 +146,7 @@ TABLE: list[tuple[str, bytes, str]] = [
     *(("packed list", content, "cannot read|packed twice") for content in
       (READERS["packed list"].valid[:-9], READERS["packed list"].valid[:30], b"\xfd7zXZ\x00" + b"\xff" * 30,
        gzip.compress(READERS["packed list"].valid, mtime=0), b"BZh9" + b"\0" * 30, b"\x1f\x8b" + b"\0" * 30)),
+    ("model config", numbered(LLAMA, eos_token_id=[1] * 400_000), "config.json: 1,200,... characters; a conf"),
     ("pages", b"x", "not a page file"), ("pages", b"bytescale pages\x01", "not a page file"),
     *(("pages", pages(*numbers), "cut short or damaged") for numbers in
       ((1, 2**60, 1, 4096), (1, 1, 2**60, 4096), (1, 2**34, 1, 1), (1, 2**62, 2**62, 2**62), (1, 1, 1, 4096))),

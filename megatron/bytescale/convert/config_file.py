@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ONLY_THIS_FOLDER: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}  # for from_pretrained
 _WRITTEN_ANEW: Final = ("rope_parameters", "rope_theta", "rope_scaling", "dtype", "torch_dtype")
+_MOST_CHARACTERS: Final = 1 << 20
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -26,7 +27,9 @@ def raw_config(source: Path) -> HuggingFaceConfig:
     """Return a folder's configuration as stored. Raises ValueError unless it is a JSON object."""
     path = source / "config.json"
     try:
-        raw = json_value(stored_text(path))
+        raw = json_value(text := stored_text(path))
+        if len(text) > _MOST_CHARACTERS:  # transformers checks each element of a list, 4 µs each
+            raise ValueError(f"{len(text):,} characters; a configuration has at most {_MOST_CHARACTERS:,}")
     except (OSError, ValueError) as error:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(raw, dict):
