@@ -1,5 +1,10 @@
 """Errors that a user can see. Bad input raises a plain ``ValueError``, a broken plan a ``PlanError``."""
 
+from typing import Final
+
+LONGEST: Final = 4000
+"""Most characters of a printed error: texts of files can be of any length."""
+
 
 class PlanError(ValueError):
     """A plan breaks one of its laws. The message holds the printed plan with the bad row marked."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from bytescale_ext.errors import LONGEST
 from bytescale_ext.json_input import check_stored, printable
 from bytescale_ext.plan.sculpt.pieces import ROW
 from tests.hostile.readers import (
@@ -126,6 +127,7 @@ TABLE: list[tuple[str, bytes, str]] = [
     ("parquet", table({"text": not_utf8()}), "d.parquet: cannot be read any further .*utf-8"),
     ("parquet", table({"body": ["x"]}), "no column 'text' .found: body"),
     ("parquet", table({"text": [None, "x"]}), ":1: no"),
+    ("parquet", table({f"column {number}": ["x"] for number in range(999)}), "no column 'text' .found: column 0"),
     *(("parquet", content, "d.parquet: not a Parquet file") for content in
       (b"PAR1", b"PAR1PAR1", b"PAR1" + b"\xff" * 8 + b"PAR1", b"no table", b"PAR1" + b"\0" * 60,
        READERS["parquet"].valid[:-1], READERS["parquet"].valid[:40],
@@ -168,7 +170,7 @@ TABLE: list[tuple[str, bytes, str]] = [
     ("archive", archive(torch.nn.Linear(1, 1)), "^torch.nn.modules.linear.Linear$"),
     ("archive", archive(print), "^builtins.print$"),
     *(("text", content, "not JSON|no text|a chat") for content in
-      (b'{"text": 5}', b'{"text": null}', b'{"messages": []}')),
+      (b'{"text": 5}', b'{"text": null}', b'{"messages": []}', numbered(dict.fromkeys(map(str, range(9_999)))))),
     *(("chat", content, "chat.jsonl:1") for content in
       (b'{"messages": 5}', b'{"messages": [5]}', b'{"messages": [{"role": 5, "content": "x"}]}',
        b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "\\u001b[0m", "content": "x"}]}')),
@@ -189,8 +191,8 @@ def test_each_file_ends_in_one_line(name: str, tmp_path: Path) -> None:
         if reader != name:
             continue
         message = outcome(READERS[name], tmp_path, content)
-        if message == "read" or "\n" in message or not re.search(text, message):
-            broken.append(f"row {number} ({content[:60]!r}): {message!r}, not {text!r}")
+        if message == "read" or "\n" in message or len(message) > LONGEST or not re.search(text, message):
+            broken.append(f"row {number} ({content[:60]!r}): {message[:LONGEST]!r}, not {text!r}")
     assert not broken, "\n".join(broken)
     assert time.process_time() - begun < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < BYTES >> 10

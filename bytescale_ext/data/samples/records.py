@@ -363,7 +363,7 @@ def column_flaw(path: Path, key: str) -> str:
     except Exception as error:  # pyarrow raises many types
         raise ValueError(f"{path}: not a Parquet file ({one_line(error, 160)})") from error
     if key not in schema.names:
-        return f"no column {key!r} (found: {', '.join(schema.names)})"
+        return f"no column {key!r} (found: {one_line(', '.join(schema.names), 200)})"
     if kind is not None and arrow.types.is_dictionary(kind):
         kind = kind.value_type
     if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):

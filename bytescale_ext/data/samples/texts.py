@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from bytescale_ext.errors import one_line
 from bytescale_ext.json_input import json_value
 
 BYTE_LEVEL_EOD = 256
@@ -46,7 +47,7 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
         if isinstance(value, dict) and isinstance(value.get("messages"), list):
             raise ValueError(f"{where}: a chat under the key 'messages': join its messages to one text under {key!r}")
-        content = sorted(value) if isinstance(value, dict) else type(value).__name__
+        content = one_line(sorted(value), 200) if isinstance(value, dict) else type(value).__name__
         raise ValueError(f"{where}: no text under the key {key!r} (found: {content}): change --json-key")
     # JSON allows unpaired surrogates, UTF-8 does not.
     return str(value[key]).encode("utf-8", errors="surrogatepass")

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from bytescale_ext.errors import one_line
+from bytescale_ext.errors import LONGEST, one_line
 from bytescale_ext.json_input import printable
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.arguments.megatron_errors import in_flags
@@ -89,7 +89,7 @@ def one_line_errors(
             if TRACEBACK in sys.argv:
                 traceback.print_exc()
             for reason in reasons:
-                print(f"{program}: error: {printable(reason)}", file=sys.stderr)
+                print(f"{program}: error: {printable(reason[:LONGEST])}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from bytescale_ext.errors import one_line
+from bytescale_ext.errors import LONGEST, one_line
 from bytescale_ext.json_input import printable
 from bytescale_ext.new_file import FULL
 from bytescale_ext.terminal import escaped_output
@@ -127,7 +127,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _refused(prog: str, *reasons: str) -> int:
     for reason in reasons:
-        print(f"{prog}: error: {printable(one_line(reason))}", file=sys.stderr)
+        print(f"{prog}: error: {printable(one_line(reason, LONGEST))}", file=sys.stderr)
     return 2
 
 
