@@ -158,7 +158,10 @@ def _cluster(settings: ExecutorSettings) -> Iterator[None]:
     local = {"num_cpus": settings.workers, "include_dashboard": False, "object_store_memory": 256 << 20}
     options = {"log_to_driver": False, "job_config": without_folders(), **({} if settings.ray_address else local)}
     with sigterm_kept():
-        ray.init(settings.ray_address or "local", **options)
+        try:
+            ray.init(settings.ray_address or "local", **options)
+        except Exception as error:  # of many types, such as a slow machine's
+            raise ValueError(f"--executor ray: Ray does not start ({one_line(error, 200)})") from error
         try:
             yield
         finally:
