@@ -52,6 +52,7 @@ def write_pairs(rank: int, world: int, folder: Path) -> None:
 
     write_tokenizer(folder / "tokenizer")
     sides = [random_chats([pair[side] for pair in SIZES]) for side in (0, 1)]
+    sides[1] = [[*chosen[:-1], rejected[-1]] for chosen, rejected in zip(*sides, strict=True)]
     lines = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in zip(*sides, strict=True)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "plain.jsonl").write_text("".join(json.dumps({"messages": line["chosen"]}) + "\n" for line in lines))

@@ -28,7 +28,14 @@ from bytescale_ext.data.corpus.sidecar import (
     write_header,
 )
 from bytescale_ext.data.samples.chat_templates import TemplateEncoder
-from bytescale_ext.data.samples.chats import ChatEncoder, Conversation, Encoded, MegatronEncoder, conversations
+from bytescale_ext.data.samples.chats import (
+    ChatEncoder,
+    Conversation,
+    Encoded,
+    MegatronEncoder,
+    conversations,
+    text_of,
+)
 from bytescale_ext.data.samples.rollouts import ChatDocument, RolloutKeys, in_groups, with_fields
 from bytescale_ext.data.samples.sources import Entry, raw_contents
 from bytescale_ext.data.samples.template_limits import MOST_EXCEEDED, LimitExceededError
@@ -268,7 +275,7 @@ class _Reading:
         if not raw.strip():
             return 0, []
         record = json_value(raw, is_strict=True)
-        found = []
+        found, prompts = [], []
         for key in PAIR:
             if not isinstance(record, dict) or not isinstance(record.get(key), list):
                 raise ValueError(f"{where}: no messages under the key {key!r}: a pair has 'chosen' and 'rejected'")
@@ -277,8 +284,17 @@ class _Reading:
             encoded = [document for chat in chats for document in encode_at(where, self.encode, chat)]
             documents = [ChatDocument(where, tokens, weights) for tokens, weights in encoded]
             _check_single(documents, where, "a pair", f" under {key!r}")
+            prompts.append(_prompt_of(chats[0]))
             found += documents
+        if prompts[0] != prompts[1]:
+            raise ValueError(f"{where}: 'chosen' and 'rejected' differ before the first answer: a pair has one prompt")
         return 1, found
+
+
+def _prompt_of(chat: Conversation) -> list[tuple[object, str]]:
+    """Return the role and the text of each message before the first answer of a chat."""
+    before = itertools.takewhile(lambda message: message["role"] != "assistant", chat.messages)
+    return [(message["role"], text_of(message.get("content"))) for message in before]
 
 
 def _check_single(documents: Sequence[ChatDocument], where: str, user: str, place: str = "") -> None:

@@ -252,3 +252,14 @@ TOGETHER = {
 def test_options_that_do_not_go_together_are_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=TOGETHER[words]):
         run(tmp_path / "out", *words.split())
+
+
+def test_pairs_have_one_prompt(folder: Path, tmp_path: Path) -> None:
+    words = ["--sft", "--pairs", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", folder / "tokenizer"]
+    words += ["--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--from", tmp_path / "p.jsonl"]
+    later = {"chosen": chat("a", "b", "c", "d"), "rejected": chat("a", "old", "road", "d")}
+    write_records(tmp_path / "p.jsonl", [later])
+    assert run(tmp_path / "out", *words) == 0
+    write_records(tmp_path / "p.jsonl", [later, {"chosen": chat("a", "b"), "rejected": chat("river", "b")}])
+    with pytest.raises(ValueError, match=r"p\.jsonl:2: 'chosen' and 'rejected' differ before the first answer"):
+        run(tmp_path / "out", *words)
