@@ -13,25 +13,25 @@ class Numbers(Sequence[int]):
     """An immutable sequence of integers that equals the tuple of the same integers. Numpy reads it without a copy.
 
     Iteration converts all numbers at once, which takes 10 ms for half a million; use ``array`` in code that runs in
-    every step.
-
-    Attributes:
-        array: the numbers, read-only int64: [n].
+    every step. The array of a range is made when it is first read: its new pages cost more than its numbers.
     """
 
-    __slots__ = ("_range", "array")
-    array: npt.NDArray[np.int64]
+    __slots__ = ("_array", "_range")
 
     def __init__(self, values: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        self._range = values if isinstance(values, range) else None  # pickled instead of the numbers
-        if isinstance(values, range):  # numpy would read a range number by number
-            values = np.arange(values.start, values.stop, values.step)
-        array = np.asarray(values, dtype=np.int64).view()
-        array.flags.writeable = False
-        self.array = array
+        self._range = values if isinstance(values, range) else None
+        self._array = None if isinstance(values, range) else _read_only(values)
+
+    @property
+    def array(self) -> npt.NDArray[np.int64]:
+        """The numbers, read-only int64: [n]."""
+        if self._array is None:
+            assert self._range is not None
+            self._array = _read_only(np.arange(self._range.start, self._range.stop, self._range.step))
+        return self._array
 
     def __len__(self) -> int:
-        return len(self.array)
+        return len(self.array if self._range is None else self._range)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -40,7 +40,7 @@ class Numbers(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         if isinstance(index, slice):
             return tuple(self.array[index].tolist())
-        return int(self.array[index])
+        return int(self.array[index] if self._range is None else self._range[index])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.array.tolist())
@@ -61,3 +61,10 @@ class Numbers(Sequence[int]):
 
     def __reduce__(self) -> tuple[type[Numbers], tuple[npt.NDArray[np.int64] | range]]:
         return Numbers, (self.array if self._range is None else self._range,)
+
+
+def _read_only(values: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return a view of numbers as an array: [n]."""
+    array = np.asarray(values, dtype=np.int64).view()
+    array.flags.writeable = False
+    return array

@@ -9,6 +9,8 @@ Megatron's ``BlendedMegatronDatasetBuilder`` builds the data sets, so its flags 
 from __future__ import annotations
 
 import copy
+import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -209,8 +211,24 @@ def read_document(dataset: IndexedDataset, document: int, start: int, stop: int)
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
     # The sequences of a document are stored contiguously: a read from the first continues into the next.
-    tokens: np.ndarray = dataset.get(first_sequence, offset=start, length=count).astype(np.int64)
-    return tokens
+    tokens = _read_file(dataset, first_sequence, start, count)
+    if tokens is None:
+        tokens = dataset.get(first_sequence, offset=start, length=count)
+    return tokens.astype(np.int64)
+
+
+def _read_file(dataset: IndexedDataset, sequence: int, start: int, count: int) -> np.ndarray | None:
+    """Read tokens [count] that begin at token ``start`` of a sequence; None unless Megatron maps the file.
+
+    A page fault of the mapped file reads many pages around a short document, which takes up to 18 ms of processor time.
+    """
+    file = getattr(dataset.bin_reader, "_bin_file_reader", None)
+    if not isinstance(file, io.BufferedReader):
+        return None
+    dtype = np.dtype(dataset.index.dtype)
+    place = int(dataset.index[sequence][0]) + start * dtype.itemsize
+    read = os.pread(file.fileno(), count * dtype.itemsize, place)
+    return np.frombuffer(read, dtype) if len(read) == count * dtype.itemsize else None
 
 
 class SampleSource:

@@ -123,19 +123,32 @@ def test_tokens_read_are_those_of_the_document(tmp_path: Path, dtype: type) -> N
             dataset.read(i, 0, sample.length + 2)
 
 
-def test_only_the_asked_tokens_are_read_from_the_file(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_only_the_asked_tokens_are_read_from_the_file(
+    prefix: str, is_mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that Megatron maps is read without page faults; else Megatron reads it."""
     dataset = _dataset(prefix, None)
-    reader, counts = dataset.dataset.bin_reader, []
-    original = reader.read
+    reader, counts, pread = dataset.dataset.bin_reader, [], os.pread
+    file = reader._bin_file_reader
+    itemsize = np.dtype(dataset.dataset.index.dtype).itemsize
 
     def read(dtype: type, count: int, offset: int) -> np.ndarray:
-        counts.append(count)
-        return original(dtype=dtype, count=count, offset=offset)
+        counts.append(("Megatron", count))
+        return np.frombuffer(pread(file.fileno(), count * itemsize, offset), dtype)
 
-    monkeypatch.setattr(reader, "read", read)
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        counts.append(("file", size // itemsize))
+        return pread(descriptor, size, offset)
+
     i = next(i for i in range(len(dataset)) if dataset.length(i) == 8)
-    dataset.read(i, 2, 5)
-    assert counts == [3]
+    expected = dataset.read(i, 2, 5).tolist()
+    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(reader, "read", read)
+    if not is_mapped:
+        monkeypatch.setattr(reader, "_bin_file_reader", None)
+    assert dataset.read(i, 2, 5).tolist() == expected
+    assert counts == [("file" if is_mapped else "Megatron", 3)]
 
 
 def test_documents_of_several_sequences_are_one(tmp_path: Path) -> None:
