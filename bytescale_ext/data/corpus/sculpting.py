@@ -51,7 +51,8 @@ from bytescale_ext.plan.sculpt.sculpt import SculptSettings, sculpt
 # A piece of a document, and the partition that it belongs to.
 PIECE: Final = np.dtype([("document", "<i8"), ("start", "<i8"), ("length", "<i8"), ("partition", "<i8")])
 REPORT: Final = "report.json"
-_PARTITION_PIECES: Final = 1 << 14
+_PARTITION_PIECES: Final = 1 << 12
+_MOST_PARTITIONS: Final = 1 << 16  # the sample for their centres is in memory
 _PARTITION_WINDOWS: Final = 64  # least windows of a partition: its last windows are not full
 _SAMPLES: Final = 32  # sampled documents of a partition
 _SAMPLE_TOKENS: Final = 1 << 28
@@ -72,7 +73,8 @@ class SculptJob:
         output: file of the windows.
         passes: first document of each pass of a blend. No window has documents of two passes.
         order: order of the documents in a window, one of ``ORDERS``.
-        partition_pieces: pieces that a partition should have.
+        partition_pieces: pieces that a partition should have. A small partition takes less time and memory, and its
+            windows exchange their parts more thoroughly; but its last windows are not full.
     """
 
     prefix: str
@@ -157,7 +159,8 @@ class Fit:
         """Write the space, the centres, and whether tokens are bytes."""
         job, context = self.job, self.job.settings.context
         few = int(min(FITTED, max(_SAMPLE_TOKENS / job.mean_tokens, FITTED // 10)))
-        sample = self._sample(max(few, _SAMPLES * job.num_documents // job.partition_pieces))
+        num_partitions = min(job.num_documents // job.partition_pieces, _MOST_PARTITIONS)
+        sample = self._sample(max(few, _SAMPLES * num_partitions))
         fitted = job.corpus.table(np.sort(sample[:few]), context)
         is_bytes = all(int(ids.max()) <= BYTE_LEVEL_EOD for ids in job.corpus.pieces(fitted))
         check_text(job.embedder, job.prefix, is_bytes)
@@ -167,8 +170,9 @@ class Fit:
             space.save(job.work / "space.npz")
         centres = np.zeros((1, 1), np.float32)
         mean_length = job.mean_tokens * len(np.unique(fitted.document)) / len(fitted)
-        largest = max(job.partition_pieces, round(_PARTITION_WINDOWS * context / mean_length))
         num_pieces = len(fitted) / len(sample[:few]) * job.num_documents
+        full_windows = round(_PARTITION_WINDOWS * context / mean_length)
+        largest = max(job.partition_pieces, full_windows, round(num_pieces / _MOST_PARTITIONS))
         if num_pieces > largest:
             parts = np.array_split(np.sort(sample), -(-len(sample) // FITTED))
             vectors = np.concatenate([job.vectors(job.corpus.table(part, context), space, is_bytes) for part in parts])

@@ -10,9 +10,11 @@ import numpy.typing as npt
 from bytescale_ext.plan.sculpt.pieces import Ints, Vectors
 
 _CHOICES: Final = 8  # windows that are tried for a part
-_ROUNDS: Final = 12
+_LEAST_ROUNDS: Final = 12  # many windows have so many rounds, if they are worth it
+_MOST_ROUNDS: Final = 30
+_PRODUCTS: Final = 1 << 27  # products of a part and a window beyond which there are only the least rounds
 _LEAST: Final = 1e-3  # an exchange must raise the sum of lengths by this; smaller gains are rounding
-_WORTH: Final = 1e-3  # rounds end when one of them raises the sum of lengths by less than this fraction
+_WORTH: Final = 3e-4  # rounds end when one of them raises the sum of lengths by less than this fraction
 _BLOCK: Final = 1 << 23  # products that are computed together
 
 Floats = npt.NDArray[np.float64]
@@ -24,7 +26,7 @@ def exchanged(window: Ints, lengths: Ints, vectors: Vectors, context: int) -> In
     A window is related if the sum of its vectors is long. In each round, a part that is more similar to another window
     than to its own moves there, or changes places with a part of that window, if both windows have the room and the
     two sums become longer together. Parts with the most to gain come first. Parts of ``context`` tokens stay: they
-    fill a window.
+    fill a window. A round takes time for each pair of a part and a window, so few windows have more rounds.
 
     Args:
         window: window of each part, numbered from 0 without gaps; [parts].
@@ -34,7 +36,8 @@ def exchanged(window: Ints, lengths: Ints, vectors: Vectors, context: int) -> In
     """
     search = _Search(window, lengths, vectors, context)
     before = search.related()
-    for _ in range(_ROUNDS if len(search.room) > 1 else 0):
+    rounds = min(max(_PRODUCTS // (len(window) * len(search.room)), _LEAST_ROUNDS), _MOST_ROUNDS)
+    for _ in range(rounds if len(search.room) > 1 else 0):
         search.round()
         after = search.related()
         if after - before < _WORTH * before:

@@ -61,9 +61,9 @@ class Bench:
     outcomes: dict[str, object] = field(default_factory=dict)
 
 
-def texts(count: int, copies: bool) -> Iterator[str]:
+def texts(count: int, copies: bool, seed: int = SEED) -> Iterator[str]:
     """Yield made-up documents, with equal and changed copies of the last thousand if ``copies``."""
-    random, recent = np.random.RandomState(SEED), list[list[str]]()
+    random, recent = np.random.RandomState(seed), list[list[str]]()
     for number in range(count):
         kind = random.randint(20) if copies and number > 100 else 19
         if kind < 3:
@@ -121,29 +121,29 @@ def near(count: int, tasks: int, memory_gb: float, folder: Path) -> Bench:
     return bench
 
 
-def write_data_set(prefix: Path, count: int) -> None:
+def write_data_set(prefix: Path, count: int, seed: int) -> None:
     """Write documents as a data set of bytes."""
     from megatron.bytescale.core.datasets.corpus import write_tokens
 
     encode = encoder(None)
-    write_tokens(prefix, (encode(text.encode())[0] for text in texts(count, copies=False)))
+    write_tokens(prefix, (encode(text.encode())[0] for text in texts(count, copies=False, seed=seed)))
 
 
-def windows(count: int, tasks: int, together: bool, pieces: int, folder: Path) -> Bench:
-    """Make windows of documents; if ``together``, compare them with windows made without partitions."""
-    bench, prefix = Bench(count), folder / "docs"
+def windows(args: argparse.Namespace, folder: Path) -> Bench:
+    """Make windows of documents; if ``args.together``, compare them with windows made without partitions."""
+    bench, prefix, pieces = Bench(args.documents), folder / "docs", args.partition_pieces
     with multiprocessing.get_context("fork").Pool(1) as pool:  # Megatron would count in the memory of all tasks
-        pool.apply(write_data_set, (prefix, count))
-    settings = SculptSettings(CONTEXT, seed=SEED)
+        pool.apply(write_data_set, (prefix, args.documents, args.seed))
+    settings = SculptSettings(CONTEXT, seed=args.seed)
     job = SculptJob(str(prefix), settings, None, folder / "work", folder / "docs.windows.npy", partition_pieces=pieces)
     job.work.mkdir()
-    run(sculpt_stages(job, tasks), bench)
+    run(sculpt_stages(job, args.tasks), bench)
     bench.outcomes["partitions"] = job.num_partitions
     report = json.loads((job.work / REPORT).read_text())
     bench.outcomes |= {name: report[name] for name in Quality.__dataclass_fields__}
-    if together:
+    if args.together:
         began = time.process_time()
-        every = embedded_pieces(open_tokens(str(prefix)), CONTEXT, None, SEED)
+        every = embedded_pieces(open_tokens(str(prefix)), CONTEXT, None, args.seed)
         whole = quality_of(sculpt(every, settings, nearest_centres).table, every, CONTEXT)
         ours = quality_of(np.load(job.output), every, CONTEXT)  # with the same vectors
         bench.outcomes |= {
@@ -161,15 +161,16 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=100_000, metavar="N", help="number of documents (100000)")
     parser.add_argument("--tasks", type=int, default=4, metavar="N", help="tasks of a stage (4)")
     parser.add_argument("--memory-gb", type=float, default=4.0, metavar="G", help="memory of a task of cleaning (4)")
-    parser.add_argument("--partition-pieces", type=int, default=1 << 14, metavar="N", help="of a partition (16384)")
+    parser.add_argument("--partition-pieces", type=int, default=1 << 12, metavar="N", help="of a partition (4096)")
     parser.add_argument("--together", action="store_true", help="compare with one process without partitions")
+    parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"of texts and windows ({SEED})")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         if args.what == "near":
             bench = near(args.documents, args.tasks, args.memory_gb, Path(name))
         else:
-            bench = windows(args.documents, args.tasks, args.together, args.partition_pieces, Path(name))
+            bench = windows(args, Path(name))
     if args.json:
         print(json.dumps(asdict(bench), indent=2))
         return 0

@@ -121,7 +121,7 @@ def test_windows_have_one_topic_with_and_without_spaces(
     check_windows(table, lengths, WINDOW, "none")
     made, bound = quality_of(table, pieces, WINDOW), best_purity(lengths, topics, int(table["window"][-1]) + 1)
     window = table["window"][np.argsort(table["document"])]
-    monkeypatch.setattr(exchange, "_ROUNDS", 0)
+    monkeypatch.setattr(exchange, "_MOST_ROUNDS", 0)
     without = quality_of(sculpt(pieces, SculptSettings(WINDOW)).table, pieces, WINDOW)
     assert made.fill == without.fill
     assert made.relevance > without.relevance
