@@ -93,7 +93,7 @@ def check_sizes(args: argparse.Namespace) -> None:
     """Raise ValueError for a rate or a size out of range, or a picture that cannot be written."""
     check_picture("--plot", args.plot)
     if not 0 < args.link_gb_per_second < math.inf:
-        raise ValueError(f"--link-gb-per-second must be positive, got {args.link_gb_per_second}")
+        raise ValueError(f"--link-gb-per-second must be positive and finite, got {args.link_gb_per_second}")
     for flag, value in (("--device-memory-gb", args.device_memory_gb), ("--host-memory-gb", args.host_memory_gb)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{flag} must be at least 0, got {value}")

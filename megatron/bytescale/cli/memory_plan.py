@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if shape.num_layers < 2:
         raise ValueError("--model-flags needs at least 2 layers: one plan serves the passes of all layers")
     if not 0 < args.solver_seconds < math.inf:
-        raise ValueError(f"--solver-seconds must be positive, got {args.solver_seconds}")
+        raise ValueError(f"--solver-seconds must be positive and finite, got {args.solver_seconds}")
     activations = activations_of(args)
     traits = traits_of_flags(args.model_flags, args.seq_length)
     trace, record, buffer_bytes = record_step(args, shape, traits, activations)

@@ -302,7 +302,7 @@ def bench_of(args: argparse.Namespace) -> Bench:
     if args.rounds < 1 or args.steps <= SKIPPED:
         raise ValueError(f"--rounds {args.rounds}, --steps {args.steps}: give 1 and {SKIPPED + 1} or more")
     if not 0 < args.capacity_factor < float("inf"):
-        raise ValueError(f"--capacity-factor {args.capacity_factor:g} must be positive")
+        raise ValueError(f"--capacity-factor {args.capacity_factor:g} must be positive and finite")
     if len(set(args.arms)) < len(args.arms):
         raise ValueError(f"--arms {' '.join(args.arms)}: give each arm once")
     return Bench(args.folder.resolve(), args.steps, args.cores_per_rank, args.capacity_factor)

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     for name in ("tflops", "exchange_gb_per_second"):
         if not 0 < getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g} must be positive")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g} must be positive and finite")
     if not 1 <= args.threshold < math.inf:
         raise ValueError(f"--threshold {args.threshold:g} must be at least 1")
     shape, trace = shape_of_flags(args.model_flags), read_trace(args.trace)

@@ -208,7 +208,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.ranks > args.ranks_per_node and args.ranks % args.ranks_per_node:
         raise ValueError(f"--ranks {args.ranks} is not a multiple of --ranks-per-node {args.ranks_per_node}")
     if not 0 < args.device_memory_gb < math.inf:
-        raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} must be positive")
+        raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} must be positive and finite")
     if not 0 <= args.host_memory_gb < math.inf:
         raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} must be at least 0")
     if args.slowdown is not None and not 1 <= args.slowdown < math.inf:

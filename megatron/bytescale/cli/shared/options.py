@@ -137,7 +137,7 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
 def check_rates(rates: Sequence[float] | None) -> None:
     """Raise ValueError if a rate of ``--tflops`` is not positive and finite."""
     if rates is not None and not all(0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"--tflops must be positive, got {' '.join(map(str, rates))}")
+        raise ValueError(f"--tflops must be positive and finite, got {' '.join(map(str, rates))}")
 
 
 def add_plot(parser: argparse.ArgumentParser, content: str) -> None:

@@ -116,7 +116,7 @@ def _budget(args: argparse.Namespace) -> Budget:
     """Return the budget of the options. Host memory is unlimited if ``--swapped-keys`` says which keys go there."""
     link = args.link_gb_per_second
     if not 0 < link < math.inf:
-        raise ValueError(f"--link-gb-per-second {link:g} must be positive")
+        raise ValueError(f"--link-gb-per-second {link:g} must be positive and finite")
     host = args.host_memory_gb or 0.0
     if not 0 <= host < math.inf:
         raise ValueError(f"--host-memory-gb {host:g} is not an amount of memory")

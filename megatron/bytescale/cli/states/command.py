@@ -187,7 +187,7 @@ def check_sizes(args: argparse.Namespace) -> None:
     speeds = [f"{name}_gb_per_second" for name in ("link", "adam", "nvme_read", "nvme_write")]
     for name in ("device_memory_gb", "host_memory_gb", *speeds):
         if not 0 < getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {getattr(args, name)}")
     if not 0 <= args.nvme_gb < math.inf:
         raise ValueError(f"--nvme-gb must be 0 or more, got {args.nvme_gb}")
     if page_bytes_of(args.page_mb, "--page-mb") % BLOCK_BYTES and args.nvme_gb:

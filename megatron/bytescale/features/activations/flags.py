@@ -156,7 +156,7 @@ def _check_budgets(options: PolicyOptions, plans_offload: bool) -> None:
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{flag} {value:g} is not an amount of memory")
     if options.link_gb is not None and not 0 < options.link_gb < math.inf:
-        raise ValueError(f"--link-gb-per-second {options.link_gb:g} must be positive")
+        raise ValueError(f"--link-gb-per-second {options.link_gb:g} must be positive and finite")
 
 
 def check_planned_offload(setup: Setup, options: PolicyOptions) -> None:

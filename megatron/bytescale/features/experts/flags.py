@@ -97,7 +97,7 @@ def resolve(options: PlacementOptions, run: RunConfig) -> PlacementConfig:
         raise ValueError(f"--moe-placement-interval {options.moe_placement_interval} must be at least 1")
     tflops, link = options.moe_placement_speeds or (TFLOPS, LINK_BYTES_PER_SECOND / 1e9)
     if not (0 < tflops < math.inf and 0 < link < math.inf):
-        raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive")
+        raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive and finite")
     cost = ExpertCost.of(run.shape, tflops * 1e12, link * 1e9)
     placing = PlacementSettings(
         options.moe_placement,

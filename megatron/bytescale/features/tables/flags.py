@@ -168,7 +168,7 @@ class TableOptions(HostMemory):
         if not 0 <= self.table_cache_rows <= 1:
             raise ValueError(f"--table-cache-rows {self.table_cache_rows:g} is not a share from 0 to 1")
         if not 0 < self.table_lr < math.inf:
-            raise ValueError(f"--table-lr {self.table_lr:g} must be positive")
+            raise ValueError(f"--table-lr {self.table_lr:g} must be positive and finite")
         read_bound, write_bound, fresh_steps = self.table_staleness
         num_lines = int(self.table_cache_rows * num_rows)
         cache = CacheSettings(num_lines, self.table_cache_policy, read_bound, write_bound)
