@@ -66,6 +66,7 @@ TABLE: list[tuple[str, bytes, str]] = [
       (10**300, 1e308, 1e16, -1, True, "1", None, [1], {}, 2**64)),
     *(("cost", cost_of("shape", num_layers=number), "num_layers|larger") for number in
       (True, 0, -1, 1 << 41, 1.5, "2", None, 10**30)),
+    *(("cost", content, ".") for content in (cost().decode().encode("utf-16"), cost() * 2)),
     ("cost", cost(tensor_parallel=True), "tensor_parallel is true"),
     ("cost", cost(source=5), "source is 5; it must be text"),
     ("cost", cost(more=1), "unknown entry more"),
@@ -75,6 +76,10 @@ TABLE: list[tuple[str, bytes, str]] = [
       (0, -1, 1 << 62, "x", None, [], 10**30)),
     *(("plan", numbered(PLAN, **change), "(true|1.5|\"8\") is not a whole number") for change in
       ({"num_ranks": True}, {"lengths": [True]}, {"tokens_per_rank": 1.5}, {"lengths": ["8"]})),
+    *(("plan", numbered(PLAN, ranks=[[{"shards": [{"seq": 0, "ranges": [[0, 8]], "ring": [0], **change}]}]]),
+       "broken plan|not the output|not a whole") for change in
+      ({"ring": [0, 0]}, {"ring": [-1]}, {"seq": -1}, {"ranges": [[8, 0]]}, {"ranges": [[0, 8.5]]},
+       {"ranges": [[0, 1 << 62]]}, {"ranges": [[0, 8], [0, 8]]}, {"ranges": 5})),
     ("plan", numbered(PLAN, lengths=[2**63]), "more than 64 bits"),
     *(("plan", numbered(PLAN, ranks=ranks), "broken plan|not the output") for ranks in
       ([], [[]], [5], {}, None, "x", [[{}]], [[{"shards": 5}]])),
@@ -115,6 +120,10 @@ TABLE: list[tuple[str, bytes, str]] = [
     *(("lengths", npy_header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"), "not a numpy|holds")
       for descr, shape in (("'<i8'", f"({2**60},)"), ("'<i8'", f"({2**70},)"), ("'<i8'", "(-1,)"), ("'<i8'", "(1,2)"),
                            ("'O'", "(1,)"), ("'|V0'", "(9,)"), ("'x'", "(1,)"), ("5", "(1,)"), ("'<i8'", "'x'"))),
+    *(("lengths", content, "not a numpy|of integers|holds") for content in
+      (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b"{" * 99, b"\x93NUMPY\x03\x00\x09\x00\x00\x00{'a':'\xff'}",
+       npy(np.zeros(3, [("a", "i8")])), npy(np.zeros(3, complex)), npy(np.zeros(3, "M8[s]")), npy(np.zeros(3, "V8")),
+       npy_header("{'descr':'<i8','fortran_order':False,'shape':(9**9**9,)}"))),
     ("lengths", npy_header("(" * 100), "not a numpy array"), ("lengths", npy_header("__import__('os')"), "not a numpy"),
     ("lengths", npy([1, 2])[:-1], "not a numpy array"),
     *(("windows", content, "not a table of windows") for content in
@@ -156,6 +165,7 @@ TABLE: list[tuple[str, bytes, str]] = [
       (b"", b"\x80", b"\x80\x04", b"\x80\xff.", b"N", b"\x80\x04N", b"garbage",
        b"\x80\x04\x95" + b"\xff" * 8 + b".",
        b"\x80\x04B\xff\xff\xff\xff.", b"I" + b"9" * 5000 + b"\n.", b"t.", b"a.", b"0.", b"2.", b"g5\n.", b"h\x05.",
+       b"\x80\x04r\xff\xff\xff\x7f.",
        b"Pid\n", b"(lp0\n", b"F1e999x\n.", b"S'x\n.", b"Vx", b"\x8a\xff", b"\x8b\xff\xff\xff\x7f.")),
     *(("pickle", f"c{module}\n{name}\n.".encode(), f"^{module}.{name}$") for module, name in
       (("os", "system"), ("posix", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("subprocess", "Popen"),
