@@ -254,8 +254,8 @@ def test_a_run_that_fails_ends_with_its_log(
     [
         (["--rounds", "0"], "--rounds 0, --steps 12: give 1 and 3 or more"),
         (["--steps", "2"], "--rounds 2, --steps 2: give 1 and 3 or more"),
-        (["--capacity-factor", "0"], "--capacity-factor 0 must be positive"),
-        (["--capacity-factor", "nan"], "--capacity-factor nan must be positive"),
+        (["--capacity-factor", "0"], "--capacity-factor 0 must be positive and finite"),
+        (["--capacity-factor", "nan"], "--capacity-factor nan must be positive and finite"),
         (["--arms", "static", "static"], "--arms static static: give each arm once"),
         (["--cores-per-rank", "0"], "--cores-per-rank 0 must be positive"),
     ],
