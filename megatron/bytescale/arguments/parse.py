@@ -140,7 +140,7 @@ def set_device_defaults(
             reason = "there is no GPU" if on_cpu else "TransformerEngine is not installed (pip install .[gpu])"
             raise ValueError(f"--transformer-impl transformer_engine: {reason}; use --transformer-impl local")
         args.transformer_impl = "local"
-    if args.moe_token_dispatcher_type == "flex" and not has("deep_ep"):
+    if args.moe_token_dispatcher_type == "flex" and not on_cpu and not has("deep_ep"):
         raise ValueError("--moe-token-dispatcher-type flex: DeepEP (deep_ep) is not installed; use alltoall")
     vars(args).update({name: getattr(args, name) and can_use(module) for name, module in NEEDS.items()})
     if not can_use("apex"):  # without Apex, Megatron's own norm refuses it

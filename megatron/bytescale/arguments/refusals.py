@@ -139,6 +139,7 @@ _IS_ON_CPU = equals("distributed_backend", "gloo")
 _IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
 _LACKS_GROUPED = Condition(lambda _: _capability() < 8)
+_LACKS_DEEPEP = Condition(lambda _: importlib.util.find_spec("deep_ep") is None)
 _RECOMPUTES_MODULES = equals("recompute_granularity", "selective") | given("recompute_activations")
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _UNREAD = "remove it: no code of Megatron 0.19.2 reads it"
@@ -247,6 +248,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
                          ("--use-nccl-ub", "nccl_ub"))),
     refuse("--moe-grouped-gemm on CPU", ALWAYS, "remove it: it needs a GPU",
            _IS_ON_CPU & given("moe_grouped_gemm") & _LACKS_GROUPED),
+    refuse("--moe-token-dispatcher-type flex on CPU", ALWAYS, "use alltoall: it needs a GPU and DeepEP",
+           _IS_ON_CPU & equals("moe_token_dispatcher_type", "flex") & _LACKS_DEEPEP),
     refuse("--recompute-modules moe_act without --moe-grouped-gemm", ALWAYS, "leave moe_act out: only grouped experts "
            "recompute their activation function",
            _RECOMPUTES_MODULES & includes("recompute_modules", "moe_act") & ~given("moe_grouped_gemm")),

@@ -93,6 +93,7 @@ EXAMPLES = {
         )
         for module in ("layernorm", "moe_act", "gdn_norm_out")
     },
+    "--moe-token-dispatcher-type flex on CPU": "--moe-token-dispatcher-type flex --num-experts 4",
     "--moe-grouped-gemm on CPU": "--moe-grouped-gemm --num-experts 4 --disable-bias-linear",
     "--ckpt-format fsdp_dtensor without --use-megatron-fsdp": "--ckpt-format fsdp_dtensor",
     "--moe-routing-trace-path on CPU": "--moe-routing-trace-path trace",
