@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bytescale_ext.draw.figure import new_figure
 from bytescale_ext.json_input import check_stored
 from megatron.bytescale import protection
-from megatron.bytescale.arguments.running import SavedFolders
 from megatron.bytescale.arguments.values import Folders, ReadFiles, wrong_folders
 from megatron.bytescale.checkpoints import remove_links
 from megatron.bytescale.cli.search.script import ScriptedRun, script_text
@@ -172,10 +172,16 @@ def test_devices_are_not_read(device: str) -> None:
     check_stored(os.devnull)
 
 
+def training_folders(**given: Any) -> Folders:
+    """Return the folders of a training with only these flags."""
+    others = dict.fromkeys(("save", "save_interval", "load", "tensorboard_dir", "data_cache_path"))
+    return Folders(**(others | given))
+
+
 def test_links_at_logs_of_tensorboard_are_refused(tmp_path: Path) -> None:
     planted = tmp_path / "events.out.tfevents.1.host.2.0"
     planted.symlink_to(tmp_path / "target")
-    reasons = list(wrong_folders(Folders(None, None, None, str(tmp_path), None)))
+    reasons = list(wrong_folders(training_folders(tensorboard_dir=str(tmp_path))))
     assert reasons == [f"--tensorboard-dir {planted} is a link, whose target TensorBoard could overwrite: remove it"]
 
 
@@ -188,15 +194,14 @@ def test_links_at_logs_of_tensorboard_are_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_links_that_a_save_would_follow_are_refused(link: str, tmp_path: Path) -> None:
     """Megatron writes its files in place, so the target of a link would be emptied or filled."""
-    folders = Folders(str(tmp_path), 2, None, None, None, non_persistent_save_interval=1)
+    folders = training_folders(save=str(tmp_path), save_interval=2, non_persistent_save_interval=1)
     planted = tmp_path / link
     planted.parent.mkdir(parents=True, exist_ok=True)
     planted.symlink_to(tmp_path.parent)
     assert list(wrong_folders(folders)) == [
         f"--save {planted} is a link, whose target Megatron would overwrite: remove it"
     ]
-    parents = SavedFolders(str(tmp_path), non_persistent_save_interval=1).paths()
-    assert [link for save in parents for link in remove_links(save, 10)] == [planted]
+    assert [link for save in folders.paths() for link in remove_links(save, 10)] == [planted]
     assert not list(wrong_folders(folders))
     assert tmp_path.parent.is_dir()
 
@@ -205,7 +210,7 @@ def test_earlier_checkpoints_may_be_links(tmp_path: Path) -> None:
     """They may be stored on another disk. No save changes them."""
     (tmp_path / TRACKER).write_text("10")
     (tmp_path / "iter_0000010").symlink_to(tmp_path.parent)
-    assert not list(wrong_folders(Folders(str(tmp_path), 2, None, None, None)))
+    assert not list(wrong_folders(training_folders(save=str(tmp_path), save_interval=2)))
 
 
 def test_pipes_and_devices_end_in_one_line(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ class Reasons:
 
 
 def reasons_of(error: ValueError) -> tuple[str, ...]:
-    """Return the reasons of an error, one line each."""
+    """Return the reasons of an error, one line of at most ``LONGEST`` characters each."""
     reasons = error.reasons if isinstance(error, Refused) else (str(error),)
-    return tuple(map(one_line, reasons))
+    return tuple(one_line(reason, LONGEST) for reason in reasons)
 
 
 def _is_first_process() -> bool:
@@ -89,7 +89,7 @@ def one_line_errors(
             if TRACEBACK in sys.argv:
                 traceback.print_exc()
             for reason in reasons:
-                print(f"{program}: error: {printable(reason[:LONGEST])}", file=sys.stderr)
+                print(f"{program}: error: {printable(reason)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -150,18 +150,15 @@ class Rates:
                 yield f"{flag} {value:g} must be {text}"
 
 
-@dataclass(frozen=True)
-class Folders:
+@dataclass(frozen=True, kw_only=True)
+class Folders(SavedFolders):
     """Folders that a training reads and writes; None: not given."""
 
-    save: str | None
     save_interval: int | None
     load: str | None
     tensorboard_dir: str | None
     data_cache_path: str | None
     hdp_log_dir: Path | None = None
-    non_persistent_save_interval: int | None = None
-    non_persistent_global_ckpt_dir: str | None = None
 
     def of(self, flag: str) -> Path | None:
         """Return the folder given by a flag."""
@@ -297,10 +294,8 @@ def wrong_folders(folders: Folders) -> Iterator[str]:
     """Yield a reason for each folder that is a file or cannot be created. Creates none: the run may be refused."""
     if folders.save is not None and folders.save_interval is None:
         yield f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next"
-    if folders.save is not None:
-        saved = SavedFolders(folders.save, folders.non_persistent_save_interval, folders.non_persistent_global_ckpt_dir)
-        for link in (link for save in saved.paths() for link in links_to_overwrite(save)):
-            yield f"--save {link} is a link, whose target Megatron would overwrite: remove it"
+    for link in (link for save in folders.paths() for link in links_to_overwrite(save)):
+        yield f"--save {link} is a link, whose target Megatron would overwrite: remove it"
     if folders.tensorboard_dir is not None:  # names of the log are its second, host and process
         for path in Path(folders.tensorboard_dir).glob("events.out.*"):
             if path.is_symlink():
