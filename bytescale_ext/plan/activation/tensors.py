@@ -58,7 +58,7 @@ class LayerTensor:
     share: float = 1.0
 
     def in_share(self, share: float) -> LayerTensor:
-        """Return the tensor of this layer as the mean of all layers, of which only a share has it."""
+        """Return the mean of this tensor over all layers, if only a ``share`` of the layers has it."""
         return replace(
             self,
             bytes_per_token=share * self.bytes_per_token,

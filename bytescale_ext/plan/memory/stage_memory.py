@@ -203,17 +203,17 @@ class StageMemory:
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         return self._of(replace(self.passes, num_messages=VIRTUAL_MESSAGES))
 
-    def recomputing(self, input_bytes: float, sliced: bool = False, beside_bytes: float = 0.0) -> StageMemory:
+    def recomputing(self, input_bytes: float, sliced: bool = False, more_bytes: float = 0.0) -> StageMemory:
         """Return the memory of layers that are recomputed one by one.
 
         Args:
             input_bytes: bytes of a token that each layer keeps.
             sliced: whether micro-batches may run in slices. Layers then also keep keys and values for later slices.
-            beside_bytes: bytes of a token beside the mean activations of a layer, while a layer runs again.
+            more_bytes: bytes of a token in addition to the mean activations of a layer, while a layer runs again.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         keys = self.layer.keys if sliced else 0.0
-        again = replace(self.passes, again=self.layer.activations - input_bytes - keys + beside_bytes)
+        again = replace(self.passes, again=self.layer.activations - input_bytes - keys + more_bytes)
         freed = again.later_layers * (again.in_later - again.hidden)
         layer = replace(
             self.layer,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from bytescale_ext.plan.sculpt.pieces import Ints, Vectors
 
 _CHOICES: Final = 8  # windows that are tried for a part
-_LEAST_ROUNDS: Final = 12  # many windows have so many rounds, if they are worth it
+_LEAST_ROUNDS: Final = 12  # rounds of many windows, unless a round is not worth it
 _MOST_ROUNDS: Final = 30
 _PRODUCTS: Final = 1 << 27  # products of a part and a window beyond which there are only the least rounds
 _LEAST: Final = 1e-3  # an exchange must raise the sum of lengths by this; smaller gains are rounding

@@ -23,8 +23,8 @@ from bytescale_ext.plan.schedule.actions import most_slices
 from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.setup.costs import layer_costs, recomputed, slowest_stage, stage_costs
 from bytescale_ext.plan.setup.memory import (
-    beside_recomputed_bytes,
     input_bytes,
+    more_recomputed_bytes,
     parameters,
     stage_memory,
     stage_state_bytes,
@@ -340,7 +340,7 @@ def block_bytes(setup: Setup, recomputed_layers: Ints) -> Floats:
         recomputed_layers: numbers of recomputed layers of each stage, [n].
     """
     memory, num_tokens = stage_memory(setup), np.array(float(setup.cluster.tokens_per_rank))
-    again = memory.recomputing(input_bytes(setup), beside_bytes=beside_recomputed_bytes(setup))
+    again = memory.recomputing(input_bytes(setup), more_bytes=more_recomputed_bytes(setup))
     assert again.passes is not None
     runs_again = again.passes.of_backward(num_tokens, num_tokens, has_loss=False) + num_tokens * again.buffer_bytes
     layers, tokens = np.array(memory.num_layers)[:, None], np.array(tokens_in_flight(setup))[:, None]

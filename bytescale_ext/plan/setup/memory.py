@@ -136,11 +136,11 @@ def stage_memory(setup: Setup) -> StageMemory:
     memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
     if numerics.recompute != FULL:
         return memory
-    return memory.recomputing(input_bytes(setup), setup.slicing != ONE_SLICE, beside_recomputed_bytes(setup))
+    return memory.recomputing(input_bytes(setup), setup.slicing != ONE_SLICE, more_recomputed_bytes(setup))
 
 
-def beside_recomputed_bytes(setup: Setup) -> float:
-    """Return the bytes of a token that exist beside the mean activations of a layer, while a layer runs again.
+def more_recomputed_bytes(setup: Setup) -> float:
+    """Return the bytes of a token in addition to the mean activations of a layer, while a layer runs again.
 
     The largest layer may be larger than the mean. An expert layer's input and its gradient exist until the layer runs
     in the next step, because Megatron's dispatchers of experts refer to the graph that ends in them. Layers without
@@ -151,8 +151,8 @@ def beside_recomputed_bytes(setup: Setup) -> float:
         return 0.0
     with_experts = layers * (1.0 - shape.dense_share)
     waiting = (with_experts - 1.0) * _tensor_bytes(setup)[0] if 2 * with_experts > layers + 1 else 0.0
-    of_kinds = (replace(setup, shape=replace(shape, num_expert_layers=count)) for count in {0, shape.num_layers})
-    largest = max(_layer_bytes(kind) for kind in of_kinds) if shape.dense_share else _layer_bytes(setup)
+    kinds = (0, shape.num_layers) if shape.dense_share else (shape.num_layers,)
+    largest = max(_layer_bytes(replace(setup, shape=replace(shape, num_expert_layers=count))) for count in kinds)
     return waiting + largest - _layer_bytes(setup)
 
 
