@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.terminal import escape_output
 from megatron.bytescale import stores
@@ -30,6 +30,8 @@ TRACKER = "latest_checkpointed_iteration.txt"  # written by Megatron when a chec
 REFUSED = 2  # exit code of a rank that refuses its flags
 SECONDS_TO_REFUSE = 3.0  # time for a machine's other ranks to refuse their flags as well
 SECONDS_TO_APPEAR = 30.0  # for another node's file on a shared file system
+INVALID: Final = (ValueError, AssertionError, RuntimeError, OSError)
+"""Types of torchrun's errors about its arguments."""
 
 
 @dataclass
@@ -40,6 +42,7 @@ class LaunchProgress:
         save: folder of checkpoints, or None.
         metrics: file that grows with each logged iteration, or None.
         at_start, at_signal: state of both outputs at the start and on SIGTERM.
+        ranks_started: whether ranks of this machine have been started.
         ranks_failed: whether a rank of this machine has died without a restart since.
     """
 
@@ -47,6 +50,7 @@ class LaunchProgress:
     metrics: Path | None
     at_start: list[object] = field(default_factory=list)
     at_signal: list[object] = field(default_factory=list)
+    ranks_started: bool = False
     ranks_failed: bool = False
 
     @classmethod
@@ -110,7 +114,7 @@ def note_state_at_signal(progress: LaunchProgress) -> None:
 
 
 def follow_ranks(progress: LaunchProgress) -> None:
-    """Record whether ranks have failed. After a refusal of flags, do not restart ranks or wait for them.
+    """Record whether ranks have started and failed. After a refusal of flags, do not restart ranks or wait for them.
 
     torchrun waits 30 s for ranks that ignore SIGTERM, which includes ranks that wait in a collective for the rank that
     refused its flags.
@@ -119,6 +123,11 @@ def follow_ranks(progress: LaunchProgress) -> None:
     from torch.distributed.launcher import api
 
     class FollowedAgent(api.LocalElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            started = super()._start_workers(worker_group)
+            progress.ranks_started = True
+            return started
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             end_after_refusal(list(getattr(self._pcontext, "subprocess_handlers", {}).values()))
             result = super()._monitor_workers(worker_group)
@@ -150,9 +159,10 @@ def main(words: Sequence[str] | None = None) -> int:
     progress = LaunchProgress.of(words)
     note_state_at_signal(progress)
     follow_ranks(progress)
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     arguments = run.parse_args(list(words))
     if arguments.module:  # ranks must not import modules of the current folder
@@ -174,7 +184,24 @@ def main(words: Sequence[str] | None = None) -> int:
         if any(failure.exitcode == REFUSED for failure in error.failures.values()):  # its last line has the reason
             return REFUSED
         raise
+    except (*INVALID, RendezvousError) as error:
+        if progress.ranks_started:
+            raise
+        is_refused = isinstance(error, INVALID) and not isinstance(error, DistError)
+        subject = "torchrun refuses its arguments: " if is_refused else ""
+        print(f"bytescale launch: error: {subject}{message_of(error)}", file=sys.stderr)
+        return REFUSED if is_refused else 1
     return 0
+
+
+def message_of(error: Exception) -> str:
+    """Return one line about an error of torchrun before it started ranks."""
+    text = " ".join(str(error).split())
+    if not text and isinstance(error, AssertionError):
+        text = "--nproc-per-node and --monitor-interval must be positive"
+    if type(error).__name__ == "RendezvousTimeoutError":
+        text = "not all nodes came in time; --rdzv-conf join_timeout=SECONDS waits longer"
+    return text or type(error).__name__
 
 
 def listen_on_own_network(arguments: Namespace) -> dict[str, str]:

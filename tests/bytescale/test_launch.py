@@ -15,6 +15,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.launcher import api
 
 from megatron.bytescale.launch import TRACKER, LaunchProgress, follow_ranks, value_of
+from tests.harness import free_port
+from tests.sample import sampled
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -82,6 +84,34 @@ def test_bad_input_of_a_rank_is_exit_code_2_and_is_not_tried_again(tmp_path: Pat
     assert errors.count("pretrain_gpt_hdp.py: error: why\n") == 1
     assert "Traceback" not in errors
     assert "Unable to shutdown" not in errors
+
+
+TORCHRUN = "torchrun refuses its arguments: "
+NO_RANKS = [
+    ("--nproc-per-node=many", 2, f"{TORCHRUN}Unsupported nproc_per_node value: many"),
+    ("--nproc-per-node=0", 2, f"{TORCHRUN}--nproc-per-node and --monitor-interval must be positive"),
+    ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:x", 2,
+     f"{TORCHRUN}The port number of the rendezvous endpoint 'localhost:x' must be an integer between 0 and 65536."),
+    ("--nnodes=2 --rdzv-conf=a", 2, f"{TORCHRUN}The rendezvous configuration option 'a' must have a value specified."),
+    ("--local-addr=999.1.1.1", 2, f"{TORCHRUN}this machine has no address towards 999.1.1.1"),
+    ("--standalone --no-python", 2, f"{TORCHRUN}[Errno 2] No such file or directory: 'rank.py'"),
+    ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:PORT --rdzv-conf=join_timeout=1", 1,
+     "not all nodes came in time; --rdzv-conf join_timeout=SECONDS waits longer"),
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("words", "code", "line"), sampled(NO_RANKS, [NO_RANKS[2], NO_RANKS[-1]]))
+def test_torchrun_refuses_in_one_line(words: str, code: int, line: str, tmp_path: Path) -> None:
+    given = words.replace("PORT", str(free_port())).split()
+    command = [sys.executable, "-P", "-m", "megatron.bytescale.launch", *given, "rank.py"]
+    root = str(Path(__file__).resolve().parents[2])
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.splitlines()[-1] == f"bytescale launch: error: {line}"
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(("code", "restarts"), [(2, 0), (1, 3)])
