@@ -14,6 +14,7 @@ from types import ModuleType
 from bytescale_ext.config.remote import RemoteConfig
 
 _CONNECT_SECONDS = 5.0
+_LAST_PORT = 2**16 - 1
 _OBJECT_STORE_BYTES = 256 << 20
 _START_ATTEMPTS = 3  # Ray's processes must start within 30 s, which a busy machine may exceed
 _NOT_INSTALLED = "--hdp-loader ray: Ray is not installed: pip install '.[ray]', or use --hdp-loader local"
@@ -32,16 +33,21 @@ def check_remote(config: RemoteConfig) -> None:
     """Raise ValueError unless Ray is installed and reachable at its address. Every rank calls this at the start."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(_NOT_INSTALLED)
-    if config.address is None:
-        return
-    host, _, port = config.address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"--hdp-ray-address {config.address}: give HOST:PORT, as `ray start --head` prints it")
+    if config.address is not None:
+        check_address("--hdp-ray-address", config.address)
+
+
+def check_address(flag: str, address: str) -> None:
+    """Raise ValueError unless a server listens at the address of a flag. Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    is_port = port.isdecimal() and len(port) <= len(str(_LAST_PORT)) and int(port) <= _LAST_PORT
+    if not host or not is_port:  # the resolver takes a larger port modulo 2^16
+        raise ValueError(f"{flag} {address}: give HOST:PORT, as `ray start --head` prints it")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"--hdp-ray-address {config.address}: cannot connect ({error}): start Ray with `ray start --head`, or omit "
+            f"{flag} {address}: cannot connect ({error}): start Ray with `ray start --head`, or omit "
             "the flag to start Ray on this machine"
         ) from error
 

@@ -19,7 +19,7 @@ from typing import Final
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from bytescale_ext.data.ray.session import ray_module, sigterm_kept, stay_on_loopback, without_folders
+from bytescale_ext.data.ray.session import check_address, ray_module, sigterm_kept, stay_on_loopback, without_folders
 from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import appended
 
@@ -154,6 +154,8 @@ def _cluster(settings: ExecutorSettings) -> Iterator[None]:
         return
     if settings.ray_address is None:
         stay_on_loopback()
+    else:
+        check_address("--ray-address", settings.ray_address)
     ray = ray_module()
     local = {"num_cpus": settings.workers, "include_dashboard": False, "object_store_memory": 256 << 20}
     options = {"log_to_driver": False, "job_config": without_folders(), **({} if settings.ray_address else local)}

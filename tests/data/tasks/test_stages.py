@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     expected = run(tmp_path, "expected", ExecutorSettings(), ("exact",))
     assert run(tmp_path, "out", ExecutorSettings("ray", workers=2), ("exact",)) == expected
+
+
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:1", "[::1]:1", "127.0.0.1:99999", "." * 64 + ":1"])
+def test_an_address_where_no_ray_is_ends_at_once(address: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^--ray-address {re.escape(address)}: .*`ray start --head`"):
+        run(tmp_path, "out", ExecutorSettings("ray", ray_address=address), ("exact",))
+
+
+def test_a_ray_that_does_not_start_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that answers, without a Ray behind it: Ray's own error, which has several lines."""
+
+    def init(*_: object, **__: object) -> None:
+        raise ConnectionError("Ray says\nthat it failed")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(ValueError, match=r"^--executor ray: Ray does not start \(Ray says that it failed\)$"):
+        run(tmp_path, "out", ExecutorSettings("ray"), ("exact",))
 
 
 SBATCH = """#!/bin/bash
