@@ -60,6 +60,7 @@ def add_prepared_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         return add_megatron_arguments(parser)
     own = {name: vars(parser)[name] for name in ("prog", "usage", "description", "epilog", "formatter_class")}
     vars(parser).update(vars(PREPARED.pop()), **own)
+    parser.set_defaults(local_rank=int(os.environ.get("LOCAL_RANK", "0")))  # the default that Megatron takes from here
     return parser
 
 
