@@ -154,11 +154,13 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + num_bytes
     limits_memory = soft == resource.RLIM_INFINITY or limit < soft
-    ended: list[bool] = []
+    is_running = has_ended = False
 
     def end(*_: object) -> None:
-        ended.append(True)
-        raise TimeoutError
+        nonlocal has_ended
+        if is_running:  # on a busy machine the next alarm comes while this one is handled
+            has_ended = True
+            raise TimeoutError
 
     try:
         if limits_memory:
@@ -166,11 +168,16 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
         if is_main:
             signal.signal(signal.SIGALRM, end)
             signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again, in case an error handler caught it
-        yield
+        try:
+            is_running = True
+            yield
+        finally:
+            is_running = False
     except Exception as error:
+        is_running = False
         if isinstance(error, MemoryError):
             raise LimitExceededError(f"the chat template needs more than {num_bytes >> 20:,} MiB of memory") from None
-        if not ended:
+        if not has_ended:
             raise
         raise _too_slow(seconds) from None
     finally:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import time
 
 import pytest
 
 from bytescale_ext.data.samples import template_limits
-from bytescale_ext.data.samples.template_limits import CallError, LimitedFunction, check_template, limits
+from bytescale_ext.data.samples.template_limits import (
+    CallError,
+    LimitedFunction,
+    LimitExceededError,
+    check_template,
+    limits,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,16 @@ def rendered(template: str) -> str:
 
 
 @pytest.mark.slow
+def test_an_alarm_that_comes_late_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(seconds: float) -> LimitExceededError:
+        signal.raise_signal(signal.SIGALRM)
+        return LimitExceededError("too slow")
+
+    monkeypatch.setattr(template_limits, "_too_slow", late)
+    with pytest.raises(LimitExceededError, match="too slow"), limits(60.0):
+        signal.raise_signal(signal.SIGALRM)
+
+
 def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setattr(template_limits, "_GRACE", 0.5)
