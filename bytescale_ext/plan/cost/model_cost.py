@@ -151,6 +151,13 @@ _NUMBERS: Final = (
 )  # fmt: skip
 
 
+def with_second_forward(cost: ModelCost, layers: bool, head: bool) -> ModelCost:
+    """Return the cost of passes whose backward pass computes all layers, or the output layer and loss, once more."""
+    backward = cost.backward + cost.forward if layers else cost.backward
+    head_backward = cost.head_backward + cost.head_forward if head else cost.head_backward
+    return replace(cost, backward=backward, head_backward=head_backward)
+
+
 def with_windows(cost: CostModel, shape: ModelShape) -> CostModel:
     """Return a cost of full attention with the windows of the model."""
     if shape.window is None:

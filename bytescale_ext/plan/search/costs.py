@@ -9,7 +9,7 @@ from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, COLL
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import ModelCost, with_expansions
+from bytescale_ext.plan.cost.model_cost import ModelCost, with_expansions, with_second_forward
 from bytescale_ext.plan.cost.model_shape import (
     ModelShape,
     expansion_flops,
@@ -117,11 +117,7 @@ def strategy_cost(
         loads = [expert_bytes(cost.shape, element, ranks, load, operators) for load in (EXPERT_LOAD, 1.0)]
         forward, backward = (replace(one_way, b=one_way.b + seconds) for one_way in (cost.forward, cost.backward))
         cost = replace(cost, forward=forward, backward=backward, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
-    if strategy.activations == FULL:
-        cost = replace(cost, backward=cost.backward + cost.forward)
-    if strategy.loss_tokens is not None:
-        cost = replace(cost, head_backward=cost.head_backward + cost.head_forward)
-    return cost
+    return with_second_forward(cost, strategy.activations == FULL, strategy.loss_tokens is not None)
 
 
 def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) -> float:

@@ -60,12 +60,12 @@ def equal_cost(setup: Setup) -> CostModel | None:
     return slowest_stage(setup)[1].both
 
 
-def recomputed(setup: Setup) -> tuple[StageCost, ...]:
-    """Return the seconds of stages whose first layers are computed again in the backward pass."""
+def recomputed(setup: Setup, num_layers: tuple[int, ...]) -> tuple[StageCost, ...]:
+    """Return the seconds of (virtual) stages with these layers, whose first layers run again in the backward pass."""
     most, forward = setup.numerics.recomputed_layers, setup.cost.forward
     return tuple(
         replace(stage, backward=stage.backward + forward.scaled(min(layers, most)))
-        for stage, layers in zip(stage_costs(setup), setup.mesh.stage_layers, strict=True)
+        for stage, layers in zip(layer_costs(setup, num_layers), num_layers, strict=True)
     )
 
 

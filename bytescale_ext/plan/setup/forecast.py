@@ -18,6 +18,7 @@ from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
+from bytescale_ext.plan.memory.first_layers import FirstLayers
 from bytescale_ext.plan.memory.held import DeviceParts, peak_memory
 from bytescale_ext.plan.schedule.actions import most_slices
 from bytescale_ext.plan.setup.choose import Decision
@@ -26,6 +27,7 @@ from bytescale_ext.plan.setup.memory import (
     input_bytes,
     more_recomputed_bytes,
     parameters,
+    recomputing_memory,
     stage_memory,
     stage_state_bytes,
     state_cases,
@@ -137,15 +139,19 @@ class Forecast:
         if policy is not None:
             return tuple(stage.on(nodes) for stage in (policy.virtual if virtual else policy.stages))
         if setup.numerics.recompute == BLOCK:
-            return recomputed(setup)
+            return recomputed(setup, self._virtual_layers if virtual else setup.mesh.stage_layers)
         return self._virtual_costs if virtual else stage_costs(setup)
+
+    @property
+    def _virtual_layers(self) -> tuple[int, ...]:
+        """Layers of each virtual stage, chunk by chunk."""
+        mesh = self.setup.mesh
+        return tuple(layers // mesh.virtual_stages for layers in mesh.stage_layers) * mesh.virtual_stages
 
     @cached_property
     def _virtual_costs(self) -> tuple[StageCost, ...]:
         """Seconds of each virtual stage, chunk by chunk."""
-        mesh = self.setup.mesh
-        chunks = mesh.virtual_stages
-        return layer_costs(self.setup, tuple(layers // chunks for layers in mesh.stage_layers) * chunks)
+        return layer_costs(self.setup, self._virtual_layers)
 
     def num_chunks(self, slicing: Slicing) -> int:
         """Return the virtual stages of each stage that a replay runs; slices are replayed on whole stages."""
@@ -212,7 +218,7 @@ class Forecast:
     def memory(self, table: ShardTable, slicing: Slicing) -> list[StageBytes]:
         """Return the memory of each stage in a step, on the HDP rank with the highest peak.
 
-        If a policy moves activations, or only some layers are recomputed, micro-batches count as full.
+        If a policy moves activations, micro-batches count as full.
         """
         setup, policy = self.setup, self.under_policy(slicing)
         pages = [float(case.host_bytes) for case in state_cases(setup)] if setup.states.decided.stage else None
@@ -230,19 +236,19 @@ class Forecast:
             rows_of = zip(stage_state_bytes(setup), pages, strict=True)
             return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for states, page in rows_of]
         if setup.numerics.recompute == BLOCK:
-            blocks = zip(self._block_bytes, stage_state_bytes(setup), pages, strict=True)
-            return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for held, states, page in blocks]
-        memory = stage_memory(setup)
-        most = peak_memory(table, slicing, slowest_stage(setup)[1].both, memory, setup.mesh.virtual_stages)
+            blocks = zip(self._block_parts(table, slicing), pages, strict=True)
+            return [StageBytes(parts, 0.0, page) for parts, page in blocks]
+        memory, cost = stage_memory(setup), slowest_stage(setup)[1].both
+        most = peak_memory(table, slicing, cost, memory, setup.mesh.virtual_stages)
         parts, in_host = most.stage_parts(memory), most.stage_host_bytes(memory)
         return [StageBytes(*row) for row in zip(parts, in_host, pages, strict=True)]
 
-    @property
-    def _block_bytes(self) -> list[float]:
-        """Device bytes of each stage with its recomputed first layers."""
-        return [
-            float(each) for each in block_bytes(self.setup, np.array([self.setup.numerics.recomputed_layers]))[:, 0]
-        ]
+    def _block_parts(self, table: ShardTable, slicing: Slicing) -> list[DeviceParts]:
+        """Return the memory of each stage, whose first layers are recomputed."""
+        setup, chunks = self.setup, self.setup.mesh.virtual_stages
+        count = setup.numerics.recomputed_layers * chunks
+        blocks = FirstLayers(stage_memory(setup), recomputing_memory(setup), count)
+        return blocks.parts(table, slicing, slowest_stage(setup)[1].both, chunks)
 
     @cached_property
     def full_bytes(self) -> tuple[float, float]:
@@ -250,16 +256,12 @@ class Forecast:
         setup = self.setup
         if self.whole is not None:
             return self.whole.device_bytes, self.whole.host_bytes
-        if setup.numerics.recompute == BLOCK:
-            both = zip(self._block_bytes, stage_state_bytes(setup), strict=True)
-            return max(held + states for held, states in both), 0.0
         memory, mesh = stage_memory(setup).unsliced(), setup.mesh
-        if mesh.virtual_stages == 1:
+        if mesh.virtual_stages == 1 and setup.numerics.recompute != BLOCK:
             in_flight = enumerate(tokens_in_flight(setup))
             return memory.most_bytes([tokens * memory.token_bytes(stage) for stage, tokens in in_flight]), 0.0
         table = full_micro_batches(4 * mesh.num_stages, setup.cluster.tokens_per_rank)
-        cost = slowest_stage(setup)[1].both
-        return peak_memory(table, ONE_SLICE, cost, memory, mesh.virtual_stages).device_bytes(memory), 0.0
+        return max(stage.device.total for stage in self.memory(table, ONE_SLICE)), 0.0
 
     def traffic(self, table: ShardTable, slicing: Slicing) -> Traffic:
         """Return the bytes that processes receive in a step."""

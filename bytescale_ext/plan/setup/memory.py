@@ -134,8 +134,15 @@ def stage_memory(setup: Setup) -> StageMemory:
     memory = StageMemory.of(cost, mesh.stage_layers, setup.cluster, settings)
     memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=stage_state_bytes(setup))
     memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
-    if numerics.recompute != FULL:
-        return memory
+    return _recomputing(setup, memory) if numerics.recompute == FULL else memory
+
+
+def recomputing_memory(setup: Setup) -> StageMemory:
+    """Return the device memory of the stages as if they recomputed all layers, for a setup without full recompute."""
+    return _recomputing(setup, stage_memory(setup))
+
+
+def _recomputing(setup: Setup, memory: StageMemory) -> StageMemory:
     return memory.recomputing(input_bytes(setup), setup.slicing != ONE_SLICE, more_recomputed_bytes(setup))
 
 

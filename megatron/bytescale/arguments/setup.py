@@ -10,12 +10,13 @@ from typing import Any, Final
 from bytescale_ext.config.memory.tables import memories_of_stages
 from bytescale_ext.measure.devices import scaled_device_cost
 from bytescale_ext.measure.host_memory import free_host_bytes, local_processes
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost, with_second_forward
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.setup.memory import affordable_keys
 from bytescale_ext.plan.setup.setup import (
     AUTO,
+    FULL,
     NO_RECOMPUTE,
     Budget,
     Mesh,
@@ -84,7 +85,8 @@ def setup_of(args: Any) -> Setup:
 def known_cost(args: Any, shape: ModelShape, numerics: Numerics) -> ModelCost:
     """Return the costs of the model on a known device, for a training without ``--cost-file``."""
     dtype = str(args.params_dtype).removeprefix("torch.")
-    return scaled_device_cost(shape, args.tensor_model_parallel_size, dtype, numerics.operators)
+    cost = scaled_device_cost(shape, args.tensor_model_parallel_size, dtype, numerics.operators)
+    return with_second_forward(cost, numerics.recompute == FULL, numerics.loss_tokens is not None)
 
 
 def with_slices(setup: Setup, options: SliceOptions) -> Setup:

@@ -67,3 +67,13 @@ def test_states_that_megatron_offloads_are_not_on_the_device() -> None:
         for share in (0.0, 0.5)
     )
     assert half == pytest.approx(whole * 12 / 18)
+
+
+def test_what_runs_again_in_the_backward_pass_takes_time() -> None:
+    plain = setup_of(parsed()).cost
+    recomputed = setup_of(parsed(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)).cost
+    assert recomputed.backward == plain.backward + plain.forward
+    assert recomputed.head_backward == plain.head_backward
+    chunked = setup_of(parsed("--chunked-cross-entropy", "64")).cost
+    assert chunked.head_backward == plain.head_backward + plain.head_forward
+    assert chunked.backward == plain.backward

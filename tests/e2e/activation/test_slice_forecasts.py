@@ -29,8 +29,7 @@ SLICES = {
     "4 slices": "--seq1f1b-slices 4",
     "eager": "--seq1f1b-slices 4 --seq1f1b-eager",
 }
-CASES = [(slices, policy) for slices in SLICES for policy in POLICIES if policy != "block"]
-CASES.append(("whole", "block"))  # forecasts of blocks take micro-batches as whole
+CASES = [(slices, policy) for slices in SLICES for policy in POLICIES]
 
 
 @pytest.mark.parametrize(("slices", "policy"), sampled(CASES, [("4 slices", "memo")]))

@@ -4,7 +4,24 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.evaluate.replay import StageReplay
+from bytescale_ext.plan.search.costed import CostedStrategy
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, Strategy
 from bytescale_ext.plan.setup.forecast import coupling
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from tests.plan.search.tasks import small_task
+
+TASK = small_task()
+LAYERS = 3
+LENGTHS = (1024,) * 48
+
+
+def forecasts(slicing: Slicing, chunks: int, activations: str, recomputed_layers: int = 0) -> tuple[float, float]:
+    """Return the seconds of computation and the bytes of the fullest device in a step of full micro-batches."""
+    words = {"activations": activations, "recomputed_layers": recomputed_layers, "chunks": chunks}
+    strategy = CostedStrategy.of(TASK, Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True, **words))
+    table, _ = strategy.forecast.table(strategy.plan(LENGTHS))
+    stages = strategy.forecast.memory(table, slicing)
+    return strategy.forecast.time(table, slicing).compute, max(stage.device.total for stage in stages)
 
 
 def replayed(num_stages: int, *ranks: list[float]) -> StageReplay:
@@ -22,3 +39,16 @@ def test_a_slot_takes_as_long_as_its_slowest_rank(num_stages: int) -> None:
     assert coupling(uneven, 1, 1) == 1.0
     even = replayed(num_stages, [3.0, 1.0], [3.0, 1.0])
     assert coupling(even, 1, 2) == 1.0
+
+
+@pytest.mark.parametrize(("slicing", "chunks"), [(ONE_SLICE, 1), (ONE_SLICE, 3), (Slicing(4), 1)])
+def test_recomputed_first_layers_lie_between_none_and_all(slicing: Slicing, chunks: int) -> None:
+    of_all, full = (forecasts(slicing, chunks, *way) for way in ((BLOCK, LAYERS // chunks), (FULL,)))
+    assert of_all == pytest.approx(full)
+    none = forecasts(slicing, chunks, KEEP)
+    ways = [none, *(forecasts(slicing, chunks, BLOCK, count) for count in range(1, LAYERS // chunks)), full]
+    seconds, held = zip(*ways, strict=True)
+    assert list(seconds) == sorted(seconds)
+    assert list(held) == sorted(held, reverse=True)
+    assert none[0] < full[0]
+    assert none[1] > full[1]
