@@ -239,16 +239,17 @@ def resolve_launch(flags: Sequence[str], num_ranks: int, rank: int, ranks_per_no
     local = min(ranks_per_node, num_ranks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(local))
     args = parse(["bytescale dry-run", *flags], on_cpu, _settle, named_or_installed(flags))
+    vars(args).update(fake_process_group=True, use_gloo_process_groups=False)  # after the checks of a real training
     run = resolve(args)
     initialize._initialize_distributed(None, None, None)
     return Launch(args, run)
 
 
 def _settle(args: Any) -> None:
-    """Use no files, and wait for no other process. Raises ValueError for a training without documents."""
+    """Write no files. Raises ValueError for a training without documents."""
     if not args.hybrid_data_parallel:
         raise ValueError("a dry run plans documents: add --hybrid-data-parallel and --hdp-tokens-per-rank")
-    vars(args).update(dict.fromkeys(WRITTEN), fake_process_group=True, use_gloo_process_groups=False)
+    vars(args).update(dict.fromkeys(WRITTEN))
 
 
 def groups_of_this_process() -> dict[str, list[int]]:

@@ -184,3 +184,21 @@ def refuse(rank: int, world: int, flags: list[str], world_size: int) -> str:
 )
 def test_what_training_refuses_is_refused(flags: list[str], world_size: int, reason: str) -> None:
     assert reason in run_ranks(refuse, 1, flags, world_size, init_group=False)[0]
+
+
+FLEX = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex --bf16"
+RESHARDED = "--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-distributed-optimizer --ckpt-format torch --cpu",
+        f"--use-distributed-optimizer {RESHARDED} --cpu",
+        f"{FLEX} --moe-enable-deepep",
+    ],
+)
+def test_what_needs_real_process_groups_is_planned(words: str) -> None:
+    """Megatron's checks of a dry run refuse them, but a training does not."""
+    line = ["dry-run", "--ranks", "4", "--sampler", "sft", "--json", "--", *ONE_STEP, *words.split()]
+    assert json.loads(run_ranks(type_command, 1, line, init_group=False)[0])["memory_gb"]
