@@ -36,13 +36,16 @@ class FirstLayers:
         for stage in range(len(self.kept.num_layers)):
             peaks = [
                 peak_memory(table, slicing, cost, memory, num_chunks, [stage]).stage_parts(memory)[stage]
-                for memory in self._moments(stage, slicing)
+                for memory in self._moments(stage, slicing, num_chunks)
             ]
             found.append(max(peaks, key=lambda peak: peak.total))
         return found
 
-    def _moments(self, stage: int, slicing: Slicing) -> Iterator[StageMemory]:
-        """Yield the memory when the last layer runs backward, and when a recomputed layer runs again."""
+    def _moments(self, stage: int, slicing: Slicing, num_chunks: int) -> Iterator[StageMemory]:
+        """Yield the memory when the last layer runs backward, and when a recomputed layer runs again.
+
+        By then the last layers of the running virtual stage are free.
+        """
         layers, again = self.kept.num_layers[stage], self.again if slicing.num_slices > 1 else self.again.unsliced()
         recomputed = min(layers, self.count)
         if not recomputed:
@@ -53,5 +56,5 @@ class FirstLayers:
         mean = replace(again.layer, activations=share * again.layer.activations + of_kept, only_sliced=0.0)
         yield replace(self.kept, layer=replace(mean, head=self.kept.layer.head))
         assert again.passes is not None
-        freed = replace(again.passes, again=again.passes.again - layers * of_kept)
+        freed = replace(again.passes, again=again.passes.again - layers / num_chunks * of_kept)
         yield replace(again, layer=mean, passes=freed)

@@ -29,13 +29,20 @@ SLICES = {
     "4 slices": "--seq1f1b-slices 4",
     "eager": "--seq1f1b-slices 4 --seq1f1b-eager",
 }
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+VIRTUAL_STAGES = {
+    "virtual stages": VIRTUAL,
+    "virtual stages, first layers": f"{VIRTUAL} --recompute-granularity full --recompute-method block "
+    "--recompute-num-layers 1",
+}
 CASES = [(slices, policy) for slices in SLICES for policy in POLICIES]
+CASES += [(stages, "none") for stages in VIRTUAL_STAGES]
 
 
 @pytest.mark.parametrize(("slices", "policy"), sampled(CASES, [("4 slices", "memo")]))
 def test_a_stage_takes_the_memory_that_a_dry_run_predicts(slices: str, policy: str) -> None:
     corpus = documents((TOKENS,), copies=18)
-    words = [*MODEL, *TRAIN, *HDP, *SIZES, *SLICES[slices].split(), *POLICIES[policy].split()]
+    words = [*MODEL, *TRAIN, *HDP, *SIZES, *(SLICES | VIRTUAL_STAGES)[slices].split(), *POLICIES[policy].split()]
     outcomes = train_ranks(STAGES, *words, "--data-path", corpus, entry=train_and_measure)
     for stage, outcome in enumerate(outcomes):
         Measured.of(outcome).check(f"{slices}, {policy}, stage {stage}")
