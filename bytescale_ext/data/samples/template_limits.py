@@ -158,7 +158,7 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
 
     def end(*_: object) -> None:
         nonlocal has_ended
-        if is_running:  # on a busy machine the next alarm comes while this one is handled
+        if is_running:  # on a busy machine the next alarm comes while the first is handled
             has_ended = True
             raise TimeoutError
 

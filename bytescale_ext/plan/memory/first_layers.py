@@ -31,7 +31,7 @@ class FirstLayers:
     count: int
 
     def parts(self, table: ShardTable, slicing: Slicing, cost: CostModel, num_chunks: int) -> list[DeviceParts]:
-        """Return the bytes by kind of the fullest device of each stage. The arguments are those of ``peak_memory``."""
+        """Return the bytes by kind of the fullest device of each stage. ``peak_memory`` explains the arguments."""
         found = []
         for stage in range(len(self.kept.num_layers)):
             peaks = [
