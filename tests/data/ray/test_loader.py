@@ -237,7 +237,7 @@ def test_a_ray_of_this_machine_is_private_and_ends_with_its_process(text: Path, 
         give_up.cancel()
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # Ray's agents first tell a server that has ended, for a minute or more
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert marked(mark) == []
