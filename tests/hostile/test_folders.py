@@ -56,7 +56,7 @@ COMMANDS: dict[str, tuple[list[str], int, dict[str, str]]] = {
     ),
     "train_local.sh": ([f"{ROOT}/scripts/train_local.sh"], 2, MISSING),
     "a recipe's dry run": ([RECIPES, "dry-run"], 2, RECIPE),
-    "a recipe's training": ([RECIPES, "torchrun"], 1, {**RECIPE, "NODES": "0"}),
+    "a recipe's training": ([RECIPES, "torchrun"], 2, {**RECIPE, "NODES": "0"}),
     "the script of a search": (["bash", "launch.sh"], 2, {"PYTHON": sys.executable}),
     "demo": ([sys.executable, f"{ROOT}/scripts/demo.py", "--ranks", "0"], 2, {}),
 }  # fmt: skip
