@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.errors import one_line
-from bytescale_ext.json_input import json_value, stored_text
+from bytescale_ext.json_input import finite, json_value, stored_text
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.convert.library import library
@@ -30,6 +30,8 @@ def raw_config(source: Path) -> HuggingFaceConfig:
         raw = json_value(text := stored_text(path))
         if len(text) > _MOST_CHARACTERS:  # transformers checks each element of a list, 4 µs each
             raise ValueError(f"{len(text):,} characters; a configuration has at most {_MOST_CHARACTERS:,}")
+        if finite(raw) != raw:
+            raise ValueError("it has a number that is not finite")
     except (OSError, ValueError) as error:
         raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(raw, dict):

@@ -420,6 +420,7 @@ CHEAP: list[tuple[str, str]] = [
     ("convert --to hf --output {in}/new/out --load {in}", "there is no checkpoint"),
     ("convert --from hf --output {in}/new/out --input {in}", "config.json: No such file"),
     ("convert --from hf --output {in}/new/out --input {in}/list", "config.json: not a JSON object"),
+    ("convert --from hf --output {in}/new/out --input {in}/endless", "a number that is not finite"),
     ("convert --from hf --output {in}/new/out --input {in}/other", "model_type 'gpt2' cannot be converted"),
     ("convert --from hf --output {in}/new/out --input {in}/kinds", "model_type .*cannot be converted"),
     ("convert --from hf --output {in} --input {in}/llama", "it exists already"),
@@ -442,7 +443,8 @@ for line in sys.stdin.read().splitlines():
 @pytest.mark.ranks
 def test_cheap_checks_come_before_slow_imports(tmp_path: Path) -> None:
     for name, config in {"list": [], "other": {"model_type": "gpt2"}, "kinds": {"model_type": ["llama"]},
-                         "llama": {"model_type": "llama"}}.items():  # fmt: skip
+                         "llama": {"model_type": "llama"},
+                         "endless": {"model_type": "llama", "rope": [float("inf")]}}.items():  # fmt: skip
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     before = sorted(tmp_path.rglob("*"))
