@@ -174,7 +174,7 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
         finally:
             is_running = False
     except Exception as error:
-        is_running = False
+        is_running = False  # an alarm may have come just before the same line above
         if isinstance(error, MemoryError):
             raise LimitExceededError(f"the chat template needs more than {num_bytes >> 20:,} MiB of memory") from None
         if not has_ended:

@@ -64,7 +64,6 @@ def rendered(template: str) -> str:
     return ImmutableSandboxedEnvironment().from_string(template).render()
 
 
-@pytest.mark.slow
 def test_an_alarm_that_comes_late_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(seconds: float) -> LimitExceededError:
         signal.raise_signal(signal.SIGALRM)
@@ -75,6 +74,7 @@ def test_an_alarm_that_comes_late_changes_nothing(monkeypatch: pytest.MonkeyPatc
         signal.raise_signal(signal.SIGALRM)
 
 
+@pytest.mark.slow
 def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setattr(template_limits, "_GRACE", 0.5)

@@ -101,7 +101,7 @@ def test_an_address_where_no_ray_is_ends_at_once(address: str, tmp_path: Path) -
 
 
 def test_a_ray_that_does_not_start_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket that answers, without a Ray behind it: Ray's own error, which has several lines."""
+    """Ray's own error has several lines."""
 
     def init(*_: object, **__: object) -> None:
         raise ConnectionError("Ray says\nthat it failed")
