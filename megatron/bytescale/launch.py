@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from bytescale_ext.errors import LONGEST, one_line
 from bytescale_ext.terminal import escape_output
 from megatron.bytescale import stores
 
@@ -196,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def message_of(error: Exception) -> str:
     """Return one line about an error of torchrun before it started ranks."""
-    text = " ".join(str(error).split())
+    text = one_line(error, LONGEST)
     if not text and isinstance(error, AssertionError):
         text = "--nproc-per-node and --monitor-interval must be positive"
     if type(error).__name__ == "RendezvousTimeoutError":
