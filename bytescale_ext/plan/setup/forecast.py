@@ -25,7 +25,6 @@ from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.setup.costs import layer_costs, recomputed, slowest_stage, stage_costs
 from bytescale_ext.plan.setup.memory import (
     input_bytes,
-    more_recomputed_bytes,
     parameters,
     recomputing_memory,
     stage_memory,
@@ -256,12 +255,16 @@ class Forecast:
         setup = self.setup
         if self.whole is not None:
             return self.whole.device_bytes, self.whole.host_bytes
-        memory, mesh = stage_memory(setup).unsliced(), setup.mesh
-        if mesh.virtual_stages == 1 and setup.numerics.recompute != BLOCK:
-            in_flight = enumerate(tokens_in_flight(setup))
-            return memory.most_bytes([tokens * memory.token_bytes(stage) for stage, tokens in in_flight]), 0.0
-        table = full_micro_batches(4 * mesh.num_stages, setup.cluster.tokens_per_rank)
-        return max(stage.device.total for stage in self.memory(table, ONE_SLICE)), 0.0
+        mesh = setup.mesh
+        if mesh.virtual_stages > 1:
+            table = full_micro_batches(4 * mesh.num_stages, setup.cluster.tokens_per_rank)
+            return max(stage.device.total for stage in self.memory(table, ONE_SLICE)), 0.0
+        if setup.numerics.recompute == BLOCK:
+            held = block_bytes(setup, np.array([setup.numerics.recomputed_layers]))[:, 0]
+            return float(np.max(held + np.array(stage_state_bytes(setup)))), 0.0
+        memory = stage_memory(setup).unsliced()
+        in_flight = enumerate(tokens_in_flight(setup))
+        return memory.most_bytes([tokens * memory.token_bytes(stage) for stage, tokens in in_flight]), 0.0
 
     def traffic(self, table: ShardTable, slicing: Slicing) -> Traffic:
         """Return the bytes that processes receive in a step."""
@@ -334,15 +337,15 @@ def tokens_in_flight(setup: Setup) -> list[int]:
 def block_bytes(setup: Setup, recomputed_layers: Ints) -> Floats:
     """Return the device bytes of stages that recompute their first layers: [num_stages, n], without model states.
 
-    Micro-batches are full and have no slices. The last layers run backward first. So a stage has two possible peaks:
-    all its layers hold what they keep, or a recomputed layer runs again after the last layers have freed everything.
+    Micro-batches are full, and have neither slices nor virtual stages. These are the peaks of ``FirstLayers`` in closed
+    form, for searches that try many numbers of layers.
 
     Args:
         setup: setup without full recompute.
         recomputed_layers: numbers of recomputed layers of each stage, [n].
     """
     memory, num_tokens = stage_memory(setup), np.array(float(setup.cluster.tokens_per_rank))
-    again = memory.recomputing(input_bytes(setup), more_bytes=more_recomputed_bytes(setup))
+    again = recomputing_memory(setup).unsliced()
     assert again.passes is not None
     runs_again = again.passes.of_backward(num_tokens, num_tokens, has_loss=False) + num_tokens * again.buffer_bytes
     layers, tokens = np.array(memory.num_layers)[:, None], np.array(tokens_in_flight(setup))[:, None]

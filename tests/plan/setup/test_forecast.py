@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.evaluate.replay import StageReplay
+from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, Strategy
 from bytescale_ext.plan.setup.forecast import coupling
@@ -16,7 +17,7 @@ LENGTHS = (1024,) * 48
 
 
 def forecasts(slicing: Slicing, chunks: int, activations: str, recomputed_layers: int = 0) -> tuple[float, float]:
-    """Return the seconds of computation and the bytes of the fullest device in a step of full micro-batches."""
+    """Return the seconds of computation and the bytes of the fullest device in a step of documents in rings."""
     words = {"activations": activations, "recomputed_layers": recomputed_layers, "chunks": chunks}
     strategy = CostedStrategy.of(TASK, Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True, **words))
     table, _ = strategy.forecast.table(strategy.plan(LENGTHS))
@@ -39,6 +40,14 @@ def test_a_slot_takes_as_long_as_its_slowest_rank(num_stages: int) -> None:
     assert coupling(uneven, 1, 1) == 1.0
     even = replayed(num_stages, [3.0, 1.0], [3.0, 1.0])
     assert coupling(even, 1, 2) == 1.0
+
+
+def test_closed_form_of_recomputed_layers_is_the_peak_of_a_plan() -> None:
+    for count in range(1, LAYERS + 1):
+        blocks = Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True, activations=BLOCK, recomputed_layers=count)
+        strategy = CostedStrategy.of(TASK, blocks)
+        of_plan = strategy.forecast.memory(full_micro_batches(8, 1024), ONE_SLICE)
+        assert strategy.full_bytes[0] == pytest.approx(max(stage.device.total for stage in of_plan))
 
 
 @pytest.mark.parametrize(("slicing", "chunks"), [(ONE_SLICE, 1), (ONE_SLICE, 3), (Slicing(4), 1)])
