@@ -9,7 +9,7 @@ from typing import Final, overload
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.cost.nodes import FEWEST_HOPS, Nodes
+from bytescale_ext.plan.cost.nodes import FEWEST_HOPS, Nodes, best_hops_of
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.table import RankShards
 
@@ -84,7 +84,7 @@ class CostModel:
             return widths - 1
         if isinstance(widths, np.ndarray):
             return self.nodes.best_hops(widths)
-        return widths - 1 if widths <= self.nodes.ranks else float(self.nodes.best_hops(np.array([widths]))[0])
+        return widths - 1 if widths <= self.nodes.ranks else best_hops_of(self.nodes, int(widths))
 
     @overload
     def attention_cost(self, lengths: float, widths: float, hops: float | None = None) -> float: ...

@@ -7,6 +7,7 @@ Times are in hops. One hop is the time that a rank takes to receive a share of k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -76,3 +77,9 @@ class Nodes:
         firsts = np.zeros_like(ranks)
         forms = (np.ones_like(ranks), self.inner_rings(firsts, ranks))
         return np.minimum(*(self.hops(firsts, ranks, form) for form in forms))
+
+
+@cache
+def best_hops_of(nodes: Nodes, width: int) -> float:
+    """Return ``Nodes.best_hops`` of one ring. Planners ask for the same widths many thousand times."""
+    return float(nodes.best_hops(np.array([float(width)]))[0])

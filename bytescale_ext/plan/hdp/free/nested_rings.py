@@ -128,13 +128,13 @@ class _RunsOfSpeeds:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._speeds = cluster, cluster.rank_speeds()
-        self._is_split = cluster.has_equal_speeds
+        self._is_equal = self._is_split = cluster.has_equal_speeds
         self._runs: dict[float, _Runs] = {}
         self.add((0.0, 0, cluster.num_ranks), cluster.num_ranks)
 
     def speed(self, first: int, width: int) -> float:
         """Return the speed of the slowest rank of a run."""
-        return 1.0 if self._cluster.has_equal_speeds else float(self._speeds[first : first + width].min())
+        return 1.0 if self._is_equal else float(self._speeds[first : first + width].min())
 
     def add(self, run: tuple[float, int, int], need: int) -> None:
         """Add a run; ``need``: ranks of the last ring."""
@@ -212,12 +212,12 @@ def nest_rings(
             stop_if(should_stop)
         load, first, width = runs.take(length, need, cost)
         bounds = _divide_run(first, width, need, node)
-        bounds = _without_waste(bounds, length, need, node, cost)
+        bounds, seconds = _without_waste(bounds, length, need, node, cost)
         for start, stop in itertools.pairwise(bounds[1:]):
             runs.add((load, start, stop - start), need)
         width = bounds[1] - first
         speed = ring_speeds.speed(first, width, length)
-        runs.add((load + cost.sequence_cost(length, width) / speed + cost.g / speed, first, width), need)
+        runs.add((load + seconds / speed + cost.g / speed, first, width), need)
         firsts.append(first)
         widths.append(width)
     loads = np.empty(num_ranks, dtype=np.float64)
@@ -245,12 +245,20 @@ def _divide_run(first: int, width: int, need: int, node: int) -> list[int]:
     return [first, stop]
 
 
-def _without_waste(bounds: list[int], length: int, need: int, node: int, cost: CostModel) -> list[int]:
-    """Return the bounds with the first part narrowed to ``need`` if its whole width wastes too much time."""
+def _without_waste(bounds: list[int], length: int, need: int, node: int, cost: CostModel) -> tuple[list[int], float]:
+    """Return the bounds with the first part narrowed to ``need`` if its whole width wastes too much time.
+
+    Also return the seconds of the ring on the first part.
+    """
     width = bounds[1] - bounds[0]
-    exact = need if need <= node else min(-(-need // node) * node, width)
+    exact = min(need if need <= node else -(-need // node) * node, width)
     if width > length:  # some rank would hold no token
         exact = min(exact, length)
-    elif width * cost.sequence_cost(length, width) <= _MAX_WASTE * exact * cost.sequence_cost(length, exact):
-        return bounds
-    return [bounds[0], bounds[0] + exact, *bounds[1:]] if exact < width else bounds
+    seconds = cost.sequence_cost(length, exact)
+    if exact == width:
+        return bounds, seconds
+    if width <= length:
+        on_whole = cost.sequence_cost(length, width)
+        if width * on_whole <= _MAX_WASTE * exact * seconds:
+            return bounds, on_whole
+    return [bounds[0], bounds[0] + exact, *bounds[1:]], seconds
