@@ -136,6 +136,12 @@ def fitted_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
     return _rings(max_tokens, num_ranks, ((8, 1), (6, 1), (4, 1), (8, 16)))
 
 
+def virtual_rings(max_tokens: int) -> tuple[Ring, ...]:
+    """Return the rings that one rank measures alone: a rank has a sixteenth or an eighth of ``max_tokens``."""
+    whole, part = max_tokens // 2, max_tokens // 8
+    return (((whole,), 4), ((whole // 2,), 4), ((part,) * 4, 4))
+
+
 def unseen_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
     """Return rings that are not fitted, to measure the error of the fit."""
     return _rings(max_tokens, num_ranks, ((7, 1), (5, 1), (6, 12)))
@@ -202,6 +208,22 @@ def fit_rings(
             constants |= dict(zip(names, fit_constants(features, seconds, known).tolist(), strict=True))
         ring_fits.append(replace(fit, layer=replace(fit.layer, c=c, h=constants["h"], m=constants["m"])))
     return ring_fits[0], ring_fits[1]
+
+
+def with_blocks(fits: tuple[Fit, Fit], rings: Sequence[Ring], seconds: Sequence[tuple[float, float]]) -> list[Timing]:
+    """Return the times of rings in a model of one layer whose blocks were measured without their layer.
+
+    Args:
+        fits: forward and backward constants of sequences on one rank.
+        rings: the measured rings.
+        seconds: forward and backward seconds of each ring beyond a rank's share of the work.
+    """
+    timings = []
+    for (lengths, width), (forward, backward) in zip(rings, seconds, strict=True):
+        share = Timing(1, lengths, 0.0, 0.0, width)
+        forward, backward = fits[0].seconds(share) + forward, fits[1].seconds(share) + backward
+        timings.append(replace(share, forward_seconds=forward, backward_seconds=backward))
+    return timings
 
 
 def _features(timings: Sequence[Timing]) -> Floats:

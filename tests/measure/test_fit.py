@@ -24,6 +24,8 @@ from bytescale_ext.measure.fit import (
     rank_correlation,
     unseen_lengths,
     unseen_rings,
+    virtual_rings,
+    with_blocks,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape, ring_bytes_per_token
@@ -171,6 +173,22 @@ def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
     alone = fit_rings((FORWARD, BACKWARD), fast, slow)
     assert both == alone
     assert alone[0].layer.h > 0
+
+
+@pytest.mark.parametrize("max_tokens", [64, 32768])
+def test_blocks_that_one_rank_measures_give_back_their_constants(max_tokens: int) -> None:
+    rings, bare = virtual_rings(max_tokens), CostModel(0.0, 0.0)
+    assert all(min(lengths) >= 2 * width for lengths, width in rings), "each rank has a front and a back part"
+    blocks = [replace(bare, h=ring.h, m=ring.m) for ring in RING]
+    seconds = [
+        (sum(blocks[0].sequence_cost(one, width) for one in lengths),
+         sum(blocks[1].sequence_cost(one, width) for one in lengths))
+        for lengths, width in rings
+    ]  # fmt: skip
+    timed = with_blocks((FORWARD, BACKWARD), rings, seconds)
+    for fit, ring in zip(fit_rings((FORWARD, BACKWARD), timed, (1.0, 1.0), has_waits=False), RING, strict=True):
+        assert (fit.layer.h, fit.layer.m) == pytest.approx((ring.h, ring.m))
+        assert fit.layer.c == 1.0
 
 
 @pytest.mark.parametrize("max_tokens", [64, 100, 4096, 32768])

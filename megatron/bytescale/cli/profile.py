@@ -28,6 +28,8 @@ from bytescale_ext.measure.fit import (
     prediction_table,
     unseen_lengths,
     unseen_rings,
+    virtual_rings,
+    with_blocks,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 NAME = "profile"
 HELP = "measure the layers of a model on this GPU or CPU and write a cost file"
 EXAMPLE = (
-    "bytescale profile --output runs/cost.json -- $TRAINING_FLAGS; with N ranks, to measure rings too: "
+    "bytescale profile --output runs/cost.json -- $TRAINING_FLAGS; with N ranks, to measure whole rings: "
     "torchrun --nproc-per-node N --no-python bytescale profile --output runs/cost.json -- $TRAINING_FLAGS"
 )
 
@@ -163,7 +165,7 @@ def measure_costs(
     """
     import torch
 
-    from megatron.bytescale.training.profile import kept_bytes_per_token, time_packs
+    from megatron.bytescale.training.profile import kept_bytes_per_token, time_blocks, time_packs
 
     num_ranks = subject.cluster.num_ranks
     fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
@@ -175,10 +177,16 @@ def measure_costs(
     rate, between, origin_of_rate = link_rates(given_rates, subject)
     crosses = num_ranks > subject.cluster.node_ranks
     exchange = subject.ring_seconds(between if crosses else rate)
-    fits = fit_rings(fit_timings(fitted_timings), rings, exchange, has_waits=not subject.has_processor_time)
+    on_one_rank = fit_timings(fitted_timings)
+    measured = f"{len(fitted_timings)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
+    if num_ranks == 1 and subject.shape.latent is None:  # blocks of latents also expand them
+        blocks = virtual_rings(max_tokens)
+        rings = with_blocks(on_one_rank, blocks, time_blocks(subject, blocks))
+        measured += f" and the blocks of {len(rings)} rings on one rank"
+    has_waits = num_ranks > 1 and not subject.has_processor_time
+    fits = fit_rings(on_one_rank, rings, exchange, has_waits=has_waits)
     predictions = predict(fits, others)
     recompute = subject.args.recompute_granularity
-    measured = f"{len(fitted_timings)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
     assert subject.runtime.parts.kernel is not None
     source = (
         f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.parts.kernel.name}: "

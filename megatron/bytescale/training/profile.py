@@ -30,6 +30,8 @@ from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.data.samples.units import units_of
 from bytescale_ext.measure.fit import LAYERS, Ring, Timing
 from bytescale_ext.measure.metrics import Mark, StepClock
+from bytescale_ext.measure.ring_blocks import Attention, block_seconds
+from bytescale_ext.measure.speeds import Timer
 from bytescale_ext.plan.cost.model_shape import ModelShape, ring_bytes_per_token
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
@@ -291,6 +293,23 @@ def time_packs(
             named, np.mean([times for times in everyones if times is not None], axis=0).tolist(), strict=True
         )
     ]
+
+
+def time_blocks(subject: Subject, rings: Sequence[Ring]) -> list[tuple[float, float]]:
+    """Return the forward and backward seconds that the blocks of each ring add to a layer on one rank.
+
+    One HDP rank measures them with virtual ranks (``ring_blocks.py``). Collective; each time is the mean over the
+    tensor-parallel ranks. ``time_packs`` must have built a model.
+    """
+    shape, ranks, parts = subject.shape, subject.tensor_parallel, subject.runtime.parts
+    assert parts.kernel is not None
+    heads = (shape.num_heads // ranks, max(1, shape.num_kv_heads // ranks), shape.head_dim)
+    attention = Attention(parts.kernel, *heads, subject.args.params_dtype, subject.runtime.device)
+    clock = time.process_time if subject.has_processor_time else time.perf_counter
+    timer = partial(Timer, clock, torch.cuda.synchronize if parts.clock.on_cuda else (lambda: None))
+    everyones: list[list[tuple[float, float]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, [block_seconds(ring, attention, timer) for ring in rings])
+    return [(forward, backward) for forward, backward in np.mean(everyones, axis=0).tolist()]
 
 
 def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:

@@ -33,11 +33,11 @@ from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
-from bytescale_ext.attention.layouts.layout import AttentionLayout, ring_pass
-from bytescale_ext.attention.layouts.route import Route
-from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.attention.layouts.layout import AttentionLayout
+from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.ring import attention_backward, attention_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
+from bytescale_ext.measure.ring_blocks import ring_layouts
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
 from scripts.bench.gpu import device_name, gpu_parser, parse_on_gpu
 from scripts.bench.progress import progress
@@ -166,20 +166,6 @@ def median_ms(run: Callable[[], object], settings: Settings, clock: Clock | None
     return statistics.median(totals), statistics.median(inside)
 
 
-def ring_layouts(length: int, width: int) -> list[AttentionLayout]:
-    """Return the layout of each rank for one sequence on a ring; a ring of one rank is one local document."""
-    if width == 1:
-        return [pack_layout([length])]
-    passes = [ring_pass([length], Route(tuple(range(width)), index)) for index in range(width)]
-    return [AttentionLayout(ring.num_rows, (ring,), ring.num_rows, CuSeqlens((0,)), Rows(())) for ring in passes]
-
-
-def pack_layout(lengths: Sequence[int]) -> AttentionLayout:
-    """Return the layout of local documents, one after the other."""
-    documents = CuSeqlens.of_lengths(lengths)
-    return AttentionLayout(documents.num_tokens, (), 0, documents, Rows.of([(0, documents.num_tokens)]))
-
-
 def shares(values: Tensors, length: int, width: int) -> list[Tensors]:
     """Return the rows of ``values``, each ``[length, heads, dim]``, that each ring member holds."""
     parts = [zigzag_ranges(length, width, index) for index in range(width)]
@@ -221,10 +207,10 @@ def measure(settings: Settings, kernel: Kernel) -> list[Row]:
     """Measure every length on every ring, then a pack of short documents."""
     pack = pack_lengths(settings.pack_tokens)
     parts = [
-        (f"{length} tokens", [length], {width: ring_layouts(length, width) for width in settings.widths})
+        (f"{length} tokens", [length], {width: ring_layouts([length], width) for width in settings.widths})
         for length in settings.lengths
     ]
-    parts.append(("pack of documents", pack, {0: [pack_layout(pack)]}))
+    parts.append(("pack of documents", pack, {0: ring_layouts(pack, 1)}))
     return [
         row
         for _, lengths, layouts in progress(parts, lambda part: part[0])
@@ -273,7 +259,7 @@ def errors(settings: Settings, kernel: Kernel) -> dict[int, dict[str, float]]:
     by_width = {}
     for width in settings.widths:
         inputs = shares(values, length, width)
-        results = run_ranks_in_turn(ring_layouts(length, width), inputs, kernel, settings.scale, True)
+        results = run_ranks_in_turn(ring_layouts([length], width), inputs, kernel, settings.scale, True)
         expected = shares(reference, length, width)
         by_width[width] = {
             name: max(float((a[i].float() - b[i]).abs().max()) for a, b in zip(results, expected, strict=True))

@@ -66,6 +66,16 @@ def profile_with_made_up_clock(
         layers = profile.unwrap_model(model).config.num_layers
         return tuple(made_up_seconds(layers, lengths, width, direction) for direction in ("forward", "backward"))
 
+    measure = profile.block_seconds
+
+    def blocks(ring: Any, attention: Any, timer: Any) -> tuple[float, ...]:
+        if run_really:
+            assert len(measure(ring, attention, timer)) == 2
+        (lengths, width), bare = ring, CostModel(0.0, 0.0)
+        layers = (replace(bare, h=RING[name], m=BLOCK[name]) for name in ("forward", "backward"))
+        return tuple(sum(layer.sequence_cost(length, width) for length in lengths) for layer in layers)
+
+    profile.block_seconds = blocks
     profile.run_micro_batch = timed
     profile.seconds_between = lambda marks, subject: marks
     rates = {"ring_bytes_per_second": 1e12, "node_bytes_per_second": 2.5e11}
@@ -94,7 +104,9 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
     # keys and values of two heads of 8 numbers, 4 bytes each, at the given 1 TB/s; their gradients go too
     assert cost.forward.c == pytest.approx(2 * 2 * 8 * 4 / 1e12)
     assert cost.backward.c == pytest.approx(2 * cost.forward.c)
-    assert cost.forward.h == cost.backward.h == 0  # one rank has no rings
+    assert [cost.forward.h, cost.backward.h] == pytest.approx([RING["forward"], RING["backward"]])
+    assert [cost.forward.m, cost.backward.m] == pytest.approx([BLOCK["forward"], BLOCK["backward"]])
+    assert "22 micro-batches and the blocks of 3 rings on one rank" in cost.source
     assert cost.slowdown == 4
     assert "--ring-bytes-per-second, 1e+03 GB/s, between nodes 250 GB/s" in cost.source
     assert "kernel" in cost.source
