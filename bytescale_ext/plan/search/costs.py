@@ -42,8 +42,9 @@ def scaled_cost(
     """Return the cost of a model on the device of ``cost``, with this number of tensor-parallel ranks.
 
     Work grows with its FLOPs, exchange with the bytes of keys, and memory with the bytes of ``layer_tensors`` under
-    sequence parallelism. Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et
-    al. 2022, section 4.2.2). A collective takes ``latency``, and a time for each byte: from ``cost``, else from
+    sequence parallelism. Received blocks cost a GPU queries and results of attention; they cost a CPU copies of keys.
+    Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et al. 2022, section
+    4.2.2). A collective takes ``latency``, and a time for each byte: from ``cost``, else from
     ``COLLECTIVE_BYTES_PER_SECOND``. On CPU ranks the gathers that a backward pass repeats (``GATHERED_AGAIN``) overlap
     with nothing. The launches of a layer take as long as in ``cost``. Latents without seconds in ``cost`` take their
     expansion for each token that a rank receives, as in a measurement. The model and the ranks of ``cost`` give
@@ -72,7 +73,7 @@ def scaled_cost(
     def of_pass(one: CostModel, repeated: int) -> CostModel:
         collectives = COLLECTIVES_OF_A_LAYER + repeated
         products, launches = max(0.0, one.b - collectives * waited) * linear, max(0.0, one.g + collectives * more)
-        moved = replace(one, c=one.c * keys, h=one.h * keys, e=one.e * expanded)
+        moved = replace(one, c=one.c * keys, h=one.h * (attention if cost.on_cuda else keys), e=one.e * expanded)
         return replace(moved, a=one.a * attention, b=products + collectives * waits, g=launches)
 
     passes = of_pass(cost.forward, 0), of_pass(cost.backward, 0 if cost.on_cuda else GATHERED_AGAIN)

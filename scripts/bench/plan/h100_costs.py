@@ -11,9 +11,11 @@ FOLDER is a copy of DistCA's timings (github.com/hao-ai-lab/distca, ``distca/pro
   the GPU, and half of them would mean a third of the peak.
 - ``network-allgather-H100-8.csv``: eight GPUs of one node; each receives seven shares, as in a ring.
 
-Constants of other models are scaled by FLOPs and bytes. The timings do not include backward passes (2.5 times for
-attention, 2 times for the rest; FlashAttention-2, Dao 2023, section 4.1), links between nodes, and the saved bytes of a
-token (34 x hidden; Korthikanti et al. 2022, equation 1).
+Constants of other models are scaled by FLOPs and bytes. A block of keys that a rank of a ring receives is one more
+launch of attention: it takes the fitted seconds of a launch and of its queries, and its results are added to totals in
+float32, at the memory bandwidth of the data sheet. The timings do not include backward passes (2.5 times for attention,
+2 times for the rest; FlashAttention-2, Dao 2023, section 4.1), links between nodes, and the saved bytes of a token (34
+x hidden; Korthikanti et al. 2022, equation 1).
 """
 
 from __future__ import annotations
@@ -40,12 +42,19 @@ from bytescale_ext.plan.cost.model_shape import (
     LLAMA_7B,
     ModelShape,
     attention_flops_per_square,
+    key_value_numbers,
     linear_flops_per_token,
     ring_bytes_per_token,
 )
 
 HEADS, HEAD_DIM = 64, 128  # of the measured attention
 LINEAR_TOKENS = 8192  # of the measured linear parts at cp 1
+MEMORY_BYTES_PER_SECOND = 3.35e12
+"""Memory bandwidth of an H100 SXM, from NVIDIA's data sheet."""
+
+JOINED_BYTES = 10
+"""Bytes that are moved to add one number of a block, in bfloat16, to a total in float32, which is read and written."""
+
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 20, 1 << 29  # smaller gathers are latency alone, larger ones lack memory
 MODELS = {
     "h100_7b": LLAMA_7B,
@@ -130,12 +139,23 @@ def cost_of(shape: ModelShape, fitted: Fitted) -> ModelCost:
     linear = linear_flops_per_token(layer) / fitted.linear_flops
     start = fitted.attention_start + fitted.linear_start
     keys, gradients = (size / fitted.bytes_per_second for size in ring_bytes_per_token(shape, 1, 2, 4))
-    forward = CostModel(heads * fitted.square, linear + heads * fitted.token, keys, start)
+    queries, join = heads * fitted.token, JOINED_BYTES / MEMORY_BYTES_PER_SECOND
+    results = shape.num_heads * shape.head_dim
+    forward = CostModel(
+        heads * fitted.square,
+        linear + queries,
+        keys,
+        start,
+        h=queries + join * results,
+        m=fitted.attention_start,
+    )
     backward = CostModel(
         ATTENTION_BACKWARD_PER_FORWARD * forward.a,
-        BACKWARD_PER_FORWARD * linear + ATTENTION_BACKWARD_PER_FORWARD * heads * fitted.token,
+        BACKWARD_PER_FORWARD * linear + ATTENTION_BACKWARD_PER_FORWARD * queries,
         gradients,
         BACKWARD_PER_FORWARD * start,
+        h=ATTENTION_BACKWARD_PER_FORWARD * queries + join * (results + key_value_numbers(shape)),
+        m=BACKWARD_PER_FORWARD * fitted.attention_start,
     )
     head = 2.0 * shape.hidden * shape.vocab / fitted.linear_flops
     return ModelCost(
@@ -164,7 +184,8 @@ def source_text(fitted: Fitted) -> str:
         f"Our fit of DistCA's timings (github.com/hao-ai-lab/distca, distca/profiling/data) by scripts/bench/plan/"
         f"h100_costs.py: attention {flops / 1e12:.0f} TFLOP/s, linear parts {fitted.linear_flops / 1e12:.0f} TFLOP/s, "
         f"exchange inside a node {fitted.bytes_per_second / 1e9:.0f} GB/s. {errors}. Scaled to this model by FLOPs and "
-        f"bytes. Not measured there: backward passes (2.5 x attention, 2 x the rest), links between nodes, kept bytes "
+        f"bytes. Not measured there: backward passes (2.5 x attention, 2 x the rest), blocks of rings (a launch "
+        f"of attention, and a join at the memory bandwidth of the data sheet), links between nodes, kept bytes "
         f"(34 x hidden)."
     )
 

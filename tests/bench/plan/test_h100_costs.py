@@ -54,6 +54,10 @@ def test_cost_files_are_written(timings: Path, tmp_path: Path, capsys: pytest.Ca
     assert read_cost(tmp_path / "h100_7b.json").forward.a == pytest.approx(SQUARE / 2)
     assert cost.forward.b == pytest.approx(PER_TOKEN + TOKEN)
     assert cost.forward.c == pytest.approx(2 * 8 * 128 * 2 / BYTES_PER_SECOND)
+    assert (cost.forward.m, cost.backward.m) == pytest.approx((START, 2 * START)), "a block is one more launch"
+    join = 10 / 3.35e12  # a number of 2 bytes is added to a total of 4, which is read and written
+    assert cost.forward.h == pytest.approx(TOKEN + 64 * 128 * join)
+    assert cost.backward.h == pytest.approx(2.5 * TOKEN + (64 + 2 * 8) * 128 * join)
 
 
 def test_missing_tables_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +69,7 @@ def test_missing_tables_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_shipped_files_name_their_source_and_their_errors(name: str) -> None:
     cost = shipped(name)
     assert check_same_model(cost, MODELS[name], 1, "bfloat16", name) == cost
+    assert min(cost.forward.h, cost.backward.h, cost.forward.m, cost.backward.m) > 0, "no block of a ring is free"
     for words in ("DistCA", "median error", "Not measured there"):
         assert words in cost.source
 

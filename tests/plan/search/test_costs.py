@@ -61,6 +61,16 @@ def test_exchange_and_memory_scale_with_their_bytes() -> None:
     assert split.tensor_parallel == 2
 
 
+@pytest.mark.parametrize(("device", "ratio"), [("NVIDIA H100", 1.0), ("CPU (x86_64)", 4.0)])
+def test_received_blocks_cost_queries_on_a_gpu_and_copied_keys_on_a_cpu(device: str, ratio: float) -> None:
+    """A model with as many heads and four times the keys."""
+    known = cost_of_rates(LLAMA_7B, *RATES)
+    passes = {name: replace(getattr(known, name), h=h, m=1e-5) for name, h in (("forward", 4e-8), ("backward", 8e-8))}
+    found = scaled_cost(replace(known, device=device, **passes), replace(LLAMA_7B, num_kv_heads=32), 1)
+    assert [found.forward.h, found.backward.h] == pytest.approx([ratio * 4e-8, ratio * 8e-8])
+    assert (found.forward.m, found.backward.m) == (1e-5, 1e-5)
+
+
 def test_measured_collectives_take_their_bytes_and_their_latency() -> None:
     """In float32 a rank receives half of 64 elements of 4 bytes per token, four times in each pass of a layer."""
     measured = replace(COST, dtype="float32", collective=1e-9, latency=2e-4)

@@ -23,6 +23,7 @@ from bytescale_ext.plan.cost.model_shape import (
     layer_flops_per_token,
 )
 from scripts.bench.cluster.virtual.events import Work
+from scripts.bench.plan.h100_costs import JOINED_BYTES
 
 DEVICES: Final = Path(__file__).parent / "devices"
 HOSTS: Final = Path(__file__).parent / "host.json"
@@ -147,10 +148,10 @@ class ModelTimes:
         return factor * (flops / device.attention_flops + queries) + starts * device.attention_start
 
     def _join_bytes(self, work: Work) -> float:
-        """Return the bytes that are read and written: a block in bf16, and totals in fp32."""
+        """Return the bytes that are read and written."""
         queries = work.tokens * self.scale * self.shape.num_heads * self.shape.head_dim
         keys = work.keys * self.scale * key_value_numbers(self.shape) if work.is_backward else 0.0
-        return 10.0 * (queries + keys)
+        return JOINED_BYTES * (queries + keys)
 
     def optimizer_seconds(self, stage: int) -> float:
         """Return the seconds of the update: gradient, parameter and two moments in fp32, and bf16 parameters."""
@@ -179,8 +180,7 @@ class ModelTimes:
 def planned_cost(times: ModelTimes, network_bytes: float) -> ModelCost:
     """Return the costs that the recorded run plans with: the modelled model on the device, in recorded tokens.
 
-    They are the costs that the product ships or that ``bytescale profile`` writes: without a time of joining blocks,
-    and without the sharing of links.
+    They have the terms of the costs that the product ships or that ``bytescale profile`` writes. Links are not shared.
 
     Args:
         network_bytes: bytes per second of a rank between nodes.
@@ -189,19 +189,29 @@ def planned_cost(times: ModelTimes, network_bytes: float) -> ModelCost:
     width = shape.num_heads * shape.head_dim
     square, query = 2.0 * width / device.attention_flops, width * device.attention_token
     linear = layer_flops_per_token(shape) / device.linear_flops
-    keys = key_value_numbers(shape) / device.node_bytes
-    forward = CostModel(square, linear + query, 2.0 * keys, device.attention_start)
+    numbers, join = key_value_numbers(shape), JOINED_BYTES / device.memory_bytes
+    keys = numbers / device.node_bytes
+    forward = CostModel(
+        square,
+        linear + query,
+        2.0 * keys,
+        device.attention_start,
+        h=query + join * width,
+        m=device.attention_start,
+    )
     backward = CostModel(
         ATTENTION_BACKWARD_PER_FORWARD * square,
         BACKWARD_PER_FORWARD * linear + ATTENTION_BACKWARD_PER_FORWARD * query,
         (2.0 + KEY_SUM_BYTES) * keys,
         BACKWARD_PER_FORWARD * device.attention_start,
+        h=ATTENTION_BACKWARD_PER_FORWARD * query + join * (width + numbers),
+        m=BACKWARD_PER_FORWARD * device.attention_start,
     )
     head = 2.0 * shape.hidden * shape.vocab / device.linear_flops
     scale, repeats = times.scale, times.repeats
 
     def of_recorded(one: CostModel) -> CostModel:
-        return replace(one, a=one.a * scale**2, b=one.b * scale, c=one.c * scale).scaled(repeats)
+        return replace(one, a=one.a * scale**2, b=one.b * scale, c=one.c * scale, h=one.h * scale).scaled(repeats)
 
     return ModelCost(
         shape=times.recorded,

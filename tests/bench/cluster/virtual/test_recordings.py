@@ -61,8 +61,8 @@ def test_plans_follow_the_shipped_costs_of_the_device() -> None:
     times = ModelTimes(MODEL, RECORDED, DeviceTimes.read("h100"), NO_HOST, SCALE)
     cost, shipped = planned_cost(times, 50e9), device_cost("h100")
     both, known = cost.whole().both, shipped.whole().both
-    both = replace(both, a=both.a / SCALE**2, b=both.b / SCALE, c=both.c / SCALE)
-    for name in ("a", "b", "c", "g"):
+    both = replace(both, a=both.a / SCALE**2, b=both.b / SCALE, c=both.c / SCALE, h=both.h / SCALE)
+    for name in "abcghm":
         assert getattr(both, name) == pytest.approx(getattr(known, name), rel=1e-6)
     assert cost.slowdown == pytest.approx(shipped.slowdown, rel=1e-6)
 
