@@ -15,9 +15,11 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Final, cast
 
 from bytescale_ext.errors import one_line
@@ -136,8 +138,7 @@ def _serve(
             error: Exception | None = None
             answer: object = None
             try:
-                with limits(seconds, num_bytes):
-                    answer = function(question)
+                answer = within_limits(partial(function, question), seconds, num_bytes)
             except ValueError as refusal:
                 kind = LimitExceededError if isinstance(refusal, LimitExceededError) else ValueError
                 error = kind(str(refusal))
@@ -146,19 +147,28 @@ def _serve(
             connection.send((error, answer))
 
 
-@contextlib.contextmanager
-def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
-    """Raise LimitExceededError if the block takes more time or memory. Other threads keep the process's limits."""
+def within_limits[Answer](call: Callable[[], Answer], seconds: float = SECONDS, num_bytes: int = BYTES) -> Answer:
+    """Return ``call()``. Other threads keep the limits of the process.
+
+    Raises:
+        LimitExceededError: the call takes more time or memory.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGALRM) if is_main else None
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + num_bytes
     limits_memory = soft == resource.RLIM_INFINITY or limit < soft
-    is_running = has_ended = False
+    has_ended = False
 
-    def end(*_: object) -> None:
+    def run() -> Answer:
+        return call()
+
+    def end(_: int, frame: FrameType | None) -> None:
+        """Interrupt ``run``. On a busy machine an alarm may come after it, and must interrupt nothing else."""
         nonlocal has_ended
-        if is_running:  # on a busy machine the next alarm comes while the first is handled
+        while frame is not None and frame.f_code is not run.__code__:
+            frame = frame.f_back
+        if frame is not None:
             has_ended = True
             raise TimeoutError
 
@@ -168,13 +178,8 @@ def limits(seconds: float = SECONDS, num_bytes: int = BYTES) -> Iterator[None]:
         if is_main:
             signal.signal(signal.SIGALRM, end)
             signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again, in case an error handler caught it
-        try:
-            is_running = True
-            yield
-        finally:
-            is_running = False
+        return run()
     except Exception as error:
-        is_running = False  # an alarm may have come just before the same line above
         if isinstance(error, MemoryError):
             raise LimitExceededError(f"the chat template needs more than {num_bytes >> 20:,} MiB of memory") from None
         if not has_ended:

@@ -16,7 +16,7 @@ from bytescale_ext.data.samples.template_limits import (
     LimitedFunction,
     LimitExceededError,
     check_template,
-    limits,
+    within_limits,
 )
 
 
@@ -33,18 +33,24 @@ from bytescale_ext.data.samples.template_limits import (
 def test_templates_have_limits(template: str, text: str) -> None:
     sandbox = pytest.importorskip("jinja2.sandbox")
     environment = sandbox.ImmutableSandboxedEnvironment()
-    with pytest.raises(ValueError, match=text), limits(1.0, 1 << 28):
-        environment.from_string(template).render()  # constants are calculated when a template is compiled
+
+    def render() -> str:
+        return environment.from_string(template).render()  # constants are calculated when a template is compiled
+
+    with pytest.raises(ValueError, match=text):
+        within_limits(render, 1.0, 1 << 28)
 
 
-def test_limits_end_with_the_block() -> None:
+def test_limits_end_with_the_call() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with limits(0.05):
-        pass
+    assert within_limits(lambda: 3, 0.05) == 3
     time.sleep(0.1)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
-    with pytest.raises(KeyError), limits():
-        {}["x"]
+    with pytest.raises(KeyError):
+        within_limits(lambda: {}["x"])
+
+
+def test_powers_are_refused() -> None:
     for template in ("{{ 9 ** 9 ** 9 }}", "{% set x = 2**n %}", {"default": "{{ 2 ** 3 }}"}):
         with pytest.raises(ValueError, match=r"power \(\*\*\)"):
             check_template(template)
@@ -70,8 +76,23 @@ def test_an_alarm_that_comes_late_changes_nothing(monkeypatch: pytest.MonkeyPatc
         return LimitExceededError("too slow")
 
     monkeypatch.setattr(template_limits, "_too_slow", late)
-    with pytest.raises(LimitExceededError, match="too slow"), limits(60.0):
-        signal.raise_signal(signal.SIGALRM)
+    with pytest.raises(LimitExceededError, match="too slow"):
+        within_limits(lambda: signal.raise_signal(signal.SIGALRM), 60.0)
+
+
+def test_alarms_that_an_error_handler_catches_come_again() -> None:
+    def call() -> int:
+        count = 0
+        while count < 2:
+            try:
+                while True:
+                    pass
+            except TimeoutError:
+                count += 1
+        raise KeyError
+
+    with pytest.raises(LimitExceededError, match="takes longer than 0"):
+        within_limits(call, 0.01)
 
 
 @pytest.mark.slow
