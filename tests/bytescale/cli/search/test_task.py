@@ -57,7 +57,8 @@ def test_published_timings_of_latents() -> None:
     task = task_of(cli.parse(words))
     assert task.cost.shape.latent is not None
     assert task.cost.shape.latent.key_rank == 512
-    assert task.cost.forward.h > shipped("h100_7b").forward.h  # each rank expands the latents that it receives
+    attention = 16 * (192 + 128) / (32 * (128 + 128))  # the results of attention, over those of the measured model
+    assert task.cost.forward.h > attention * shipped("h100_7b").forward.h  # each rank expands received latents
 
 
 def test_a_cost_file_of_another_type_or_model_is_refused(tmp_path: Path) -> None:
