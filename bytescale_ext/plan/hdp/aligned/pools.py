@@ -17,11 +17,14 @@ from bytescale_ext.plan.hdp.aligned.shelves import EmptySpan, RingWork
 from bytescale_ext.plan.step.sizes import Cluster
 
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 FAST, ALL = "fast", "all"
 POOLS: Final = (FAST, ALL)
-"""Ranks that have rings: fast ranks only, or slow ranks too."""
+"""Ranks that have rings: fast ranks only, or all ranks, in pools of ranks of alike speeds."""
+
+ALIKE: Final = 0.9
+"""Speeds are alike from this share of the fastest of them on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ def pools_of(work: RingWork, ranks: str) -> tuple[Pool, ...]:
     cluster, num_rings = work.cluster, len(work.seconds)
     speeds = cluster.rank_speeds()
     is_fast = speeds >= fast_speed(speeds)
-    runs = sorted(runs_of(cluster, is_fast), key=lambda run: (run[0] - run[1], run[0]))
+    kinds = is_fast.astype(np.int64) if ranks == FAST else groups_of(speeds)
+    runs = sorted(runs_of(cluster, kinds), key=lambda run: (run[0] - run[1], run[0]))
     chosen = [run for run in runs if ranks == ALL or is_fast[run[0]]]
     others = [run for run in runs if run not in chosen]
     widths = [stop - first for first, stop in chosen]
@@ -73,15 +77,25 @@ def fast_speed(speeds: Floats) -> float:
     return float(falling[(falling * np.arange(1, len(falling) + 1)).argmax()])
 
 
-def runs_of(cluster: Cluster, is_fast: Bools) -> list[tuple[int, int]]:
-    """Return the first rank and the stop of each run of ranks that are all fast, or all slow with one speed.
+def groups_of(speeds: Floats) -> Ints:
+    """Return the number of the group of alike speeds of each rank: [num_ranks], as ``speeds``."""
+    groups, rest = np.zeros(len(speeds), dtype=np.int64), speeds
+    while len(rest):
+        limit = ALIKE * rest.max()
+        groups += speeds < limit
+        rest = rest[rest < limit]
+    return groups
+
+
+def runs_of(cluster: Cluster, kinds: Ints) -> list[tuple[int, int]]:
+    """Return the first rank and the stop of each run of ranks of one kind.
 
     A run that begins inside a node ends with the node, so that narrow rings stay inside nodes.
 
-    ``is_fast``: whether each rank is fast: [num_ranks].
+    ``kinds``: kind of each rank: [num_ranks].
     """
-    node, keys = cluster.node_ranks, np.where(is_fast, np.inf, cluster.rank_speeds())
-    bounds = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist(), cluster.num_ranks]
+    node = cluster.node_ranks
+    bounds = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), cluster.num_ranks]
     runs: list[tuple[int, int]] = []
     for first, stop in pairwise(bounds):
         edge = min(stop, -(-first // node) * node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.hdp.aligned.pools import ALL, FAST, POOLS, fast_speed, pools_of, runs_of
+from bytescale_ext.plan.hdp.aligned.pools import ALL, FAST, POOLS, fast_speed, groups_of, pools_of, runs_of
 from bytescale_ext.plan.hdp.aligned.shelves import EmptySpan, RingWork
 from bytescale_ext.plan.step.sizes import Cluster
 
@@ -32,6 +32,21 @@ def test_slow_nodes_take_rings_in_proportion() -> None:
     assert (slow.span, slow.speed) == (EmptySpan(8, 16, 3, 5), 0.5)
 
 
+@pytest.mark.parametrize("slow", [0.502, 0.7, 0.85])
+def test_ranks_of_unlike_speeds_share_no_pool(slow: float) -> None:
+    """All of them together are worth more than the fast ranks, but a ring is as slow as its slowest rank."""
+    speeds = (1.0,) * 4 + (0.98,) * 4 + (slow,) * 8
+    assert fast_speed(np.array(speeds)) == slow
+    fast, others = pools_of(work_of(speeds, 4, 2, 2, 2, 2), ALL)
+    assert ((fast.span.first, fast.span.stop), fast.speed) == ((0, 8), 0.98)
+    assert ((others.span.first, others.span.stop), others.speed) == ((8, 16), slow)
+    assert len(pools_of(work_of(speeds, 4, 2, 2, 2, 2), FAST)) == 1
+
+
+def test_groups_of_alike_speeds() -> None:
+    assert groups_of(np.array([1.0, 0.91, 0.9, 0.89, 0.5, 0.46, 0.44])).tolist() == [0, 0, 0, 1, 2, 2, 3]
+
+
 def test_a_ring_that_fits_in_no_run_uses_all_ranks() -> None:
     (pool,) = pools_of(work_of(ONE, 9, 2), FAST)
     assert (pool.span, pool.speed) == (EmptySpan(0, 16, 0, 2), 0.5)
@@ -54,4 +69,4 @@ def test_pools_cover_ranks_and_rings(ranks: str) -> None:
 def test_fast_ranks() -> None:
     assert fast_speed(np.array(HALF)) == fast_speed(np.array(ONE)) == 1.0
     assert fast_speed(np.array([1.0, 0.95, 0.95, 0.95])) == 0.95
-    assert runs_of(Cluster(16, 100, 8, speeds=ONE), np.array(ONE) >= 1.0) == [(0, 5), (5, 6), (6, 8), (8, 16)]
+    assert runs_of(Cluster(16, 100, 8, speeds=ONE), np.array(ONE).astype(int)) == [(0, 5), (5, 6), (6, 8), (8, 16)]
