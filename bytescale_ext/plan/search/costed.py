@@ -14,6 +14,7 @@ from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
 from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
 from bytescale_ext.plan.setup.choose import check_fits, decide
+from bytescale_ext.plan.setup.costs import with_expert_exchange
 from bytescale_ext.plan.setup.forecast import Forecast, StepTime
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.setup.policy import PolicySlices
@@ -156,29 +157,31 @@ def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
 def setup_of_strategy(task: Task, strategy: Strategy) -> Setup:
     """Return the setup of a strategy. Raises Unfit if its ranks do not divide what they share, or are too few."""
     cluster = cluster_of(task, strategy)
-    cost = strategy_cost(task.cost, strategy, cluster, task.operators)
+    cost = strategy_cost(task.cost, strategy, task.operators)
     devices, tensor_parallel = task.devices, strategy.tensor_parallel
+    mesh = Mesh(
+        strategy.stage_layers,
+        tensor_parallel,
+        sequence_parallel=tensor_parallel > 1,
+        virtual_stages=strategy.chunks,
+        expert_parallel=strategy.expert_parallel,
+        shares_optimizer=strategy.shares_optimizer,
+        devices_per_node=devices.per_node,
+    )
+    numerics = Numerics(
+        cost.element_bytes,
+        task.operators,
+        strategy.loss_tokens,
+        task.rows_multiple,
+        recompute={FULL: "full", BLOCK: "block"}.get(strategy.activations, NO_RECOMPUTE),
+        recomputed_layers=strategy.recomputed_layers,
+    )
     return Setup(
         shape=cost.shape,
-        mesh=Mesh(
-            strategy.stage_layers,
-            tensor_parallel,
-            sequence_parallel=tensor_parallel > 1,
-            virtual_stages=strategy.chunks,
-            expert_parallel=strategy.expert_parallel,
-            shares_optimizer=strategy.shares_optimizer,
-            devices_per_node=devices.per_node,
-        ),
-        numerics=Numerics(
-            cost.element_bytes,
-            task.operators,
-            strategy.loss_tokens,
-            task.rows_multiple,
-            recompute={FULL: "full", BLOCK: "block"}.get(strategy.activations, NO_RECOMPUTE),
-            recomputed_layers=strategy.recomputed_layers,
-        ),
+        mesh=mesh,
+        numerics=numerics,
         cluster=cluster,
-        cost=cost,
+        cost=with_expert_exchange(cost, mesh, cluster, numerics.recompute),
         sequences=Sequences(task.context),
         budget=Budget(
             devices.memory_bytes if strategy.device_gb is None else strategy.device_gb * 1e9,

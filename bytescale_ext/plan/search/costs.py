@@ -17,8 +17,6 @@ from bytescale_ext.plan.cost.model_shape import (
     layer_flops_per_token,
 )
 from bytescale_ext.plan.search.strategy import FULL, Strategy
-from bytescale_ext.plan.setup.costs import byte_seconds
-from bytescale_ext.plan.step.sizes import Cluster
 
 GATHERED_AGAIN: Final = 2
 """Number of gathers of a layer's inputs that its backward pass repeats for the gradients of weights (Korthikanti et al.
@@ -101,34 +99,17 @@ def in_rings(forward: CostModel, backward: CostModel) -> tuple[CostModel, CostMo
     return replace(forward, h=forward.h + forward.e, e=0.0), replace(backward, h=backward.h + backward.e, e=0.0)
 
 
-def strategy_cost(
-    cost: ModelCost, strategy: Strategy, cluster: Cluster, operators: LayerOperators = FUSED
-) -> ModelCost:
+def strategy_cost(cost: ModelCost, strategy: Strategy, operators: LayerOperators = FUSED) -> ModelCost:
     """Return the cost of a model under a strategy, from its cost on any number of tensor-parallel ranks.
 
-    Ranks that share experts exchange tokens in both passes, and budgets assume that experts get ``EXPERT_LOAD`` times
-    an even share of them. Full recompute repeats the forward pass of each layer, and a loss in chunks computes the
-    output layer again. The costs of the policy ``priced``, of recomputing some layers, and the memory of kept
+    Budgets assume that experts that ranks share get ``EXPERT_LOAD`` times an even share of the tokens. Full recompute
+    repeats the forward pass of each layer, and a loss in chunks computes the output layer again. The exchange of tokens
+    (``with_expert_exchange``), the costs of the policy ``priced``, of recomputing some layers, and the memory of kept
     activations are not included (``CostedStrategy.of``).
     """
     cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel, operators)
     if strategy.expert_parallel > 1:
-        seconds, element = exchange_seconds(cost, strategy.expert_parallel, cluster), cost.element_bytes
-        ranks = cost.tensor_parallel
+        element, ranks = cost.element_bytes, cost.tensor_parallel
         loads = [expert_bytes(cost.shape, element, ranks, load, operators) for load in (EXPERT_LOAD, 1.0)]
-        forward, backward = (replace(one_way, b=one_way.b + seconds) for one_way in (cost.forward, cost.backward))
-        cost = replace(cost, forward=forward, backward=backward, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
+        cost = replace(cost, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
     return with_second_forward(cost, strategy.activations == FULL, strategy.loss_tokens is not None)
-
-
-def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) -> float:
-    """Return the seconds per token to send its copies to the experts of a layer and their results back.
-
-    A token has a copy for each of its experts. The ranks that share experts have equal parts of the copies
-    (all-to-all: Fedus et al. 2022, section 2.2). The ranks are neighbours, in the same node if it has enough ranks.
-    """
-    node = min(expert_parallel, cluster.node_ranks)
-    group = Cluster(expert_parallel, cluster.tokens_per_rank, node if not expert_parallel % node else None)
-    copies = cost.shape.num_expert_layers / cost.shape.num_layers * cost.shape.experts_per_token
-    copy_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
-    return 2 * copies * copy_bytes * (1 - 1 / expert_parallel) * byte_seconds(cost, group)

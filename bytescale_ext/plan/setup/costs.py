@@ -10,7 +10,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost, expert_share
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.schedule.slices import layer_cost
-from bytescale_ext.plan.setup.setup import Setup
+from bytescale_ext.plan.setup.setup import FULL, Mesh, Setup
 from bytescale_ext.plan.step.sizes import Cluster
 
 
@@ -80,3 +80,44 @@ def byte_seconds(cost: ModelCost, cluster: Cluster) -> float:
     if cluster.node_ranks == cluster.num_ranks:
         return inside
     return inside * max(1.0, cost.slowdown / cluster.node_ranks)
+
+
+def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) -> float:
+    """Return the seconds per token to send its copies to the experts of a layer and their results back.
+
+    A token has a copy for each of its experts. The ranks that share experts have equal parts of the copies
+    (all-to-all: Fedus et al. 2022, section 2.2). The ranks are neighbours, in the same node if it has enough ranks.
+    """
+    node = min(expert_parallel, cluster.node_ranks)
+    group = Cluster(expert_parallel, cluster.tokens_per_rank, node if not expert_parallel % node else None)
+    copies = cost.shape.num_expert_layers / cost.shape.num_layers * cost.shape.experts_per_token
+    copy_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
+    return 2 * copies * copy_bytes * (1 - 1 / expert_parallel) * byte_seconds(cost, group)
+
+
+def with_expert_exchange(cost: ModelCost, mesh: Mesh, cluster: Cluster, recompute: str) -> ModelCost:
+    """Return the costs with the exchange of tokens between ranks that share experts, which no cost file has.
+
+    ``recompute``: as in ``Numerics``; if all layers are recomputed, the backward pass repeats the exchange.
+    """
+    return _with_exchange(cost, exchange_of(cost, mesh, cluster), recompute)
+
+
+def without_expert_exchange(setup: Setup) -> ModelCost:
+    """Return the costs of a setup as a cost file has them."""
+    seconds = exchange_of(setup.cost, setup.mesh, setup.cluster)
+    return _with_exchange(setup.cost, -seconds, setup.numerics.recompute)
+
+
+def exchange_of(cost: ModelCost, mesh: Mesh, cluster: Cluster) -> float:
+    """Return ``exchange_seconds`` of a mesh; 0 if ranks share no experts."""
+    return exchange_seconds(cost, mesh.expert_parallel, cluster) if mesh.expert_parallel > 1 else 0.0
+
+
+def _with_exchange(cost: ModelCost, seconds: float, recompute: str) -> ModelCost:
+    backward = seconds * (2 if recompute == FULL else 1)
+    return replace(
+        cost,
+        forward=replace(cost.forward, b=cost.forward.b + seconds),
+        backward=replace(cost.backward, b=cost.backward.b + backward),
+    )

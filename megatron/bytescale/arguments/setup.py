@@ -13,6 +13,7 @@ from bytescale_ext.measure.host_memory import free_host_bytes, local_processes
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost, with_second_forward
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
+from bytescale_ext.plan.setup.costs import with_expert_exchange
 from bytescale_ext.plan.setup.memory import affordable_keys
 from bytescale_ext.plan.setup.setup import (
     AUTO,
@@ -62,13 +63,14 @@ def setup_of(args: Any) -> Setup:
     slices = slice_options(options_of(args, SliceFlags))
     states = state_options(options_of(args, StateFlags))
     shape, mesh, numerics = model_shape(args), mesh_of(args), numerics_of(args)
-    measured = measured_cost(args, shape)
+    measured, ranks = measured_cost(args, shape), cluster(args)
+    cost = measured or known_cost(args, shape, numerics)
     setup = Setup(
         shape=shape,
         mesh=mesh,
         numerics=numerics,
-        cluster=cluster(args),
-        cost=measured or known_cost(args, shape, numerics),
+        cluster=ranks,
+        cost=with_expert_exchange(cost, mesh, ranks, numerics.recompute),
         sequences=sequences_of(args, slices),
         budget=budget_of(args, policy, shape),
         slicing=AUTO if slices.slices == AUTO else slices.slicing,

@@ -65,7 +65,7 @@ OVERRIDDEN_ARGUMENTS = {
 
 All layers are measured with full attention and RoPE, so a cost file describes a model without windows. ``CostModel``
 derives the time of windows from the time of full attention. Each rank has all experts of the measured layer, so no
-tokens are exchanged. ``bytescale search`` adds the time of exchanges; plans of training ignore it.
+tokens are exchanged. Every setup adds the time of exchanges (``plan/setup/costs.py``).
 """
 
 

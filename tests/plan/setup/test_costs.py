@@ -10,11 +10,21 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import expert_share
-from bytescale_ext.plan.setup.costs import slowest_stage
+from bytescale_ext.plan.setup.costs import (
+    byte_seconds,
+    exchange_seconds,
+    slowest_stage,
+    with_expert_exchange,
+    without_expert_exchange,
+)
 from bytescale_ext.plan.setup.layers import expert_load
 from bytescale_ext.plan.setup.memory import stage_memory
-from bytescale_ext.plan.step.sizes import Slicing
+from bytescale_ext.plan.setup.setup import Mesh
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from tests.config.runs import SHAPE, hdp_of, run_of
+from tests.plan.search.tasks import COST, SPARSE
+
+CLUSTER = Cluster(8, 1024, 4)
 
 
 def stage_cost(run: RunConfig) -> StageCost:
@@ -57,3 +67,26 @@ def test_padded_rows_of_experts_take_time_and_memory() -> None:
     assert stage_memory(padded).layer.activations > stage_memory(setup).layer.activations
     spread = replace(padded, mesh=replace(padded.mesh, expert_parallel=4))
     assert spread.expert_padding == 2 * 15
+
+
+def test_copies_of_tokens_go_to_experts_and_back() -> None:
+    """If two ranks share the experts, half of the tokens stay. A token has two copies of 64 elements of 2 bytes."""
+    inside = byte_seconds(COST, Cluster(2, 1024))
+    assert exchange_seconds(replace(COST, shape=SPARSE), 2, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.5 * inside)
+    slow = replace(COST, shape=SPARSE, slowdown=8.0)
+    assert exchange_seconds(slow, 4, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.75 * inside)
+    assert exchange_seconds(slow, 8, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.875 * 2 * inside)
+
+
+@pytest.mark.parametrize(("recompute", "exchanges"), [("none", 1), ("block", 1), ("full", 2)])
+def test_costs_have_the_exchange_of_experts_and_cost_files_have_not(recompute: str, exchanges: int) -> None:
+    sparse, mesh = replace(COST, shape=SPARSE), Mesh((6,), expert_parallel=4)
+    found, seconds = with_expert_exchange(sparse, mesh, CLUSTER, recompute), exchange_seconds(sparse, 4, CLUSTER)
+    assert (found.forward.b, found.backward.b) == (sparse.forward.b + seconds, sparse.backward.b + exchanges * seconds)
+    assert with_expert_exchange(sparse, Mesh((6,)), CLUSTER, recompute) == sparse
+    setup = run_of(shape=SHAPE).decision.setup
+    setup = replace(
+        setup, mesh=mesh, cluster=CLUSTER, cost=found, numerics=replace(setup.numerics, recompute=recompute)
+    )
+    file = without_expert_exchange(setup)
+    assert [file.forward.b, file.backward.b] == pytest.approx([sparse.forward.b, sparse.backward.b])

@@ -11,7 +11,7 @@ from typing import Final
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.strategy import Strategy
-from bytescale_ext.plan.search.task import Task, cluster_of
+from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.task import launched_words
 from megatron.bytescale.cli.shared.model_flags import given_flags
 
@@ -92,7 +92,7 @@ def write_costs(path: Path, task: Task, strategy: Strategy) -> None:
     It has the costs of the task on the strategy's tensor-parallel ranks, recomputation included. Raises OSError if it
     cannot be written.
     """
-    cost = strategy_cost(task.cost, strategy, cluster_of(task, strategy), task.operators)
+    cost = strategy_cost(task.cost, strategy, task.operators)
     write_cost(path, replace(cost, source=f"{cost.source}; for {strategy}"))
 
 
