@@ -25,7 +25,7 @@ import csv
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,7 @@ class Fitted:
         linear_flops: FLOP/s of the linear parts.
         bytes_per_second: bytes that each of eight ranks receives in a second.
         errors: median and worst relative error of each part, and the predicted timings.
+        memory_bytes: bytes per second of the memory of the device.
     """
 
     square: float
@@ -83,7 +84,8 @@ class Fitted:
     linear_start: float
     linear_flops: float
     bytes_per_second: float
-    errors: dict[str, tuple[float, float, str]]
+    errors: dict[str, tuple[float, float, str]] = field(default_factory=dict)
+    memory_bytes: float = MEMORY_BYTES_PER_SECOND
 
 
 def read_rows(path: Path) -> list[Mapping[str, str]]:
@@ -133,13 +135,13 @@ def _errors(predicted: np.ndarray, measured: np.ndarray, timings: str) -> tuple[
 
 
 def cost_of(shape: ModelShape, fitted: Fitted) -> ModelCost:
-    """Return the costs of a model on one H100, in bfloat16."""
+    """Return the costs of a model on one such GPU, in bfloat16."""
     layer = replace(shape, num_layers=1, vocab=0)
     heads = attention_flops_per_square(layer) / (2.0 * HEADS * HEAD_DIM)
     linear = linear_flops_per_token(layer) / fitted.linear_flops
     start = fitted.attention_start + fitted.linear_start
     keys, gradients = (size / fitted.bytes_per_second for size in ring_bytes_per_token(shape, 1, 2, 4))
-    queries, join = heads * fitted.token, JOINED_BYTES / MEMORY_BYTES_PER_SECOND
+    queries, join = heads * fitted.token, JOINED_BYTES / fitted.memory_bytes
     results = shape.num_heads * shape.head_dim
     forward = CostModel(
         heads * fitted.square,

@@ -23,7 +23,7 @@ from bytescale_ext.plan.cost.model_shape import (
     layer_flops_per_token,
 )
 from scripts.bench.cluster.virtual.events import Work
-from scripts.bench.plan.h100_costs import JOINED_BYTES
+from scripts.bench.plan.h100_costs import HEAD_DIM, HEADS, JOINED_BYTES, Fitted, cost_of
 
 DEVICES: Final = Path(__file__).parent / "devices"
 HOSTS: Final = Path(__file__).parent / "host.json"
@@ -180,50 +180,37 @@ class ModelTimes:
 def planned_cost(times: ModelTimes, network_bytes: float) -> ModelCost:
     """Return the costs that the recorded run plans with: the modelled model on the device, in recorded tokens.
 
-    They have the terms of the costs that the product ships or that ``bytescale profile`` writes. Links are not shared.
+    They are made as the shipped costs are, from the timings of the device. Links are not shared.
 
     Args:
         network_bytes: bytes per second of a rank between nodes.
     """
-    device, shape = times.device, times.shape
-    width = shape.num_heads * shape.head_dim
-    square, query = 2.0 * width / device.attention_flops, width * device.attention_token
-    linear = layer_flops_per_token(shape) / device.linear_flops
-    numbers, join = key_value_numbers(shape), JOINED_BYTES / device.memory_bytes
-    keys = numbers / device.node_bytes
-    forward = CostModel(
-        square,
-        linear + query,
-        2.0 * keys,
-        device.attention_start,
-        h=query + join * width,
-        m=device.attention_start,
+    device, scale, repeats, width = times.device, times.scale, times.repeats, HEADS * HEAD_DIM
+    constants = Fitted(
+        square=2.0 * width / device.attention_flops,
+        token=width * device.attention_token,
+        attention_start=device.attention_start,
+        linear_start=0.0,
+        linear_flops=device.linear_flops,
+        bytes_per_second=device.node_bytes,
+        memory_bytes=device.memory_bytes,
     )
-    backward = CostModel(
-        ATTENTION_BACKWARD_PER_FORWARD * square,
-        BACKWARD_PER_FORWARD * linear + ATTENTION_BACKWARD_PER_FORWARD * query,
-        (2.0 + KEY_SUM_BYTES) * keys,
-        BACKWARD_PER_FORWARD * device.attention_start,
-        h=ATTENTION_BACKWARD_PER_FORWARD * query + join * (width + numbers),
-        m=BACKWARD_PER_FORWARD * device.attention_start,
-    )
-    head = 2.0 * shape.hidden * shape.vocab / device.linear_flops
-    scale, repeats = times.scale, times.repeats
+    cost = cost_of(times.shape, constants)
 
     def of_recorded(one: CostModel) -> CostModel:
         return replace(one, a=one.a * scale**2, b=one.b * scale, c=one.c * scale, h=one.h * scale).scaled(repeats)
 
-    return ModelCost(
+    return replace(
+        cost,
         shape=times.recorded,
         device=f"CPU in the times of {device.name}",
         dtype="float32",
-        tensor_parallel=1,
         source=device.source,
-        forward=of_recorded(forward),
-        backward=of_recorded(backward),
-        head_forward=head * scale,
-        head_backward=BACKWARD_PER_FORWARD * head * scale,
-        layer_bytes=34.0 * shape.hidden * scale * repeats,
-        recompute_bytes=2.0 * shape.hidden * scale * repeats,
+        forward=of_recorded(cost.forward),
+        backward=of_recorded(cost.backward),
+        head_forward=cost.head_forward * scale,
+        head_backward=cost.head_backward * scale,
+        layer_bytes=cost.layer_bytes * scale * repeats,
+        recompute_bytes=cost.recompute_bytes * scale * repeats,
         slowdown=max(1.0, device.node_bytes / network_bytes),
     )
