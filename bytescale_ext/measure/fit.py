@@ -137,7 +137,10 @@ def fitted_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
 
 
 def virtual_rings(max_tokens: int) -> tuple[Ring, ...]:
-    """Return the rings that one rank measures alone: a rank has a sixteenth or an eighth of ``max_tokens``."""
+    """Return the rings whose blocks a single rank measures.
+
+    Each of the 4 virtual ranks has a sixteenth or an eighth of ``max_tokens``.
+    """
     whole, part = max_tokens // 2, max_tokens // 8
     return (((whole,), 4), ((whole // 2,), 4), ((part,) * 4, 4))
 

@@ -1,4 +1,4 @@
-"""Times of the blocks of rings, for a cost file that one rank measures alone.
+"""Times of the blocks of rings, for a cost file that a single rank measures.
 
 All ranks of a ring run in turn on this device (``attention/virtual.py``), once for each block that they receive. A
 message is a copy in the memory of the device, so the times include no network and no waiting.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from bytescale_ext.attention.backend import Backend
-from bytescale_ext.attention.kernels.contract import Output, Saved
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.layouts.layout import AttentionLayout, ring_pass
 from bytescale_ext.attention.layouts.route import Route
@@ -71,30 +71,48 @@ def ring_layouts(lengths: Sequence[int], width: int) -> list[AttentionLayout]:
     return [AttentionLayout(one.num_rows, (one,), one.num_rows, CuSeqlens((0,)), Rows(())) for one in passes]
 
 
+def forward_in_turn(
+    layouts: Sequence[AttentionLayout], inputs: Sequence[Sequence[torch.Tensor]], kernel: Kernel, scale: float
+) -> list[Output]:
+    """Return ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of each virtual rank.
+
+    ``inputs``: ``q, k, v, dout`` of each rank, ``[rows, heads or kv_heads, dim]``.
+    """
+    ranks = zip(inputs, layouts, mailbox_comms(len(layouts)), strict=True)
+    return run_in_turn(
+        [attention_forward(q, k, v, layout, Backend(comm, kernel, scale)) for (q, k, v, _), layout, comm in ranks]
+    )
+
+
+def backward_in_turn(
+    layouts: Sequence[AttentionLayout],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    outputs: Sequence[Output],
+    kernel: Kernel,
+    scale: float,
+) -> list[Gradients]:
+    """Return ``dq, dk, dv`` of each virtual rank, in the shapes of ``q, k, v``.
+
+    ``inputs`` and ``outputs``: as in ``forward_in_turn``.
+    """
+    ranks = zip(inputs, outputs, layouts, mailbox_comms(len(layouts)), strict=True)
+    return run_in_turn(
+        [
+            attention_backward(dout, Saved(q, k, v, *output), layout, Backend(comm, kernel, scale))
+            for (q, k, v, dout), output, layout, comm in ranks
+        ]
+    )
+
+
 def _seconds(
     layouts: Sequence[AttentionLayout], attention: Attention, timer: Callable[[], Timer]
 ) -> tuple[float, float]:
     """Return the forward and backward seconds of all ranks together, the fastest of several runs."""
     heads = (attention.heads, attention.kv_heads, attention.kv_heads, attention.heads)
     inputs = [[attention.rows(layout.num_rows, count) for count in heads] for layout in layouts]
-    scale = attention.head_dim**-0.5
-
-    def backends() -> list[Backend]:
-        return [Backend(comm, attention.kernel, scale) for comm in mailbox_comms(len(layouts))]
-
-    def forward() -> list[Output]:
-        ranks = zip(inputs, layouts, backends(), strict=True)
-        return run_in_turn([attention_forward(q, k, v, layout, own) for (q, k, v, _), layout, own in ranks])
-
-    outputs = forward()
-
-    def backward() -> None:
-        ranks = zip(inputs, outputs, layouts, backends(), strict=True)
-        run_in_turn(
-            [
-                attention_backward(dout, Saved(q, k, v, *output), layout, own)
-                for (q, k, v, dout), output, layout, own in ranks
-            ]
-        )
-
-    return timer().fastest(forward), timer().fastest(backward)
+    kernel, scale = attention.kernel, attention.head_dim**-0.5
+    outputs = forward_in_turn(layouts, inputs, kernel, scale)
+    return (
+        timer().fastest(lambda: forward_in_turn(layouts, inputs, kernel, scale)),
+        timer().fastest(lambda: backward_in_turn(layouts, inputs, outputs, kernel, scale)),
+    )

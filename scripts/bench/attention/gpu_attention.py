@@ -28,16 +28,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
-from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.attention.layouts.rows import CuSeqlens
-from bytescale_ext.attention.ring import attention_backward, attention_forward
-from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
-from bytescale_ext.measure.ring_blocks import ring_layouts
+from bytescale_ext.measure.ring_blocks import backward_in_turn, forward_in_turn, ring_layouts
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
 from scripts.bench.gpu import device_name, gpu_parser, parse_on_gpu
 from scripts.bench.progress import progress
@@ -179,17 +176,10 @@ def run_ranks_in_turn(
 
     ``inputs`` holds ``q, k, v, dout`` of each rank, ``[rows, heads or kv_heads, dim]``; results have the same shapes.
     """
-    backends = [Backend(comm, kernel, scale) for comm in mailbox_comms(len(layouts))]
-    ranks = list(zip(inputs, layouts, backends, strict=True))
-    outputs = run_in_turn([attention_forward(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
+    outputs = forward_in_turn(layouts, inputs, kernel, scale)
     if not backward:
         return [(out,) for out, _ in outputs]
-    grads = run_in_turn(
-        [
-            attention_backward(dout, Saved(q, k, v, *output), layout, backend)
-            for ((q, k, v, dout), layout, backend), output in zip(ranks, outputs, strict=True)
-        ]
-    )
+    grads = backward_in_turn(layouts, inputs, outputs, kernel, scale)
     return [(out, *grad) for (out, _), grad in zip(outputs, grads, strict=True)]
 
 
