@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.learned import LearnedCosts
-from scripts.bench.cluster.learn import Case, always, of_bound, over, predicted, run
+from scripts.bench.cluster.learn import Case, always, of_bound, of_equal, over, predicted, run
 
 EQUAL = np.ones(16)
 HALF = np.repeat((1.0, 0.5), 8)
@@ -36,7 +36,9 @@ def test_a_slow_stage_lowers_the_share_of_its_pipeline() -> None:
     speeds = np.ones((16, 2))
     speeds[5, 1] = 0.5
     steps = run(Case(2, LearnedCosts(), always(speeds), 14, stages=2))
+    even = run(Case(2, LearnedCosts(), always(np.ones((16, 2))), 14, learns=False, stages=2))
     assert steps[-1].learned.speeds[5] == pytest.approx(0.5, abs=0.05)
     assert median(over(steps[:4], steps[-2:], 2)) > 1.3
     assert median(predicted(steps, 2)) == pytest.approx(1.0, abs=0.05)
     assert min(of_bound(steps, 2)) > 0.75
+    assert min(of_equal(steps, even, 2)) > 0.95, "pipelines of equal stages fill and drain too"

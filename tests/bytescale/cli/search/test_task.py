@@ -57,7 +57,7 @@ def test_published_timings_of_latents() -> None:
     task = task_of(cli.parse(words))
     assert task.cost.shape.latent is not None
     assert task.cost.shape.latent.key_rank == 512
-    attention = 16 * (192 + 128) / (32 * (128 + 128))  # the results of attention, over those of the measured model
+    attention = 16 * (192 + 128) / (32 * (128 + 128))  # width of all heads, relative to the measured model
     assert task.cost.forward.h > attention * shipped("h100_7b").forward.h  # each rank expands received latents
 
 
