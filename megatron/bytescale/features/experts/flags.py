@@ -33,18 +33,16 @@ class PlacementOptions:
 
     Attributes:
         moe_expert_slots: number of experts that each rank can hold.
-        moe_placement: method that chooses replicas.
+        moe_placement: method that chooses replicas, and number of steps between its choices.
         moe_placement_threshold: load of the busiest rank, relative to the mean, above which the placement changes.
-        moe_placement_interval: number of steps between placements.
         moe_placement_speeds: TFLOPs and GB per second; None: measure them.
         num_experts: experts of a layer.
         expert_model_parallel_size: ranks over which experts are distributed.
     """
 
     moe_expert_slots: int
-    moe_placement: str
+    moe_placement: tuple[str, int]
     moe_placement_threshold: float
-    moe_placement_interval: int
     moe_placement_speeds: Sequence[float] | None
     num_experts: int
     expert_model_parallel_size: int
@@ -63,10 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--moe-placement",
-        choices=PLACEMENTS,
-        default=FLEXMOE,
+        type=_placement,
+        default=(FLEXMOE, 1),
+        metavar="NAME[,N]",
         help="Method that chooses replicas. flexmoe (default): a few changes at a time, each if it shortens the "
-        "modelled step; eplb: DeepSeek's placement, computed anew each time; static: no replicas, for comparison.",
+        "modelled step; eplb: DeepSeek's placement, computed anew each time; static: no replicas, for comparison. A "
+        "number, as in eplb,10, makes it choose every 10 steps instead of in each step.",
     )
     group.add_argument(
         "--moe-placement-threshold",
@@ -74,9 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.15,
         metavar="R",
         help="flexmoe changes the placement if the busiest rank has more than R times the mean tokens (1.15).",
-    )
-    group.add_argument(
-        "--moe-placement-interval", type=int, default=1, metavar="N", help="Number of steps between placements (1)."
     )
     group.add_argument(
         "--moe-placement-speeds",
@@ -88,25 +85,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _placement(text: str) -> tuple[str, int]:
+    """Return the method and the steps between its choices of "NAME" or "NAME,N"."""
+    name, _, steps = text.partition(",")
+    if name not in PLACEMENTS or (text != name and (not steps.isdecimal() or int(steps) < 1)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one of {', '.join(PLACEMENTS)}, alone or with a number of steps, such as eplb,10"
+        )
+    return name, int(steps or 1)
+
+
 def resolve(options: PlacementOptions, run: RunConfig) -> PlacementConfig:
     """Return the placement of experts. Raises ValueError for values out of range."""
     check_slots(FLAG, options.moe_expert_slots, options.num_experts, options.expert_model_parallel_size)
     if not 1 <= options.moe_placement_threshold < math.inf:
         raise ValueError(f"--moe-placement-threshold {options.moe_placement_threshold:g} must be at least 1")
-    if options.moe_placement_interval < 1:
-        raise ValueError(f"--moe-placement-interval {options.moe_placement_interval} must be at least 1")
     tflops, link = options.moe_placement_speeds or (TFLOPS, LINK_BYTES_PER_SECOND / 1e9)
     if not (0 < tflops < math.inf and 0 < link < math.inf):
         raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive and finite")
     cost = ExpertCost.of(run.shape, tflops * 1e12, link * 1e9)
-    placing = PlacementSettings(
-        options.moe_placement,
-        options.moe_expert_slots,
-        options.moe_placement_threshold,
-        options.moe_placement_interval,
-        cost,
-    )
-    measures = options.moe_placement_speeds is None and options.moe_placement == FLEXMOE  # only flexmoe uses costs
+    name, interval = options.moe_placement
+    placing = PlacementSettings(name, options.moe_expert_slots, options.moe_placement_threshold, interval, cost)
+    measures = options.moe_placement_speeds is None and name == FLEXMOE  # only flexmoe uses costs
     return PlacementConfig(options.num_experts, options.expert_model_parallel_size, placing, measures)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.plan.experts.gate import EXP, SCHEDULES, DenseToSparse
+from bytescale_ext.plan.experts.gate import EXP, LINEAR, SCHEDULES, DenseToSparse
 from megatron.bytescale.arguments.conditions import chosen, equals, where
 from megatron.bytescale.arguments.layer_settings import Balancing
 from megatron.bytescale.arguments.refusals import refuse
@@ -28,10 +28,9 @@ class GateOptions:
 
     Attributes:
         moe_dts_steps: number of steps until the final router.
-        moe_dts_temperature: temperatures of the first and the last step.
-        moe_dts_schedule: shape of the fall in temperature.
-        moe_dts_threshold: minimum score of an expert that is kept.
-        moe_dts_max_experts: maximum number of experts per token; None: all experts.
+        moe_dts_temperature: temperatures of the first and the last step, and the shape of the fall if it was given.
+        moe_dts_threshold: minimum score of an expert that is kept, and maximum number of experts per token; None:
+            all experts.
         moe_dts_noise: whether noise is added to logits.
         num_experts: experts of a layer.
         moe_router_topk: experts per token after the last step.
@@ -39,10 +38,8 @@ class GateOptions:
     """
 
     moe_dts_steps: int
-    moe_dts_temperature: Sequence[float]
-    moe_dts_schedule: str
-    moe_dts_threshold: float
-    moe_dts_max_experts: int | None
+    moe_dts_temperature: Sequence[float | str]
+    moe_dts_threshold: tuple[float, int | None]
     moe_dts_noise: bool
     num_experts: int
     moe_router_topk: int
@@ -62,27 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--moe-dts-temperature",
-        type=float,
-        nargs=2,
+        type=_temperature,
+        nargs="+",
         default=[2.0, 0.3],
         metavar="T",
-        help="Temperatures of the first and of the last step (2.0 0.3).",
-    )
-    group.add_argument(
-        "--moe-dts-schedule",
-        choices=SCHEDULES,
-        default=EXP,
-        help="Fall of the temperature: by a factor per step (exp, default), or linearly.",
+        help="Temperatures of the first and of the last step (2.0 0.3). The temperature falls by a factor per step; "
+        f"with a third word, as in 2.0 0.3 {LINEAR}, it falls linearly.",
     )
     group.add_argument(
         "--moe-dts-threshold",
-        type=float,
-        default=1e-3,
-        metavar="S",
-        help="Drop experts with a smaller score (0.001); it must be below 1 / --num-experts.",
-    )
-    group.add_argument(
-        "--moe-dts-max-experts", type=int, metavar="K", help="Maximum number of experts per token. Default: all."
+        type=_threshold,
+        default=(1e-3, None),
+        metavar="S[,K]",
+        help="Drop experts with a smaller score (0.001); it must be below 1 / --num-experts. With a number, as in "
+        "0.001,8, a token keeps at most 8 experts.",
     )
     group.add_argument(
         "--moe-dts-noise",
@@ -92,28 +82,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _temperature(word: str) -> float | str:
+    """Return a temperature, or the name of a schedule."""
+    return word if word in SCHEDULES else float(word)
+
+
+def _threshold(text: str) -> tuple[float, int | None]:
+    """Return score and maximum number of experts of "S" or "S,K"."""
+    score, comma, most = text.partition(",")
+    return float(score), int(most) if comma else None
+
+
+def _schedule(words: Sequence[float | str]) -> tuple[float, float, str]:
+    """Return first and last temperature, and the shape of the fall. Raises ValueError for other words."""
+    match words:
+        case (float(high), float(low), *shape) if len(shape) < 2 and 0 < low <= high < math.inf:
+            if all(isinstance(one, str) for one in shape):
+                return high, low, str(shape[0]) if shape else EXP
+    text = " ".join(f"{one:g}" if isinstance(one, float) else one for one in words)
+    raise ValueError(
+        f"--moe-dts-temperature {text}: give two temperatures above 0, in falling order, and {LINEAR} if wanted"
+    )
+
+
 def resolve(options: GateOptions, run: RunConfig) -> DenseToSparse:
     """Return the gate's annealing. Raises ValueError for values out of range."""
-    high, low = options.moe_dts_temperature
-    if not 0 < low <= high < math.inf:
-        raise ValueError(f"--moe-dts-temperature {high:g} {low:g}: give two temperatures above 0, in falling order")
+    high, low, schedule = _schedule(options.moe_dts_temperature)
+    score, most_given = options.moe_dts_threshold
     if options.moe_dts_steps < 1:
         raise ValueError(f"{FLAG} {options.moe_dts_steps} must be at least 1")
-    if not 0 < options.moe_dts_threshold < 1 / options.num_experts:
+    if not 0 < score < 1 / options.num_experts:
         raise ValueError(
-            f"--moe-dts-threshold {options.moe_dts_threshold:g} must be above 0 and below {1 / options.num_experts:g}, "
+            f"--moe-dts-threshold {score:g} must be above 0 and below {1 / options.num_experts:g}, "
             f"the score of each of {options.num_experts} equal experts"
         )
-    most = options.num_experts if options.moe_dts_max_experts is None else options.moe_dts_max_experts
+    most = options.num_experts if most_given is None else most_given
     if not options.moe_router_topk <= most <= options.num_experts:
         raise ValueError(
-            f"--moe-dts-max-experts {most} must be from --moe-router-topk {options.moe_router_topk} to "
-            f"{options.num_experts}"
+            f"--moe-dts-threshold {score:g},{most}: the number must be from --moe-router-topk "
+            f"{options.moe_router_topk} to {options.num_experts}"
         )
     seed = options.seed if options.moe_dts_noise else None
-    return DenseToSparse(
-        high, low, options.moe_dts_schedule, options.moe_dts_steps, options.moe_dts_threshold, most, seed
-    )
+    return DenseToSparse(high, low, schedule, options.moe_dts_steps, score, most, seed)
 
 
 def build(training: Training, runtime: Runtime) -> Training:

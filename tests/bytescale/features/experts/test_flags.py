@@ -39,8 +39,8 @@ def test_defaults() -> None:
 
 
 def test_all_can_be_chosen() -> None:
-    words = ["--moe-expert-slots", "4", "--moe-placement", "eplb", "--moe-placement-threshold", "1.5"]
-    config = config_of(*words, "--moe-placement-interval", "7", "--moe-placement-speeds", "100", "20")
+    words = ["--moe-expert-slots", "4", "--moe-placement", "eplb,7", "--moe-placement-threshold", "1.5"]
+    config = config_of(*words, "--moe-placement-speeds", "100", "20")
     placing = config.placing
     assert not config.measures
     assert (placing.placement, placing.num_slots, placing.threshold, placing.interval) == ("eplb", 4, 1.5, 7)
@@ -72,7 +72,6 @@ def test_speeds_that_are_not_given_are_measured_for_flexmoe(words: list[str], me
         (["3"], "--moe-expert-slots 3: a rank is the home of 4 of 8 experts: give at least 4"),
         (["9"], "--moe-expert-slots 9: .* at most 8"),
         (["6", "--moe-placement-threshold", "0.5"], "--moe-placement-threshold 0.5 must be at least 1"),
-        (["6", "--moe-placement-interval", "0"], "--moe-placement-interval 0 must be at least 1"),
         (["6", "--moe-placement-speeds", "0", "5"], "--moe-placement-speeds 0 5 must be positive"),
     ],
 )

@@ -25,8 +25,8 @@ def plan_of(*words: str, **settings: Any) -> DenseToSparse:
 
 def test_defaults_and_choices() -> None:
     assert plan_of(*ON) == DenseToSparse(2.0, 0.3, "exp", 100, 1e-3, 8)
-    words = ["--moe-dts-temperature", "5", "1", "--moe-dts-schedule", "linear", "--moe-dts-threshold", "0.1"]
-    assert plan_of(*ON, *words, "--moe-dts-max-experts", "4") == DenseToSparse(5.0, 1.0, "linear", 100, 0.1, 4)
+    words = ["--moe-dts-temperature", "5", "1", "linear", "--moe-dts-threshold", "0.1,4"]
+    assert plan_of(*ON, *words) == DenseToSparse(5.0, 1.0, "linear", 100, 0.1, 4)
     assert plan_of(*ON, "--moe-dts-noise", seed=77, moe_expert_slots=6).noise_seed == 77
 
 
@@ -34,9 +34,13 @@ def test_defaults_and_choices() -> None:
     ("words", "message"),
     [
         (["--moe-dts-temperature", "1", "2"], "--moe-dts-temperature 1 2: give two temperatures above 0"),
+        (["--moe-dts-temperature", "2"], "--moe-dts-temperature 2: give two temperatures above 0"),
+        (["--moe-dts-temperature", "2", "linear"], "--moe-dts-temperature 2 linear: give two temperatures above 0"),
+        (["--moe-dts-temperature", "3", "2", "1"], "--moe-dts-temperature 3 2 1: give two temperatures above 0"),
+        (["--moe-dts-temperature", "2", "1", "exp", "exp"], "--moe-dts-temperature 2 1 exp exp: give two"),
         (["--moe-dts-steps", "0"], "--moe-dts-steps 0 must be at least 1"),
         (["--moe-dts-threshold", "0.125"], "--moe-dts-threshold 0.125 must be above 0 and below 0.125"),
-        (["--moe-dts-max-experts", "1"], "--moe-dts-max-experts 1 must be from --moe-router-topk 2 to 8"),
+        (["--moe-dts-threshold", "0.1,1"], "--moe-dts-threshold 0.1,1: .* from --moe-router-topk 2 to 8"),
     ],
 )
 def test_values_out_of_range(words: list[str], message: str) -> None:
@@ -45,7 +49,8 @@ def test_values_out_of_range(words: list[str], message: str) -> None:
 
 
 def test_the_last_router_may_be_that_of_one_expert() -> None:
-    assert plan_of(*ON, "--moe-dts-max-experts", "1", moe_router_topk=1, moe_router_pre_softmax=True).most_experts == 1
+    words = [*ON, "--moe-dts-threshold", "0.01,1"]
+    assert plan_of(*words, moe_router_topk=1, moe_router_pre_softmax=True).most_experts == 1
 
 
 def test_steps_switch_it_on() -> None:
