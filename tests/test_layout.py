@@ -9,6 +9,8 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 from megatron.bytescale.arguments.parse import add_arguments
@@ -141,13 +143,18 @@ def test_array_functions_name_their_shapes(name: str) -> None:
     assert not without, "the docstring says no shape, such as [n]"
 
 
+@cache
+def in_folder(folder: str) -> tuple[str, ...]:
+    return tuple(test for test in TESTS if test.rpartition("/")[0] == folder)
+
+
 @for_each([name for name in PACKAGES if name.startswith("bytescale_ext/")])
 def test_a_test_of_the_mirrored_folder_imports_each_module(name: str) -> None:
     """Modules of megatron/ may be tested only by whole trainings."""
     folder = mirrored(name)
     if folder is None or name in TESTED_ELSEWHERE or Path(name).name == "__init__.py":
         return
-    beside = [test for test in TESTS if str(Path(test).parent) == folder]
+    beside = in_folder(folder)
     by_name = f"{folder}/test_{Path(name).stem}.py" in beside
     module = module_of(name)
     assert by_name or any(is_under(one, module) for test in beside for one in imports_of(test))
@@ -318,7 +325,8 @@ def dangerous(nodes: Sequence[ast.AST]) -> dict[str, int]:
     for node in nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in IMPORTERS and isinstance(node.args[0], ast.Constant):
             named.append((node.lineno, str(node.args[0].value)))
-    return {entry: line for line, name in named for entry in RUNS_CODE if f"{name}.".startswith(f"{entry}.")}
+    prefixes = ((line, accumulate(name.split("."), "{}.{}".format)) for line, name in named)
+    return {entry: line for line, names in prefixes for entry in names if entry in RUNS_CODE}
 
 
 def unsafe(nodes: Sequence[ast.AST]) -> Iterator[str]:

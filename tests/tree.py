@@ -69,11 +69,10 @@ def nodes_of(name: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree_of(name)))
 
 
-def functions_of(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield every function of a file, including methods and nested functions."""
-    for node in nodes_of(name):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@cache
+def functions_of(name: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    """Return every function of a file, including methods and nested functions."""
+    return tuple(node for node in nodes_of(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
