@@ -50,6 +50,7 @@ def test_gpu_tests_are_collected() -> None:
     assert all(Path(name).name.startswith("test_gpu") for name in collected)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_button_starts() -> None:
     assert "training" in run_bare(BUTTON)

@@ -214,6 +214,7 @@ def any_plan(source: random.Random) -> StepPlan:
     return plan_of(lengths, rings, rows)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_agree_on_passes_of_every_accepted_plan() -> None:
     """The check of coupled groups ensures that all members have the same documents in a pass."""

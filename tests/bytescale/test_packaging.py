@@ -117,6 +117,7 @@ def test_metadata(wheel: Path, names: set[str]) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
+@pytest.mark.full
 def test_the_source_archive_can_run_the_tests(copy: Path, tmp_path: Path) -> None:
     run(sys.executable, "-c", BUILD, "build_sdist", tmp_path, cwd=copy)
     (archive,) = tmp_path.glob("*.tar.gz")

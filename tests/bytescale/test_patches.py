@@ -332,6 +332,7 @@ def test_schedules_look_up_no_name_outside_the_table() -> None:
     }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_module_prints_the_table() -> None:
     ended = subprocess.run(

@@ -49,6 +49,7 @@ def test_a_warm_rank_runs_a_script_as_a_program(tmp_path: Path, factor: int) -> 
     assert leftovers() == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_warm_ranks_have_one_thread_and_keep_freed_memory() -> None:
     """Ranks on a shared core must neither wait for threads without a core nor get the same pages in every step."""

@@ -23,7 +23,8 @@ def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "temperature", "draws"), [(TreeShape(6), 1.0, 10_000), (TreeShape(2, chain=True), 0.7, 50_000)]
+    ("shape", "temperature", "draws"),
+    [(TreeShape(6), 1.0, 10_000), pytest.param(TreeShape(2, chain=True), 0.7, 50_000, marks=pytest.mark.full)],
 )
 def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, temperature: float, draws: int) -> None:
     logits, chances, heads = tables(temperature)

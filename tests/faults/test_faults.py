@@ -42,6 +42,7 @@ def test_nothing_is_lost(fault: str, tmp_path: Path) -> None:
     assert (tried.resumed_from is not None) == FAULTS[fault].ends, tried
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
 def test_nothing_is_lost_when_a_link_is_cut(tmp_path: Path) -> None:
     point, corpus, expected = prepared("cut-link")

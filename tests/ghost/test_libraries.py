@@ -52,6 +52,7 @@ def use_one_gpu(rank: int, world: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.full
 def test_one_gpu() -> None:
     with ranks_on(GHOST_GPUS):
         (found,) = run_ranks(use_one_gpu, 1)

@@ -56,6 +56,7 @@ def test_loaded_micro_batches_are_host_memory() -> None:
     assert loaded.num_rows == len(ids)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_other_threads_build_tuples_meanwhile() -> None:
     """CPython raises SystemError in a thread if anything refers to a tuple that the thread has not completed."""

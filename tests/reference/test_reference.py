@@ -35,19 +35,14 @@ GRADIENT_TOLERANCE = 1e-5
 
 SAMPLE = (
     "classic-one-selective-adam-128",
-    "interpolated-slices-sgd-128",
     "partial_interleaved-4-pp2-memo-adam-256",
-    "latent_yarn-4-full-adam-128",
     "window_and_sinks-4-zero1-chunks-adam-256",
-    "yarn_unrounded-4-tp2-slices-selective-adam-256",
     "later_token-pp2-slices-chunks-adam-256",
     "balanced_steps-pp2-slices-full-sgd-128",
     "latent_experts-pp2-slices-selective-adam-128",
-    "llama_3-slices-sgd-128",
     "windows-pp2-slices-sgd-256",
     "zero_sinks-pp2-full-sgd-128",
     "answers_experts-pp2-offload-adam-256",
-    "softmax_before-one-memo-adam-256",
 )
 """Combinations in `make test`: each policy and optimizer, and a model of each family. `make test-all` has all."""
 

@@ -41,7 +41,12 @@ def train(
 
 @pytest.mark.parametrize(
     ("options", "ahead"),
-    [(CacheSettings(0), False), (CacheSettings(12, "lfuopt"), True), (STALE, False), (STALE, True)],
+    [
+        pytest.param(CacheSettings(0), False, marks=pytest.mark.full),
+        (CacheSettings(12, "lfuopt"), True),
+        pytest.param(STALE, False, marks=pytest.mark.full),
+        pytest.param(STALE, True, marks=pytest.mark.full),
+    ],
     ids=["none", "exact", "stale", "ahead"],
 )
 def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings, ahead: bool) -> None:

@@ -40,6 +40,7 @@ def test_one_process_shares_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [1, 1, 4]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_processes_copy_at_once() -> None:
     speeds = copy_speeds(2, 1 << 12, 2, on_cuda=False)

@@ -20,6 +20,7 @@ from scripts.bench.attention import gpu_attention as bench
 SCRIPT = Path(bench.__file__)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_command_on_cpu() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -31,6 +31,7 @@ def test_a_slow_node_gets_less_work() -> None:
     assert median(predicted(aware, 4)) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_slow_stage_lowers_the_share_of_its_pipeline() -> None:
     speeds = np.ones((16, 2))

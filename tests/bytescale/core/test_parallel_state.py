@@ -64,6 +64,7 @@ def meet_locally(rank: int, world: int) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_members_that_make_only_their_own_groups_do_not_meet() -> None:
     """Torch names such a group by its ranks and by the number of groups of a process, which differs by stage.

@@ -23,7 +23,7 @@ NEW_TOKENS = 10
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 30, (12,), generator=generator).tolist()
+    lengths = torch.randint(1, 30, (6,), generator=generator).tolist()
     return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -158,6 +158,7 @@ def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) ->
     return found
 
 
+@pytest.mark.full
 def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> None:
     """Checkpoints are from one process, tensor-parallel ranks and a pipeline. Their weights differ only by rounding."""
     layouts = (LAYOUTS[name] for name in LAYOUTS)

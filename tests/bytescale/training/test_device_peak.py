@@ -134,6 +134,7 @@ def measured() -> list[tuple[str, int, float, int]]:
     return list(run_ranks(measure, 1, init_group=False)[0])
 
 
+@pytest.mark.full
 def test_the_peak_is_within_five_percent_of_the_prediction(measured: list[tuple[str, int, float, int]]) -> None:
     """Totals agree, and activations alone: model states are known to the byte, except biases of norms."""
     assert len(measured) == len(PLANS) + 4 + len(OF_SHORTER)

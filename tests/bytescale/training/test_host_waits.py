@@ -27,6 +27,7 @@ from tests.data.sources import MemorySource
 from tests.harness import run_ranks
 from tests.host_waits import FakeGpu, waits_of
 from tests.plan.simple_plans import plan_naive
+from tests.sample import sampled
 
 LENGTHS = (40, 7, 12, 3)
 WAYS: dict[str, tuple[SliceRule | None, int | None]] = {
@@ -35,7 +36,7 @@ WAYS: dict[str, tuple[SliceRule | None, int | None]] = {
     "slices": (SliceRule(Slicing(3)), None),
 }
 CUDA_KERNELS = [row.name for row in kernel_table() if "cuda" in row.devices]
-HAVE_FAKES = ("torch_flash", "reference")  # torch knows the shapes of their results without a device
+RINGS = [("torch_flash", GROUPS), ("reference", TINY)]  # torch knows the shapes of their results without a device
 
 
 def host(*values: int, pinned: bool = False) -> torch.Tensor:
@@ -88,7 +89,7 @@ def test_other_work_is_not_noted(run: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), [(HAVE_FAKES[0], GROUPS), (HAVE_FAKES[1], TINY)], ids=HAVE_FAKES)
+@pytest.mark.parametrize(("name", "case"), sampled(RINGS, RINGS[:1]), ids=str)
 def test_rings_do_not_wait(name: str, case: Case) -> None:
     """Run forward and backward passes of rings and packs with new rows and offsets on the device."""
     assert name in CUDA_KERNELS
@@ -172,6 +173,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_training_forwards_do_not_wait() -> None:
     """Everything from packed tokens to the loss: layouts, positions, rotary angles, attention, FLOP count."""

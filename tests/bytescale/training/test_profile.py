@@ -93,6 +93,7 @@ def check_made_up_cost(cost: ModelCost, errors: list[float]) -> None:
     assert max(map(abs, errors)) < 1e-9
 
 
+@pytest.mark.full
 def test_a_training_command_is_profiled_as_it_is() -> None:
     cost, errors = run_ranks(profile_with_made_up_clock, 1, [*MODEL, *TRAINING], True)[0]
     check_made_up_cost(cost, errors)
@@ -112,6 +113,7 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
     assert "kernel" in cost.source
 
 
+@pytest.mark.full
 def test_layers_of_experts_are_profiled_with_all_experts() -> None:
     """Costs are per layer, for any number of layers and any number of ranks that share them in training."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
@@ -136,6 +138,7 @@ def test_bytes_that_are_kept() -> None:
     assert "with selective recompute" in leaner.source
 
 
+@pytest.mark.full
 def test_full_recompute_and_bf16() -> None:
     flags = [*MODEL, "--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1"]  # fmt: skip

@@ -54,6 +54,7 @@ def measured(rank: int, world: int, words: tuple[str, ...], factors: tuple[float
     return text.getvalue(), config
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_all_ranks_plan_with_the_speeds_of_the_slowest() -> None:
     (text, first), (other_text, second) = run_ranks(measured, 2, ("--host-memory-gb", "1"), (1.0, 3.0))

@@ -261,6 +261,7 @@ def check(found: dict[tuple[str, int], int], cases: dict[str, Case]) -> None:
         assert predicted(cases[name], stage) == pytest.approx(live, rel=0.05), (name, stage)
 
 
+@pytest.mark.full
 def test_every_stage_takes_what_is_predicted() -> None:
     check(run_ranks(measure, 1, CASES, init_group=False)[0], CASES)
 

@@ -35,6 +35,7 @@ def test_shingles_are_as_many_as_distinct_runs(size: int) -> None:
     assert np.array_equal(found, np.unique(found))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_hashes_are_equal_in_every_process() -> None:
     command = "from bytescale_ext.data.clean.words import word_hashes; print(word_hashes('naïve')[0])"

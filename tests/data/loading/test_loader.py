@@ -215,6 +215,7 @@ def test_a_dropped_loader_takes_its_thread_along() -> None:
     assert _threads() == before
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_interpreter_ends_with_a_loader_open() -> None:
     program = (

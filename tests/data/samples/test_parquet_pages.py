@@ -19,6 +19,7 @@ from bytescale_ext.data.samples import parquet_pages, records
 from bytescale_ext.data.samples.parquet_pages import _header
 from bytescale_ext.data.samples.records import parquet_rows
 from bytescale_ext.data.samples.sources import contents, file_entries
+from tests.sample import examples
 
 SOURCE = Source("docs", "unused", "jsonl", "*", ())
 TEXTS = [f"text {number} of a page" * 9 for number in range(99)]
@@ -145,7 +146,7 @@ from bytescale_ext.data.samples.records import parquet_rows
 path = Path(sys.argv[1])
 content = path.read_bytes()
 end = len(content) - 8
-for place in range(end - int.from_bytes(content[end : end + 4], "little"), end):
+for place in range(end - int.from_bytes(content[end : end + 4], "little"), end, int(sys.argv[2])):
     for flip in (1, 3, 16):
         changed = bytearray(content)
         changed[place] ^= flip
@@ -155,7 +156,9 @@ for place in range(end - int.from_bytes(content[end : end + 4], "little"), end):
         except ValueError as error:
             assert str(error).startswith(f"{path}: "), error
 """
-    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=600)
+    distance = 4 // examples(4)  # of the bytes that are changed
+    command = [sys.executable, "-c", code, str(path), str(distance)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 

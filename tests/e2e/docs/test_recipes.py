@@ -40,6 +40,7 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_an_8k_checkpoint_goes_on_with_long_documents(windows: Path, tmp_path: Path) -> None:
     found = {}
     for num_ranks in (2, 4):

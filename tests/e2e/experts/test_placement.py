@@ -63,6 +63,7 @@ def moves(outcome: Outcome) -> list[int]:
     return [int(number) for number in re.findall(r"; (\d+) new replicas", outcome.text)]
 
 
+@pytest.mark.full
 def test_every_parameter_is_that_of_training_without_replicas(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
     flags = [*SAMPLES, *EP2, *SLOTS, *SHARDED, *RECOMPUTED, "--save", tmp_path]
     outcome = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
@@ -71,6 +72,7 @@ def test_every_parameter_is_that_of_training_without_replicas(plain: SavedRun, c
     check_equal(tmp_path, plain.save)
 
 
+@pytest.mark.full
 def test_megatron_alone_goes_on(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
     """A checkpoint of a run with replicas equals a checkpoint of a run without them."""
     common = [*SAMPLES, *EP2, "--save", tmp_path, "--exit-interval", HALF // 2]

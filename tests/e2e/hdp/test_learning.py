@@ -33,6 +33,7 @@ def learn_at_random() -> None:
     pretrain_gpt_hdp.main()
 
 
+@pytest.mark.full
 def test_losses_under_random_costs_and_speeds_equal_one_process(corpus: Path) -> None:
     flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 64, "--train-iters", 6]
     unlike = train(4, *flags, entry=learn_at_random)

@@ -173,7 +173,7 @@ def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outc
 
 @pytest.mark.parametrize(
     "name",
-    sampled(CASES, ["ep4-empty-ranks", "slices-ep2-policy", "deepep-ep4", "engine-ep4-empty-ranks"]),
+    sampled(CASES, ["deepep-ep4", "engine-ep4-empty-ranks"]),
 )
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path
@@ -264,6 +264,7 @@ def test_sharded_and_resumed_where_a_stage_has_no_experts(
     assert part("--load", tmp_path).losses == pytest.approx(expected[2:], rel=TOLERANCE)
 
 
+@pytest.mark.full
 def test_resumed_with_other_expert_ranks(corpus: Path, oracle: tuple[Outcome, Any], tmp_path: Path) -> None:
     def part(num_ranks: int, expert_ranks: int, *flags: object) -> list[Outcome]:
         return train_ranks(num_ranks, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED,

@@ -99,6 +99,7 @@ def check_order(case: Case, outcomes: list[Outcome]) -> None:
     assert unequal or case.num_chunks > 1 or case.balance == "pp"
 
 
+@pytest.mark.full
 def test_tied_embeddings_and_learned_positions(corpus: Path) -> None:
     """Gradients of tied embeddings are summed over the first and the last stage."""
     expected = run(corpus, None, 1, ONE_BY_ONE, train_one_by_one, model=CLASSIC_MODEL)
@@ -117,6 +118,7 @@ def test_evaluation_is_that_of_one_process(corpus: Path) -> None:
         assert found[-1].losses == pytest.approx(expected[0].losses, rel=TOLERANCE)
 
 
+@pytest.mark.full
 def test_resumed_in_mid_epoch_on_other_stages(corpus: Path, tmp_path: Path) -> None:
     save, losses = tmp_path / "save", oracle_of(corpus)[0]
     common = [*HDP, *BALANCE, "--ckpt-format", "torch_dist", "--use-distributed-optimizer"]

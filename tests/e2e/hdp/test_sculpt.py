@@ -80,6 +80,7 @@ def test_attention_inside_documents_is_that_of_a_mask(corpus: Path, windows: Pat
     assert across.losses != pytest.approx(masked.losses, rel=1e-3)
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_with_the_next_window(corpus: Path, windows: Path, tmp_path: Path) -> None:
     given = flags(corpus, windows, "document")
     whole = train_once(2, *given, *TWO_RANKS)

@@ -185,6 +185,7 @@ def test_weights_and_means_over_documents_equal_one_process(normalization: str, 
                 assert "_extra" in key or relative_error(value, wanted[key]) < TOLERANCE, key
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_with_the_next_conversation_on_other_ranks(
     data: Path, stock: SavedRun, tmp_path: Path
 ) -> None:

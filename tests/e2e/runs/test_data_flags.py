@@ -107,6 +107,7 @@ def test_epochs_show_each_piece_once_in_a_new_order(corpora: tuple[Path, Path]) 
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
+@pytest.mark.full
 def test_train_samples_counts_documents(corpora: tuple[Path, Path], five_steps: list[Outcome]) -> None:
     samples = ["--train-samples", 40, "--lr-decay-samples", 80]
     outcomes = run("--data-path", corpora[1], *samples, without=["--train-iters", "--lr-decay-iters"])
@@ -115,6 +116,7 @@ def test_train_samples_counts_documents(corpora: tuple[Path, Path], five_steps: 
     assert outcomes[-1].losses == five_steps[-1].losses
 
 
+@pytest.mark.full
 def test_the_seed_and_not_the_ranks_make_the_order(corpora: tuple[Path, Path], five_steps: list[Outcome]) -> None:
     flags = ["--data-path", corpora[1], "--train-iters", 3]
     order = documents_in_order(five_steps)[:3]

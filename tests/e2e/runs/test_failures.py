@@ -87,6 +87,7 @@ def test_a_fault_is_saved_beside_a_planning_process_with_stages_and_slices(corpu
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
+@pytest.mark.full
 def test_nan_loss_without_reruns_is_an_error_that_names_the_documents(corpus: Path, tmp_path: Path) -> None:
     common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--rerun-mode", "disabled"]
     errors = train_to_failure(4, *common, entry=partial(train_with, partial(poison, 2, 3)), folder=tmp_path)

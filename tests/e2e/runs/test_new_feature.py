@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.training import HDP, MODEL, TRAIN, train
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -21,11 +22,14 @@ def main_with_feature() -> None:
     pretrain_gpt_hdp.main()
 
 
+KINDS: list[list[object]] = [HDP, ["--micro-batch-size", 2]]
+
+
 def flags(corpus: Path, *words: object) -> list[object]:
     return [*MODEL, *TRAIN, "--train-iters", 1, "--data-path", corpus, *words]
 
 
-@pytest.mark.parametrize("others", [HDP, ["--micro-batch-size", 2]], ids=["documents", "samples"])
+@pytest.mark.parametrize("others", sampled(KINDS, KINDS[1:]), ids=["documents", "samples"])
 def test_it_trains_with_and_without_other_features(corpus: Path, others: list[str]) -> None:
     num_ranks = 4 if others is HDP else 1
     (plain,) = train(num_ranks, *flags(corpus, *others), entry=main_with_feature).losses

@@ -83,6 +83,7 @@ def test_resumed_on_as_many_or_other_ranks(
         assert found == losses or not first == num_ranks == 4  # to the last bit
 
 
+@pytest.mark.full
 def test_steps_of_tokens_go_on_after_the_documents_before_them(
     corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_resumed_evaluation_goes_on_in_its_own_order(corpus: Path, tmp_path: Pat
     assert validation == whole[-1].validation_losses
 
 
+@pytest.mark.full
 def test_dropout_resumes_to_the_last_bit_without_a_random_state_for_each_rank(corpus: Path, tmp_path: Path) -> None:
     dropout = ["--hidden-dropout", 0.1, "--train-iters", 4]
     run(corpus, tmp_path / "whole", 2, *dropout)
@@ -197,6 +199,7 @@ def send_sigterm(step: int, runtime: Any, model: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.full
 def test_sigterm_on_one_rank_saves_and_ends_all(
     corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from tests.e2e.once import once
 from tests.e2e.tested import ROWS, flags_of
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_in_process, train_ranks
 from tests.harness import run_ranks
-from tests.sample import examples, sampled
+from tests.sample import examples
 
 pytestmark = pytest.mark.ranks
 
@@ -168,10 +168,10 @@ def ranks_of(names: tuple[str, ...]) -> int:
 PAIRS = [pair for pair in itertools.combinations(PIECES, 2) if not are_one(pair)]
 SETS = [" + ".join(names) for names in covering_array(tuple(PIECES), fits)]
 """Sets of features: each pair that trains is in one of them. Thirteen trainings replace hundreds."""
-SAMPLE = SETS[-1:]
 
 
-@pytest.mark.parametrize("names", sampled(SETS, SAMPLE))
+@pytest.mark.full
+@pytest.mark.parametrize("names", SETS)
 def test_features_that_train_together_are_saved_and_resumed(names: str, corpus: Path, tmp_path: Path) -> None:
     outcomes = check(tuple(names.split(" + ")), corpus, tmp_path)
     assert outcomes[0].code is None, outcomes[0].text[-1000:]

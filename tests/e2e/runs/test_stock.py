@@ -89,6 +89,7 @@ def test_without_the_flag_megatron_is_untouched(data: str, full_documents: Path)
     assert all(" replaced " in line for line in patch_lines(outcome.text, "always", "cpu"))
 
 
+@pytest.mark.full
 def test_stock_flags_of_validation_data_and_losses_are_honoured(full_documents: Path) -> None:
     flags = [*COMMON, "--data-path", full_documents, "--micro-batch-size", 2, "--seq-length", 64, "--train-iters", 2]
     every = "--full-validation --multiple-validation-sets --eval-interval 1 --eval-iters 1 --split 80,20,0".split()

@@ -69,11 +69,12 @@ def nodes() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [
         ["--rdzv-backend=c10d", f"--rdzv-endpoint={JOB}1:29500", "--rdzv-id=x"],
-        pytest.param(["--node-rank={rank}", f"--master-addr={JOB}1", "--master-port=29500"], marks=pytest.mark.full),
+        ["--node-rank={rank}", f"--master-addr={JOB}1", "--master-port=29500"],
     ],
     ids=["c10d", "static"],
 )

@@ -96,7 +96,7 @@ def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outc
 
 @pytest.mark.parametrize(
     "name",
-    sampled(CASES, ["pp2-one-idle", "pp4-eager-selective-flops"]),
+    sampled(CASES, ["pp4-eager-selective-flops"]),
 )
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path

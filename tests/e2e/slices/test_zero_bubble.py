@@ -30,6 +30,7 @@ def test_training_is_the_same(name: str, runs: Runs) -> None:
     runs.compare(num_ranks, f"{stages(2, 3)} {flags}", f"--seq1f1b-zero-bubble {slices}")
 
 
+@pytest.mark.full
 def test_gradients_are_reduced_once_they_are_complete(runs: Runs) -> None:
     """In the second step DDP counts the gradients of a bucket, and starts to reduce the bucket when it is complete.
 

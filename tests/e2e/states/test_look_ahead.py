@@ -17,11 +17,11 @@ from tests.e2e.experts.test_placement import EP2, MOE, SLOTS
 from tests.e2e.states.test_ngram import NGRAM
 from tests.e2e.states.test_paged import HOST_GB_OF_STAGE_3, PAGED
 from tests.e2e.training import HDP, MODEL, TRAIN, plan_in_process, record_steps, train_ranks
-from tests.sample import sampled
+from tests.sample import examples, sampled
 
 pytestmark = pytest.mark.ranks
 
-STEPS, SAMPLES = 20, 8
+STEPS, SAMPLES = examples(40), 8
 TABLES: Final = ("ngram", "embedding")
 FEATURES: Final = {
     "planner process": [],

@@ -45,7 +45,7 @@ def seconds_of(planner: HdpPlanner, lengths: Sequence[int], speeds: Sequence[flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speeds", [HALF, ONE], ids=["a slow node", "a slow rank"])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", sampled([1, 2], [1]))
 def test_slow_ranks_get_less_work(speeds: tuple[float, ...], num_stages: int) -> None:
     lengths = draw(0, 3000, 60_000)
     aware, unaware = (planner_of(known, num_stages) for known in (speeds, ()))

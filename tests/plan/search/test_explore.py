@@ -149,7 +149,7 @@ def opened(seed: int) -> Exploration:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_nothing_beats_the_frontier_by_more_than_the_least_gain(seed: int) -> None:
     seen = opened(seed)
     if not seen.found:

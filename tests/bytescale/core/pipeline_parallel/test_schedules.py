@@ -299,6 +299,7 @@ def random_plan(seed: int) -> StepPlan:
     return StepPlan(num_ranks, 1 << 20, tuple(lengths.tolist()), placed, aligned=True)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_1000_random_plans_of_aligned_slots_never_hang(traces: dict[Any, Trace]) -> None:
     for seed in range(1000):
