@@ -14,6 +14,7 @@ EQUAL = np.ones(16)
 HALF = np.repeat((1.0, 0.5), 8)
 
 
+@pytest.mark.slow
 def test_wrong_costs_are_corrected() -> None:
     wrong = LearnedCosts((2.0, 1.0, 1.0, 1.0, 1 / 3))
     learned, fixed = (
@@ -25,6 +26,7 @@ def test_wrong_costs_are_corrected() -> None:
     assert factors[0] / factors[1] < 1.2, "attention is no longer twice as slow as it is"
 
 
+@pytest.mark.slow
 def test_a_slow_node_gets_less_work() -> None:
     aware, unaware = (run(Case(2, LearnedCosts(), always(HALF), 16, learns=on)) for on in (True, False))
     assert median(over(unaware, aware, 4)) > 1.3

@@ -105,6 +105,7 @@ def test_an_arm_that_fails_does_not_end_the_others(
     assert order[2:] == ["hybrid"], "the next start tries again what has failed"
 
 
+@pytest.mark.slow
 def test_the_first_and_the_last_arm_are_drawn(tmp_path: Path, order: list[str]) -> None:
     planned = Planned(CASE, ("ours", "naive", "static"))
     results = Results(tmp_path / "results.json", SETTING, COST)

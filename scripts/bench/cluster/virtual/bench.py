@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,18 +15,18 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.step.sizes import Cluster
 from scripts.bench.cluster.virtual.cases import ARMS, DYNAMIC, SCALE, Arm, Case, Planned
 from scripts.bench.cluster.virtual.links import Links
-from scripts.bench.cluster.virtual.recording import PLANNED_GBPS, Recording
+from scripts.bench.cluster.virtual.recording import Recording
 from scripts.bench.cluster.virtual.replay import model_steps
 from scripts.bench.cluster.virtual.times import planned_cost
 from scripts.bench.progress import progress
 
-LINKS: Final = (PLANNED_GBPS, 200.0, 100.0)
+LINKS: Final = (400.0, 200.0, 100.0)
 """Gbit/s of each device between nodes."""
 
 type CaseResult = dict[str, dict[str, Any]]
-"""Results of the arms of a case by name: ``losses``, ``predicted`` seconds (not in older results), ``tokens`` and
-``bounds`` of the steps, ``minutes``, and ``steps`` by the speed of the links: seconds and seconds by kind of each step.
-The first step does not count and is left out. Dynamic plans have ``megatron``, their source."""
+"""Results of the arms of a case by name: ``losses``, ``tokens`` and ``bounds`` of the steps, and ``minutes``. By the
+speed of the links: ``steps`` (seconds, and seconds by kind) and, if plans follow the costs, ``predicted`` seconds. The
+first step does not count and is left out. Dynamic plans have ``megatron``, their source."""
 
 
 @dataclass
@@ -70,33 +70,35 @@ def run_arm(recording: Recording, case: Case, arm_name: str) -> dict[str, Any]:
     """Record and replay one arm; see ``CaseResult``. Raises RuntimeError if a rank fails."""
     folder = recording.folder / str(case).replace(" ", "-").replace(",", "") / arm_name
     result, lengths = replay_arm(recording, case, ARMS[arm_name], folder)
-    return {
-        **source_of_plans(recording, arm_name),
-        **result,
-        "predicted": predicted_seconds(folder),
-        "bounds": [bound(recording, case, of_step) for of_step in lengths],
-    }
+    bounds = [bound(recording, case, of_step) for of_step in lengths]
+    return {**source_of_plans(recording, arm_name), **result, "bounds": bounds}
 
 
 def replay_arm(
     recording: Recording, case: Case, arm: Arm, folder: Path
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Record and replay one arm: losses, tokens, minutes and steps of ``CaseResult``, and the lengths of each step.
+    """Record and replay one arm: ``CaseResult`` without bounds, and the lengths of each step.
 
-    Lengths are of the sequences of the plan, in recorded tokens. Raises RuntimeError if a rank fails.
+    An arm whose plans follow the costs is recorded for each speed of the links, the others once. Lengths are of the
+    sequences of the plan, in recorded tokens. Raises RuntimeError if a rank fails.
     """
-    begun, device = time.monotonic(), recording.device
-    programs, times = recording.run(case, arm, folder), recording.times(case, arm)
-    steps = {}
+    begun, device, times = time.monotonic(), recording.device, recording.times(case, arm)
+    steps, predicted, programs = {}, {}, None
     for gbps in LINKS:
+        if programs is None or arm.follows_costs:
+            programs = replace(recording, gbps=gbps).run(case, arm, folder)
+        if arm.follows_costs:
+            predicted[f"{gbps:g}"] = predicted_seconds(folder)
         network = (gbps * 1e9 / 8, device.node_latency, device.network_latency)
         replayed = model_steps(programs, times, Links(case.ranks_per_node, device.node_bytes, *network))
         steps[f"{gbps:g}"] = [asdict(step) for step in replayed[1:]]
+    assert programs is not None
     lengths = [step["lengths"] for step in steps[f"{LINKS[0]:g}"]]
     for step in (step for replayed in steps.values() for step in replayed):
         del step["lengths"]
     result = {
         "losses": list(programs.losses[1:]),
+        "predicted": predicted,
         "tokens": [sum(of_step) * SCALE for of_step in lengths],
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "steps": steps,
@@ -120,12 +122,12 @@ def source_of_plans(recording: Recording, arm_name: str) -> dict[str, str]:
 
 
 def bound(recording: Recording, case: Case, lengths: Sequence[int]) -> float:
-    """Return the seconds that no plan can beat, forward and backward, at the first speed of the links.
+    """Return the seconds that no plan can beat, forward and backward, on the fastest links.
 
-    ``lengths``: recorded tokens.
+    ``lengths``: recorded tokens of the documents.
     """
     cluster = Cluster(case.num_ranks, case.tokens_per_rank // SCALE, case.ranks_per_node)
-    cost = planned_cost(recording.times(case, ARMS["ours"]), PLANNED_GBPS * 1e9 / 8)
+    cost = planned_cost(recording.times(case, ARMS["ours"]), LINKS[0] * 1e9 / 8)
     return lower_bounds(lengths, cluster, [cost.whole().on(cost.nodes(cluster))]).largest
 
 

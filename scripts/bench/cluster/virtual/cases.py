@@ -85,6 +85,11 @@ class Arm:
     num_stages: int = 1
     slicing: Slicing = ONE_SLICE
 
+    @property
+    def follows_costs(self) -> bool:
+        """Whether its plans follow the costs, as plans of a fixed width and Megatron's plans do not."""
+        return not self.width and self.megatrons not in (HYBRID, DYNAMIC)
+
     def words(self, case: Case) -> list[str]:
         """Return the flags of a case."""
         words = ["--hdp-tokens-per-rank", str(self.tokens_per_rank(case) // SCALE), *self.flags]
@@ -115,13 +120,14 @@ class Planned:
     arms: tuple[str, ...]
 
 
+HYBRID: Final = "hybrid"
 DYNAMIC: Final = "dynamic"
 ARMS: Final = {
     "ours": Arm("hybrid data parallelism", ("--hdp-hierarchical-rings", "auto")),
     "bytescale": Arm("Algorithm 2 as published", ("--hdp-balance", "bytescale", "--hdp-hierarchical-rings", "off")),
     "naive": Arm("naive HDP (Algorithm 1)", ("--hdp-balance", "none", "--hdp-hierarchical-rings", "off")),
     "static": Arm("static context parallelism over all ranks", ("--hdp-hierarchical-rings", "off"), -1),
-    "hybrid": Arm("Megatron's hybrid plan, its barriers", ("--hdp-hierarchical-rings", "off"), megatrons="hybrid"),
+    "hybrid": Arm("Megatron's hybrid plan, its barriers", ("--hdp-hierarchical-rings", "off"), megatrons=HYBRID),
     DYNAMIC: Arm("Megatron's dynamic plan", ("--hdp-hierarchical-rings", "off"), megatrons=DYNAMIC),
     "packed": Arm("plain data parallelism with packing", ("--hdp-hierarchical-rings", "off"), 1),
     "stages": Arm("4 stages, 1F1B", num_stages=4),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def record(training: Training, runtime: Runtime, recorder: Recorder) -> Training
     from scripts.bench.cluster.virtual.dense import dense_backward, dense_forward
 
     parameters: list[int] = []
+    runtime.log.rests = deque(maxlen=0)  # seconds outside of passes are this host's; the replay has none of them
 
     def prepare(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         kernel = runtime.parts.kernel
@@ -65,6 +67,7 @@ def main() -> None:
     from megatron.bytescale.features.hdp import build
     from scripts.bench.cluster.dynamic import DynamicPlanner
     from scripts.bench.cluster.hybrid import use_hybrid_plans, use_planner
+    from scripts.bench.cluster.virtual.cases import DYNAMIC, HYBRID
     from scripts.bench.cluster.virtual.events import write_events
     from scripts.bench.cluster.virtual.planned_once import PlannedOnce
     from scripts.bench.cluster.virtual.record import Recorder
@@ -80,9 +83,9 @@ def main() -> None:
             build.planner_of = lambda decision: EqualPlanner(decision.setup.cluster, decision.setup.cost.whole())
 
     def adapt(training: Training, runtime: Runtime) -> Training:
-        if os.environ["BYTESCALE_PLANS"] == "hybrid":
+        if os.environ["BYTESCALE_PLANS"] == HYBRID:
             training = use_hybrid_plans(training, runtime)
-        elif os.environ["BYTESCALE_PLANS"] == "dynamic":
+        elif os.environ["BYTESCALE_PLANS"] == DYNAMIC:
             planner = DynamicPlanner(runtime.run.cluster, Path(os.environ["BYTESCALE_MEGATRON"]))
             training = use_planner(training, runtime, planner)
         return record(training, runtime, recorder)

@@ -23,9 +23,6 @@ from scripts.bench.cluster.virtual.events import Programs, read_events
 from scripts.bench.cluster.virtual.times import DeviceTimes, HostTimes, ModelTimes, planned_cost
 from scripts.cluster.ranks import ForkedRank, fork, run_warm, torchrun_variables
 
-PLANNED_GBPS: Final = 400.0
-"""Gbit/s of each device between nodes that plans are made for."""
-
 RECORDED: Final = ModelShape(1, 32, 2, 1, 16, 64, True, 384)
 """Recorded model of a stage: one layer, which stands for all layers of the stage."""
 
@@ -52,6 +49,7 @@ class Recording:
         num_steps: steps of a run; the first does not count.
         seed: seed of lengths and tokens.
         megatron: source tree of Megatron whose dynamic plans run.
+        gbps: Gbit/s of each device between nodes that plans are made for.
     """
 
     folder: Path
@@ -59,6 +57,7 @@ class Recording:
     num_steps: int
     seed: int = 0
     megatron: Path | None = None
+    gbps: float = 400.0
 
     def times(self, case: Case, arm: Arm) -> ModelTimes:
         """Return the times of the modelled model."""
@@ -81,7 +80,7 @@ class Recording:
 
     def command(self, case: Case, arm: Arm, folder: Path) -> tuple[str, ...]:
         """Return the command of every rank, after its cost file is written."""
-        cost = planned_cost(self.times(case, arm), PLANNED_GBPS * 1e9 / 8)
+        cost = planned_cost(self.times(case, arm), self.gbps * 1e9 / 8)
         write_cost(folder / "cost.json", cost)
         prefix, num_documents = self.documents(case)
         words = [*MODEL, "--num-layers", arm.num_stages, *TRAIN, *arm.words(case), "--cost-file", folder / "cost.json"]

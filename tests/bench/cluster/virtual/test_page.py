@@ -26,7 +26,8 @@ def arm_result(seconds: list[float], slow: list[float]) -> dict[str, Any]:
         links: [{"seconds": each, "by_kind": {**kinds, "linear": each / 2, "waiting": each / 2}} for each in of_links]
         for links, of_links in (("400", seconds), ("100", slow))
     }
-    return {"losses": [5.0, 4.0], "tokens": [100, 100], "bounds": [1.0, 2.0], "minutes": 1.0, "steps": steps}
+    result = {"losses": [5.0, 4.0], "tokens": [100, 100], "bounds": [1.0, 2.0], "minutes": 1.0, "predicted": {}}
+    return {**result, "steps": steps}
 
 
 def cases() -> dict[str, CaseResult]:
