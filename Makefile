@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test test-all twins lint style types setup newest transformers4 megatron next docs gpu-rehearsal peer-tests pins clean
+.PHONY: help demo cluster check quick-tests tests all-tests test test-all twins lint style types setup newest transformers4 megatron next docs gpu-rehearsal peer-tests pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -56,16 +56,23 @@ cluster: $(STAMP)
 
 # One worker per core, with whole files, in the order of tests/conftest.py, and one thread per process.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-test test-all check twins: export OMP_NUM_THREADS := 1
+test test-all check tests all-tests quick-tests twins: export OMP_NUM_THREADS := 1
 
-test: $(STAMP) lint
-	$(PYTEST)
+# The types are checked beside the tests, because tests that wait leave a core free.
+test: $(STAMP) style
+	@$(MAKE) --no-print-directory --jobs 2 types tests
 
-test-all: $(STAMP) lint
-	$(PYTEST) -m ""
+test-all: $(STAMP) style
+	@$(MAKE) --no-print-directory --jobs 2 types all-tests
 
 check: $(STAMP) style
-	@$(MAKE) --no-print-directory --jobs 2 types quick-tests  # the first uses one core
+	@$(MAKE) --no-print-directory --jobs 2 types quick-tests
+
+tests: $(STAMP)
+	$(PYTEST)
+
+all-tests: $(STAMP)
+	$(PYTEST) -m ""
 
 quick-tests: $(STAMP)
 	$(PYTEST) -m "not ranks and not slow and not twins and not full"

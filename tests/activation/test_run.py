@@ -75,6 +75,7 @@ def test_bitwise_equal_to_no_policy(name: str, length: int) -> None:
     store.check_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_flops_are_those_planned(name: str) -> None:
     plan, length, batch = PLANS[name], 50, 2
@@ -211,6 +212,7 @@ def with_fused_norms(layers: list[ToyLayer]) -> list[ToyLayer]:
     return layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["memo-0", "memo-0.4", "three-shares", "priced-three-shares"])
 def test_norms_inside_of_hook_points(name: str) -> None:
     """Their saved tensors are treated like the layer's input, as in the plans of such layers."""

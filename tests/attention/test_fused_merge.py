@@ -79,6 +79,7 @@ def test_strided_tensors(fused: JoinFunction) -> None:
     assert_joins(fused, (first, second), (apart[0][..., ::2], apart[1].t().contiguous().t()), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [MIXED, GROUPS], ids=["mixed", "groups"])
 def test_rings_are_exact(fused: JoinFunction, case: Case) -> None:
     """Outputs and gradients of rings with the fused kernel equal dense attention."""

@@ -62,6 +62,7 @@ BESIDE = Case(
 )
 
 
+@pytest.mark.slow
 def test_rings_of_both_forms_beside_each_other_are_exact() -> None:
     for inner in (2, 4):
         case = replace(BESIDE, inner_width=inner)

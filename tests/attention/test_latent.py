@@ -127,6 +127,7 @@ def test_other_shapes_and_rings(named: dict[str, object]) -> None:
     torch.testing.assert_close(total, given.expected_weight(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "swapped"), [(0, 0), (1000, 0), (0, 1000)], ids=["travel", "kept", "swapped"])
 @pytest.mark.parametrize(("case", "num_slices"), [(LONG, 3), (GROUPS, 1)], ids=["long", "groups"])
 def test_slices_of_latents(case: Case, num_slices: int, kept: int, swapped: int) -> None:

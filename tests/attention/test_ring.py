@@ -71,6 +71,7 @@ def test_cpu_flash_in_float32(case: Case) -> None:
     assert_matches(case, results, 1e-5, torch.float32)
 
 
+@pytest.mark.slow
 def test_rings_lose_no_precision_against_one_kernel() -> None:
     """Sums over blocks are float32, so many blocks have nearly the same error as a single block."""
     ring = whole(256, tuple(range(8)))
@@ -127,6 +128,7 @@ def test_recomputation_gives_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(direct, again, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cpu_flash", "reference"])
 def test_documents_do_not_see_each_other(name: str) -> None:
     """Changing one sequence changes no bit of any other sequence."""

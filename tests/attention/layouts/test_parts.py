@@ -23,6 +23,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_groups_are_exact_in_float64(name: str) -> None:
     results, _ = run_virtual(CASES[name], "reference", torch.float64)

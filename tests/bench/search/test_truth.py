@@ -67,6 +67,7 @@ def budgets(strategy: Strategy) -> Iterator[Strategy]:
             yield one
 
 
+@pytest.mark.slow
 def test_a_policy_without_work_is_no_other_strategy() -> None:
     task = small_task()
     plain = Strategy(1, (6,), 1024, shares_optimizer=True)

@@ -24,6 +24,7 @@ def likeness(vectors: np.ndarray, topics: list[int]) -> tuple[float, float]:
     return float(products[same & off].mean()), float(products[~same].mean())
 
 
+@pytest.mark.slow
 def test_documents_of_a_topic_are_alike(tmp_path: Path) -> None:
     made, topics = texts()
     corpus = write_texts(tmp_path / "a", made)

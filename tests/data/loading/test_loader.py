@@ -275,6 +275,7 @@ def test_a_step_planned_in_time_can_be_made_again_by_the_simple_plan() -> None:
 COST = StageCost(CostModel(1.0, 1.0), CostModel(1.0, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=pytest.mark.ranks)])
 @pytest.mark.parametrize("slice_rule", [None, SliceRule(Slicing(3))])
 def test_checkpoints_hold_nothing_of_a_step(in_process: bool, slice_rule: SliceRule | None) -> None:

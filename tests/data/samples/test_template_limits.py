@@ -20,6 +20,7 @@ from bytescale_ext.data.samples.template_limits import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -80,6 +81,7 @@ def test_an_alarm_that_comes_late_changes_nothing(monkeypatch: pytest.MonkeyPatc
         within_limits(lambda: signal.raise_signal(signal.SIGALRM), 60.0)
 
 
+@pytest.mark.slow
 def test_alarms_that_an_error_handler_catches_come_again() -> None:
     def call() -> int:
         count = 0

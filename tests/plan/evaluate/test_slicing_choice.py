@@ -90,6 +90,7 @@ def test_plans_hold_their_budget(free: StepPlan) -> None:
     assert plan == planner(budget)(LENGTHS)
 
 
+@pytest.mark.slow
 def test_the_slices_depend_on_the_step() -> None:
     """If all documents are short, launches cost more than the bubble. There are no rings."""
     chosen = {planner(1000)(lengths).slicing for lengths in (LENGTHS, SHORT, [500] * 8)}

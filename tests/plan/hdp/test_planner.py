@@ -188,6 +188,7 @@ def test_pp_beats_algorithm_2_with_pipelines() -> None:
     assert ours.makespan < 1.7 * lower_bounds(lengths, Cluster(64, 8192), [STAGE] * 4).largest
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_plans_do_not_change_with_the_type_of_the_lengths(kind: dict[str, Any]) -> None:
@@ -217,6 +218,7 @@ DIGESTS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", planner_names())
 def test_a_planner_stops_when_it_is_told(balance: str) -> None:
     lengths = np.random.default_rng(5).integers(1, 3000, 60).tolist()

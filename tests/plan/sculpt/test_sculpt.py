@@ -14,6 +14,7 @@ from bytescale_ext.plan.sculpt.sculpt import SculptSettings, sculpt
 from tests.plan.sculpt.topics import CONTEXT, corpus, pieces_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflow", OVERFLOWS)
 def test_windows_keep_every_law(overflow: str) -> None:
     pieces, lengths, _ = corpus()
@@ -22,6 +23,7 @@ def test_windows_keep_every_law(overflow: str) -> None:
     assert len(made.cluster) == len(pieces)
 
 
+@pytest.mark.slow
 def test_each_mode_does_what_it_says() -> None:
     pieces, *_ = corpus()
     quality = {

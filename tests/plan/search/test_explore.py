@@ -79,6 +79,7 @@ def test_unlike_devices_are_scored_by_their_speeds(speeds: tuple[float, ...]) ->
             assert all(bound <= step.seconds * (1 + 1e-9) for bound, step in zip(bounds, one.steps, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activations", "memory_bytes"), [(KEEP, 1e9), (PRICED, 1e7)])
 def test_slices_too(activations: str, memory_bytes: float) -> None:
     task = replace(small_task(memory_bytes=memory_bytes, host_bytes=1e7), steps=(STEPS[0][:4],))

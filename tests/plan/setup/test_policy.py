@@ -118,6 +118,7 @@ def test_slices_fit_where_whole_micro_batches_do_not() -> None:
     assert sum(sliced) > sum(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_gb", [TIGHT, SLICED])
 def test_a_strategy_runs_the_slices_that_the_policy_chose(device_gb: float) -> None:
     """The step is within the budgets, has the cost of the policy in these slices, and is not below its bound."""

@@ -54,6 +54,7 @@ def test_the_report_and_the_files(
     assert sorted(one.name for one in path.parent.iterdir()) == ["a.windows.json", "a.windows.npy"]
 
 
+@pytest.mark.slow
 def test_the_report_as_text(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sculpt(prefix, tmp_path / "a", "--plot", tmp_path / "map.png") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -80,6 +81,7 @@ def test_windows_as_documents_of_a_new_data_set(prefix: Path, tmp_path: Path) ->
         assert windows.read(window, 0, int(windows.lengths[window])).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["in.jsonl", "in.ndjson.xz", "in.json", "in"])
 def test_text_becomes_a_data_set_first(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, _ = texts(30)

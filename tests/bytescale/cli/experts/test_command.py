@@ -27,6 +27,7 @@ def words(tmp_path: Path) -> list[str]:
     return ["experts", "--trace", str(file), "--model-flags", MODEL, "--slots", "3"]
 
 
+@pytest.mark.slow
 def test_a_row_for_each_placement(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "--plot", str(tmp_path / "loads.png")]) == 0
     assert (tmp_path / "loads.png").exists()

@@ -35,6 +35,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_and_the_flags_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(LINE, capsys).splitlines()
     assert lines[0] == "NVIDIA H100 (published timings): 4 ranks, steps of 8 documents; predicted"

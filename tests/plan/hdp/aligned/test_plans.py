@@ -131,6 +131,7 @@ def test_the_smallest_deadlock() -> None:
     assert replay_stages(StepPlan(2, 8, (*lengths, 8), aligned, aligned=True), [UNIT] * 2).makespan > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", [row.name for row in PLANNERS if row.aligned])
 def test_plans_of_the_planner_run(balance: str) -> None:
     random = np.random.default_rng(3)

@@ -108,6 +108,7 @@ def at_once() -> tuple[torch.Tensor, float]:
     return exact, relative_error(rounded, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 4, 32, 1024])
 def test_bf16_chunks_round_the_gradient_as_the_whole_does(num_tokens: int, at_once: tuple[torch.Tensor, float]) -> None:
     exact, error = at_once

@@ -112,6 +112,7 @@ def ends(plan: StepPlan, expert_ranks: int, stage: int, num_stages: int) -> bool
     return all(count == len(row) for count, row in zip(done, rows, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "num_stages"), [(0, 1), (0, 3), (1, 3)])
 def test_aligned_plans_never_wait_in_a_circle(stage: int, num_stages: int) -> None:
     generator = np.random.default_rng(num_stages)
