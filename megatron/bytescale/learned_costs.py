@@ -13,7 +13,7 @@ from megatron.training.utils import print_rank_0
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.measure.learning import CostLearner, MeasuredPass, learned_line, learner_of_state, state_of
 from bytescale_ext.plan.cost.learned import LearnedCosts, Learner
-from bytescale_ext.plan.setup.costs import stage_costs, without_expert_exchange
+from bytescale_ext.plan.setup.costs import cost_of_file, stage_costs
 from megatron.bytescale.arguments.options import override_current
 from megatron.bytescale.runtime import Runtime
 
@@ -84,7 +84,7 @@ def _write_costs(runtime: Runtime, costs: LearnedCosts) -> None:
             continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_cost(path, costs.of_model(without_expert_exchange(runtime.run.decision.setup), hardware_of(runtime)))
+            write_cost(path, costs.of_model(cost_of_file(runtime.run.decision.setup), hardware_of(runtime)))
         except OSError as error:
             print(f"warning: {path} is not written ({error.strerror}); training continues", file=sys.stderr)
 

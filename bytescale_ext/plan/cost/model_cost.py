@@ -42,7 +42,8 @@ class ModelCost:
         dtype: parameter type, for example "bfloat16".
         tensor_parallel: ranks that share each layer.
         source: origin of the constants: a measurement, or a paper with figure and equation.
-        forward, backward: cost of one layer on one rank. ``g`` is the overhead of a layer for each micro-batch.
+        forward, backward: cost of one layer on one rank. ``g`` is the overhead of a layer for each micro-batch. Files
+            have no second forward pass of recomputed layers: ``with_second_forward`` adds it.
         head_forward, head_backward: seconds per token of embedding, output layer and loss together.
         layer_bytes: bytes of activations per token that a layer keeps until its backward pass.
         recompute_bytes: ``layer_bytes`` with full recompute: the input of the layer.
@@ -153,9 +154,18 @@ _NUMBERS: Final = (
 
 def with_second_forward(cost: ModelCost, layers: bool, head: bool) -> ModelCost:
     """Return the cost of passes whose backward pass computes all layers, or the output layer and loss, once more."""
-    backward = cost.backward + cost.forward if layers else cost.backward
-    head_backward = cost.head_backward + cost.head_forward if head else cost.head_backward
-    return replace(cost, backward=backward, head_backward=head_backward)
+    return _with_forwards(cost, float(layers), float(head))
+
+
+def without_second_forward(cost: ModelCost, layers: bool, head: bool) -> ModelCost:
+    """Return the cost to which ``with_second_forward`` added these passes, up to rounding."""
+    return _with_forwards(cost, -float(layers), -float(head))
+
+
+def _with_forwards(cost: ModelCost, layers: float, head: float) -> ModelCost:
+    """Add a number of forward passes of layers, and of output layer and loss, to the backward pass."""
+    backward = cost.backward + cost.forward.scaled(layers) if layers else cost.backward
+    return replace(cost, backward=backward, head_backward=cost.head_backward + head * cost.head_forward)
 
 
 def with_windows(cost: CostModel, shape: ModelShape) -> CostModel:

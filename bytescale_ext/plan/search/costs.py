@@ -100,16 +100,26 @@ def in_rings(forward: CostModel, backward: CostModel) -> tuple[CostModel, CostMo
 
 
 def strategy_cost(cost: ModelCost, strategy: Strategy, operators: LayerOperators = FUSED) -> ModelCost:
-    """Return the cost of a model under a strategy, from its cost on any number of tensor-parallel ranks.
+    """Return ``parallel_cost`` with the passes that a strategy repeats.
 
-    Budgets assume that experts that ranks share get ``EXPERT_LOAD`` times an even share of the tokens. Full recompute
-    repeats the forward pass of each layer, and a loss in chunks computes the output layer again. The exchange of tokens
-    (``with_expert_exchange``), the costs of the policy ``priced``, of recomputing some layers, and the memory of kept
-    activations are not included (``CostedStrategy.of``).
+    Full recompute repeats the forward pass of each layer, and a loss in chunks computes the output layer again. The
+    exchange of tokens (``with_expert_exchange``), the costs of the policy ``priced``, of recomputing some layers, and
+    the memory of kept activations are not included (``CostedStrategy.of``).
+    """
+    cost = parallel_cost(cost, strategy, operators)
+    return with_second_forward(cost, strategy.activations == FULL, strategy.loss_tokens is not None)
+
+
+def parallel_cost(cost: ModelCost, strategy: Strategy, operators: LayerOperators = FUSED) -> ModelCost:
+    """Return the cost of a model on a strategy's ranks, as a cost file has it.
+
+    Budgets assume that experts that ranks share get ``EXPERT_LOAD`` times an even share of the tokens.
+
+    ``cost``: cost on any number of tensor-parallel ranks.
     """
     cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel, operators)
     if strategy.expert_parallel > 1:
         element, ranks = cost.element_bytes, cost.tensor_parallel
         loads = [expert_bytes(cost.shape, element, ranks, load, operators) for load in (EXPERT_LOAD, 1.0)]
         cost = replace(cost, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
-    return with_second_forward(cost, strategy.activations == FULL, strategy.loss_tokens is not None)
+    return cost

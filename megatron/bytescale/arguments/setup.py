@@ -65,6 +65,7 @@ def setup_of(args: Any) -> Setup:
     shape, mesh, numerics = model_shape(args), mesh_of(args), numerics_of(args)
     measured, ranks = measured_cost(args, shape), cluster(args)
     cost = measured or known_cost(args, shape, numerics)
+    cost = with_second_forward(cost, numerics.recompute == FULL, numerics.loss_tokens is not None)
     setup = Setup(
         shape=shape,
         mesh=mesh,
@@ -87,8 +88,7 @@ def setup_of(args: Any) -> Setup:
 def known_cost(args: Any, shape: ModelShape, numerics: Numerics) -> ModelCost:
     """Return the costs of the model on a known device, for a training without ``--cost-file``."""
     dtype = str(args.params_dtype).removeprefix("torch.")
-    cost = scaled_device_cost(shape, args.tensor_model_parallel_size, dtype, numerics.operators)
-    return with_second_forward(cost, numerics.recompute == FULL, numerics.loss_tokens is not None)
+    return scaled_device_cost(shape, args.tensor_model_parallel_size, dtype, numerics.operators)
 
 
 def with_slices(setup: Setup, options: SliceOptions) -> Setup:

@@ -158,8 +158,8 @@ def _settle(args: argparse.Namespace, max_tokens: int) -> None:
     every = args.moe_layer_freq
     if args.num_experts and not all(every if isinstance(every, list) else [every == 1]):
         raise ValueError("--moe-layer-freq: layers differ in their cost; profile with 1, or train without --cost-file")
-    if args.recompute_method == "block":
-        raise ValueError("--recompute-method block: layers differ in their cost; profile with uniform, or without")
+    if args.recompute_granularity == "full":  # every plan adds the second forward pass itself
+        args.recompute_granularity = args.recompute_method = args.recompute_num_layers = None
     needed = args.tensor_model_parallel_size
     if args.world_size % needed:
         raise ValueError(

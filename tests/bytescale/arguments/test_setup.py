@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
+from bytescale_ext.plan.setup.costs import cost_of_file
 from bytescale_ext.plan.setup.memory import stage_state_bytes
 from bytescale_ext.plan.setup.policy import under_policy
 from megatron.bytescale.arguments.setup import setup_of
@@ -69,11 +72,20 @@ def test_states_that_megatron_offloads_are_not_on_the_device() -> None:
     assert half == pytest.approx(whole * 12 / 18)
 
 
-def test_what_runs_again_in_the_backward_pass_takes_time() -> None:
+@pytest.mark.parametrize("has_file", [False, True])
+def test_what_runs_again_in_the_backward_pass_takes_time(has_file: bool, tmp_path: Path) -> None:
+    """Cost files have no second forward passes, so that one file fits runs with and without recomputation."""
     plain = setup_of(parsed()).cost
-    recomputed = setup_of(parsed(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)).cost
-    assert recomputed.backward == plain.backward + plain.forward
-    assert recomputed.head_backward == plain.head_backward
-    chunked = setup_of(parsed("--chunked-cross-entropy", "64")).cost
-    assert chunked.head_backward == plain.head_backward + plain.head_forward
-    assert chunked.backward == plain.backward
+    write_cost(tmp_path / "cost.json", plain)
+    words = ["--cost-file", str(tmp_path / "cost.json")] if has_file else []
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recomputed = setup_of(parsed(*words, **full))
+    assert recomputed.cost.backward == plain.backward + plain.forward
+    assert recomputed.cost.head_backward == plain.head_backward
+    chunked = setup_of(parsed(*words, "--chunked-cross-entropy", "64"))
+    assert chunked.cost.head_backward == plain.head_backward + plain.head_forward
+    assert chunked.cost.backward == plain.backward
+    for setup in (recomputed, chunked):
+        file = cost_of_file(setup)
+        assert file.backward.b == pytest.approx(plain.backward.b)
+        assert file.head_backward == pytest.approx(plain.head_backward)

@@ -139,12 +139,13 @@ def test_bytes_that_are_kept() -> None:
 
 
 @pytest.mark.full
-def test_full_recompute_and_bf16() -> None:
-    flags = [*MODEL, "--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform",
+def test_a_profile_has_no_second_forward_pass_and_bf16() -> None:
+    """Every plan adds the second forward pass of full recompute itself."""
+    flags = [*MODEL, "--bf16", "--recompute-granularity", "full", "--recompute-method", "block",
              "--recompute-num-layers", "1"]  # fmt: skip
     cost, _ = run_ranks(profile_with_made_up_clock, 1, flags, True)[0]
     assert cost.dtype == "bfloat16"
-    assert "with full recompute" in cost.source
+    assert "recompute" not in cost.source
     assert cost.recompute_bytes == 2 * 32 < cost.layer_bytes  # the second is the same as without
     assert cost.backward.c == pytest.approx(3 * cost.forward.c)  # gradients travel in float32
 
@@ -237,7 +238,6 @@ def refusal(rank: int, world: int, flags: list[str]) -> str:
         ("--tensor-model-parallel-size 2", "2 processes, or a multiple, and there are 1: torchrun --nproc-per-node 2"),
         ("--num-experts 4 --moe-layer-freq 2", "--moe-layer-freq: layers differ in their cost; profile with 1"),
         ("--num-experts 4 --moe-layer-freq [0,1,1,1,1,1,1,1]", "--moe-layer-freq: layers differ in their cost"),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", "--recompute-method block"),
         ("--attention-dropout 0.1", "--attention-dropout > 0"),
         ("--hdp-attention-kernel none", "none"),
         ("--num-query-groups 3", "--num-query-groups: make it a divisor"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bytescale_ext.measure.cost_file import write_cost
-from bytescale_ext.plan.search.costs import strategy_cost
+from bytescale_ext.plan.search.costs import parallel_cost
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.task import launched_words
@@ -89,10 +89,9 @@ class ScriptedRun:
 def write_costs(path: Path, task: Task, strategy: Strategy) -> None:
     """Write the cost file of a strategy, with which the training plans as the search did.
 
-    It has the costs of the task on the strategy's tensor-parallel ranks, recomputation included. Raises OSError if it
-    cannot be written.
+    It has the costs of the task on the strategy's tensor-parallel ranks. Raises OSError if it cannot be written.
     """
-    cost = strategy_cost(task.cost, strategy, task.operators)
+    cost = parallel_cost(task.cost, strategy, task.operators)
     write_cost(path, replace(cost, source=f"{cost.source}; for {strategy}"))
 
 
