@@ -87,8 +87,8 @@ class Arm:
 
     @property
     def follows_costs(self) -> bool:
-        """Whether its plans follow the costs, as plans of a fixed width and Megatron's plans do not."""
-        return not self.width and self.megatrons not in (HYBRID, DYNAMIC)
+        """Whether its plans follow the costs, as fixed widths, Algorithm 1 and Megatron's plans do not."""
+        return not self.width and self.megatrons not in (HYBRID, DYNAMIC) and "none" not in self.flags
 
     def words(self, case: Case) -> list[str]:
         """Return the flags of a case."""
