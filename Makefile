@@ -58,7 +58,7 @@ cluster: $(STAMP)
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test test-all check tests all-tests quick-tests twins: export OMP_NUM_THREADS := 1
 
-# The types are checked beside the tests, because tests that wait leave a core free.
+# mypy runs at the same time as the tests, because tests that wait leave a core free.
 test: $(STAMP) style
 	@$(MAKE) --no-print-directory --jobs 2 types tests
 
