@@ -157,7 +157,7 @@ def replay_stages(
     slicing: Slicing = ONE_SLICE,
     num_chunks: int = 1,
     group_size: int | None = None,
-    p2p_seconds: float = 0.0,
+    p2p_seconds: float | Floats = 0.0,
 ) -> StageReplay:
     """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
 
@@ -170,7 +170,8 @@ def replay_stages(
         slicing: slices, which have equal cost (forward and backward) on the first stage.
         num_chunks: model chunks of each stage.
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
-        p2p_seconds: time of a message between virtual stages on different devices.
+        p2p_seconds: time of a message between virtual stages on different devices: a number, or the time of a slice
+            of each micro-batch, [num_rows]. Members of a group send together.
 
     Raises:
         ValueError: the stages wait for each other forever; the number of stages is not a multiple of the chunks; or
@@ -192,7 +193,10 @@ def replay_stages(
     orders = partial(stage_orders, num_stages, slicing=slicing, num_chunks=num_chunks, group_size=group_size)
     lanes = _lanes(table, groups, num_virtual, orders)
     before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
-    fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
+    of_groups = np.zeros(len(seconds))
+    if num_stages > 1:
+        np.maximum.at(of_groups, groups, np.repeat(np.broadcast_to(p2p_seconds, table.num_rows), num_slices))
+    fed_before, fed_after, messages = _data_edges(num_virtual, of_groups)
     graph = WorkGraph(
         seconds.ravel(),
         np.concatenate((before, fed_before)),
@@ -289,11 +293,14 @@ def _lanes(
     return edges
 
 
-def _data_edges(num_groups: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:
-    """Return (befores, afters, delays) of the edges: forward down the virtual stages, then backward up."""
+def _data_edges(num_virtual: int, messages: Floats) -> tuple[Ints, Ints, Floats]:
+    """Return (befores, afters, delays) of the edges: forward down the virtual stages, then backward up.
+
+    ``messages``: seconds of a message of each group, [groups].
+    """
     path = np.append(np.arange(num_virtual), num_virtual + np.arange(num_virtual)[::-1])
-    nodes = np.arange(num_groups)[:, None] * (2 * num_virtual) + path
-    delays = np.full((num_groups, 2 * num_virtual - 1), p2p_seconds)
+    nodes = np.arange(len(messages))[:, None] * (2 * num_virtual) + path
+    delays = np.repeat(messages[:, None], 2 * num_virtual - 1, axis=1)
     delays[:, num_virtual - 1] = 0.0  # the last stage's forward and backward are on one device
     return nodes[:, :-1].ravel(), nodes[:, 1:].ravel(), delays.ravel()
 

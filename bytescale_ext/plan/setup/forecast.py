@@ -167,11 +167,11 @@ class Forecast:
 
     @cached_property
     def _message(self) -> tuple[float, float]:
-        """Seconds of a message between stages with all tokens of a micro-batch, and of one of a few bytes."""
+        """Seconds of a message between stages for each token of a micro-batch, and of a message of a few bytes."""
         setup = self.setup
         if setup.mesh.num_stages == 1:
             return 0.0, 0.0
-        return message_seconds(setup.cost, setup.cluster.tokens_per_rank, setup.spans_nodes), setup.cost.latency
+        return message_seconds(setup.cost, 1, setup.spans_nodes), setup.cost.latency
 
     @property
     def optimizer_seconds(self) -> float:
@@ -188,8 +188,8 @@ class Forecast:
 
     def replay(self, table: ShardTable, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> StageReplay:
         """Return the times of each slice of a step on each stage, with messages between stages."""
-        message, latency = self._message
-        seconds, cluster = latency + message / slicing.num_slices, self.setup.cluster
+        per_token, latency = self._message
+        seconds, cluster = latency + per_token * table.row_tokens / slicing.num_slices, self.setup.cluster
         stages, chunks = self.stages(slicing, learned), self.num_chunks(slicing)
         if learned.stage_speeds:
             table = table.at(np.tile(np.array(learned.stage_speeds).T, chunks))

@@ -3,13 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.evaluate.replay import StageReplay
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, Strategy
 from bytescale_ext.plan.setup.forecast import coupling
+from bytescale_ext.plan.setup.update import message_seconds
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from tests.plan.search.tasks import small_task
+from tests.plan.simple_plans import plan_naive
 
 TASK = small_task()
 LAYERS = 3
@@ -40,6 +43,17 @@ def test_a_slot_takes_as_long_as_its_slowest_rank(num_stages: int) -> None:
     assert coupling(uneven, 1, 1) == 1.0
     even = replayed(num_stages, [3.0, 1.0], [3.0, 1.0])
     assert coupling(even, 1, 2) == 1.0
+
+
+@pytest.mark.parametrize("tokens", [100, 1000])
+def test_messages_between_stages_take_the_time_of_their_tokens(tokens: int) -> None:
+    """One micro-batch goes to the second stage, and its gradient comes back."""
+    forecast = CostedStrategy.of(TASK, Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True)).forecast
+    table = ShardTable.of(plan_naive([tokens], 1, 1024))
+    setup, without = forecast.setup, replay_stages(table, forecast.stages(ONE_SLICE)).makespan
+    message = setup.cost.latency + message_seconds(setup.cost, tokens, setup.spans_nodes)
+    assert message > setup.cost.latency
+    assert forecast.replay(table, ONE_SLICE).makespan == pytest.approx(without + 2 * message)
 
 
 def test_closed_form_of_recomputed_layers_is_the_peak_of_a_plan() -> None:
