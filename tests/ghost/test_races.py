@@ -29,7 +29,6 @@ NAMES = (
     "window of layers",
 )
 OWN_STREAMS = [case for case in CASES if case.name in NAMES]
-
 # Uses of a gradient that autograd's engine tells the allocator about in C++, which no callback sees.
 IN_THE_ENGINE = "core/distributed/distributed_data_parallel.py"
 

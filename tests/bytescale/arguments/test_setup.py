@@ -74,7 +74,7 @@ def test_states_that_megatron_offloads_are_not_on_the_device() -> None:
 
 @pytest.mark.parametrize("has_file", [False, True])
 def test_what_runs_again_in_the_backward_pass_takes_time(has_file: bool, tmp_path: Path) -> None:
-    """Cost files have no second forward passes, so that one file fits runs with and without recomputation."""
+    """Cost files have no second forward passes, so the same file fits runs with and without recomputation."""
     plain = setup_of(parsed()).cost
     write_cost(tmp_path / "cost.json", plain)
     words = ["--cost-file", str(tmp_path / "cost.json")] if has_file else []

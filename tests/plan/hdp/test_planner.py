@@ -94,9 +94,7 @@ def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_arrangements")
-@pytest.mark.parametrize(
-    "kind", sampled([{"balance": "dp"}, {"balance": "pp", "num_stages": 2}], [{"balance": "dp"}]), ids=str
-)
+@pytest.mark.parametrize("kind", sampled(BY_TIME, BY_TIME[:1]), ids=str)
 def test_small_rings_stay_inside_a_node(kind: dict[str, Any]) -> None:
     num_narrow = 0
     for base, lengths in random_steps(2, 60):
