@@ -170,8 +170,8 @@ def replay_stages(
         slicing: slices, which have equal cost (forward and backward) on the first stage.
         num_chunks: model chunks of each stage.
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
-        p2p_seconds: time of a message between virtual stages on different devices: a number, or the time of a slice
-            of each micro-batch, [num_rows]. Members of a group send together.
+        p2p_seconds: time of a message between neighbouring virtual stages: a number, or the time of a slice of each
+            micro-batch after each virtual stage but the last, [num_rows, V - 1]. Members of a group send together.
 
     Raises:
         ValueError: the stages wait for each other forever; the number of stages is not a multiple of the chunks; or
@@ -193,10 +193,8 @@ def replay_stages(
     orders = partial(stage_orders, num_stages, slicing=slicing, num_chunks=num_chunks, group_size=group_size)
     lanes = _lanes(table, groups, num_virtual, orders)
     before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
-    of_groups = np.zeros(len(seconds))
-    if num_stages > 1:
-        np.maximum.at(of_groups, groups, np.repeat(np.broadcast_to(p2p_seconds, table.num_rows), num_slices))
-    fed_before, fed_after, messages = _data_edges(num_virtual, of_groups)
+    between = np.broadcast_to(p2p_seconds if num_stages > 1 else 0.0, (table.num_rows, num_virtual - 1))
+    fed_before, fed_after, messages = _data_edges(_longest(between, table.row_groups, num_slices))
     graph = WorkGraph(
         seconds.ravel(),
         np.concatenate((before, fed_before)),
@@ -293,15 +291,27 @@ def _lanes(
     return edges
 
 
-def _data_edges(num_virtual: int, messages: Floats) -> tuple[Ints, Ints, Floats]:
+def _longest(messages: Floats, row_groups: Ints, num_slices: int) -> Floats:
+    """Return the seconds of the longest message of each group of slices after each virtual stage, [groups, V - 1].
+
+    ``messages``: seconds of a message of a slice of each micro-batch, [num_rows, V - 1].
+    """
+    num_groups, boundaries = int(row_groups.max(initial=-1)) + 1, messages.shape[1]
+    longest = np.zeros(num_groups * boundaries)
+    np.maximum.at(longest, (row_groups[:, None] * boundaries + np.arange(boundaries)).ravel(), messages.ravel())
+    return np.repeat(longest.reshape(num_groups, boundaries), num_slices, axis=0)
+
+
+def _data_edges(messages: Floats) -> tuple[Ints, Ints, Floats]:
     """Return (befores, afters, delays) of the edges: forward down the virtual stages, then backward up.
 
-    ``messages``: seconds of a message of each group, [groups].
+    ``messages``: seconds of a message of each group after each virtual stage but the last, [groups, V - 1].
     """
+    num_groups, num_virtual = len(messages), messages.shape[1] + 1
     path = np.append(np.arange(num_virtual), num_virtual + np.arange(num_virtual)[::-1])
-    nodes = np.arange(len(messages))[:, None] * (2 * num_virtual) + path
-    delays = np.repeat(messages[:, None], 2 * num_virtual - 1, axis=1)
-    delays[:, num_virtual - 1] = 0.0  # the last stage's forward and backward are on one device
+    nodes = np.arange(num_groups)[:, None] * (2 * num_virtual) + path
+    on_one_device = np.zeros((num_groups, 1))  # the last stage's forward and backward
+    delays = np.concatenate((messages, on_one_device, messages[:, ::-1]), axis=1)
     return nodes[:, :-1].ravel(), nodes[:, 1:].ravel(), delays.ravel()
 
 

@@ -31,10 +31,11 @@ from bytescale_ext.plan.setup.memory import (
     stage_state_bytes,
     state_cases,
 )
+from bytescale_ext.plan.setup.messages import token_seconds
 from bytescale_ext.plan.setup.offload import offloading_policy
 from bytescale_ext.plan.setup.policy import PolicySlices, UnderPolicy, under_policy
 from bytescale_ext.plan.setup.setup import BLOCK, Setup
-from bytescale_ext.plan.setup.update import UpdateTime, end_passes, message_seconds, update_of
+from bytescale_ext.plan.setup.update import UpdateTime, end_passes, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
@@ -166,12 +167,17 @@ class Forecast:
         return update_of(setup.cost, most, setup.cluster, setup.mesh.shares_optimizer)
 
     @cached_property
-    def _message(self) -> tuple[float, float]:
-        """Seconds of a message between stages for each token of a micro-batch, and of a message of a few bytes."""
-        setup = self.setup
-        if setup.mesh.num_stages == 1:
-            return 0.0, 0.0
-        return message_seconds(setup.cost, 1, setup.spans_nodes), setup.cost.latency
+    def _token_seconds(self) -> Floats:
+        """Seconds that a token adds to a message from each stage to the next, ``token_seconds``."""
+        return token_seconds(self.setup)
+
+    def message_seconds(self, table: ShardTable, slicing: Slicing) -> Floats:
+        """Return the seconds of a message of a slice of each micro-batch after each virtual stage but the last.
+
+        They are [num_rows, V - 1]: a latency, and the time of the tokens on the links between the two devices.
+        """
+        per_token = np.tile(self._token_seconds, self.num_chunks(slicing))[table.row_ranks, :-1]
+        return self.setup.cost.latency + per_token * (table.row_tokens / slicing.num_slices)[:, None]
 
     @property
     def optimizer_seconds(self) -> float:
@@ -188,14 +194,13 @@ class Forecast:
 
     def replay(self, table: ShardTable, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> StageReplay:
         """Return the times of each slice of a step on each stage, with messages between stages."""
-        per_token, latency = self._message
-        seconds, cluster = latency + per_token * table.row_tokens / slicing.num_slices, self.setup.cluster
+        messages, cluster = self.message_seconds(table, slicing), self.setup.cluster
         stages, chunks = self.stages(slicing, learned), self.num_chunks(slicing)
         if learned.stage_speeds:
             table = table.at(np.tile(np.array(learned.stage_speeds).T, chunks))
         else:
             table = table.at((replace(cluster, speeds=learned.speeds) if learned.speeds else cluster).unequal_speeds())
-        return replay_stages(table, stages, slicing, chunks, p2p_seconds=seconds)
+        return replay_stages(table, stages, slicing, chunks, p2p_seconds=messages)
 
     def time(self, table: ShardTable, slicing: Slicing, learned: LearnedCosts = UNLEARNED) -> StepTime:
         """Return the time of a step, from its shards, its slices and learned costs."""

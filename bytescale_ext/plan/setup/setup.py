@@ -48,6 +48,8 @@ class Mesh:
         expert_tensor_parallel: number of ranks that share each expert; None: ``tensor_parallel``.
         shares_optimizer: whether HDP ranks share Adam's states (ZeRO-1).
         devices_per_node: number of devices of a node; None: all devices are in one node.
+        stages_before_ranks: whether Megatron numbers the stages of a pipeline before the next HDP rank
+            (``--use-tp-pp-dp-mapping``), not all HDP ranks before the next stage.
     """
 
     stage_layers: tuple[int, ...]
@@ -58,6 +60,7 @@ class Mesh:
     expert_tensor_parallel: int | None = None
     shares_optimizer: bool = False
     devices_per_node: int | None = None
+    stages_before_ranks: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -273,16 +276,6 @@ class Setup:
     def __getstate__(self) -> dict[str, object]:
         """Return only the fields, because hashes differ between processes."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of the run."""
-        return self.cluster.num_ranks * self.mesh.num_stages * self.mesh.tensor_parallel
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether the devices are in several nodes."""
-        return self.mesh.devices_per_node is not None and self.num_devices > self.mesh.devices_per_node
 
     @property
     def sharing_ranks(self) -> int:

@@ -57,14 +57,6 @@ def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_
     )
 
 
-def message_seconds(cost: ModelCost, num_tokens: int, is_between_nodes: bool) -> float:
-    """Return the seconds of one message between pipeline stages: the hidden states of a micro-batch on one rank."""
-    one_node = Cluster(1, num_tokens)
-    slower = cost.slowdown if is_between_nodes else 1.0
-    hidden_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
-    return num_tokens * hidden_bytes * slower * byte_seconds(cost, one_node)
-
-
 def end_passes(result: StageReplay, num_slices: int) -> tuple[float, float]:
     """Return the shortest first forward pass and last backward pass of any pipeline on one stage, in seconds."""
     each = result.own_seconds.reshape(-1, num_slices, *result.own_seconds.shape[1:]).sum(axis=1)

@@ -113,6 +113,7 @@ def mesh_of(args: Any) -> Mesh:
         expert_tensor_parallel=args.expert_tensor_parallel_size if args.num_experts else None,
         shares_optimizer=args.use_distributed_optimizer,
         devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+        stages_before_ranks=args.use_tp_pp_dp_mapping,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,19 @@ import torch
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_shape import LatentShape
+from bytescale_ext.plan.setup.messages import devices_of
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.arguments.model_shape import (
     cluster,
+    hdp_rank_of,
     measured_cost,
     model_shape,
     ranks_of_a_node,
     stage_layers,
     stage_of,
 )
+from tests.plan.search.tasks import COST
 
 ARGS = SimpleNamespace(
     num_layers=2,
@@ -192,3 +197,6 @@ def test_the_stage_of_a_process() -> None:
     for mapped, stages in ((False, [0, 0, 0, 0, 1, 1, 1, 1]), (True, [0, 0, 1, 1, 0, 0, 1, 1])):
         args = [SimpleNamespace(**sizes, rank=rank, use_tp_pp_dp_mapping=mapped) for rank in range(8)]
         assert [stage_of(one) for one in args] == stages
+        setup = setup_of_cost(COST, 2, Cluster(2, 1024))
+        devices = devices_of(replace(setup, mesh=replace(setup.mesh, tensor_parallel=2, stages_before_ranks=mapped)))
+        assert all(one.rank in devices[hdp_rank_of(one), stage_of(one)] for one in args)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,9 @@ from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, Strategy
 from bytescale_ext.plan.setup.forecast import coupling
-from bytescale_ext.plan.setup.update import message_seconds
+from bytescale_ext.plan.setup.messages import message_seconds
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
-from tests.plan.search.tasks import small_task
+from tests.plan.search.tasks import COST, small_task
 from tests.plan.simple_plans import plan_naive
 
 TASK = small_task()
@@ -45,15 +47,29 @@ def test_a_slot_takes_as_long_as_its_slowest_rank(num_stages: int) -> None:
     assert coupling(even, 1, 2) == 1.0
 
 
+@pytest.mark.parametrize(("nodes", "leaving"), [(1, 0), (2, 1), (4, 3)])
 @pytest.mark.parametrize("tokens", [100, 1000])
-def test_messages_between_stages_take_the_time_of_their_tokens(tokens: int) -> None:
-    """One micro-batch goes to the second stage, and its gradient comes back."""
-    forecast = CostedStrategy.of(TASK, Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True)).forecast
-    table = ShardTable.of(plan_naive([tokens], 1, 1024))
-    setup, without = forecast.setup, replay_stages(table, forecast.stages(ONE_SLICE)).makespan
-    message = setup.cost.latency + message_seconds(setup.cost, tokens, setup.spans_nodes)
-    assert message > setup.cost.latency
-    assert forecast.replay(table, ONE_SLICE).makespan == pytest.approx(without + 2 * message)
+def test_messages_between_stages_take_the_time_of_their_tokens(tokens: int, nodes: int, leaving: int) -> None:
+    """One micro-batch goes through four stages, and its gradient comes back; ``leaving`` messages leave a node."""
+    devices = replace(TASK.devices, per_node=8 // nodes)
+    task = replace(TASK, cost=replace(COST, slowdown=8.0), devices=devices, context=2048)
+    forecast = CostedStrategy.of(task, Strategy(1, (2, 2, 1, 1), 1024, shares_optimizer=True)).forecast
+    table = ShardTable.of(plan_naive([tokens], 2, 1024))
+    cost, without = forecast.setup.cost, replay_stages(table, forecast.stages(ONE_SLICE)).makespan
+    inside, between = (message_seconds(cost, tokens, is_between) for is_between in (False, True))
+    messages = 3 * cost.latency + (3 - leaving) * inside + leaving * between
+    assert between == pytest.approx(8 * inside)
+    assert forecast.replay(table, ONE_SLICE).makespan == pytest.approx(without + 2 * messages)
+
+
+@pytest.mark.parametrize(("per_node", "leaving"), [(8, [0, 0, 0]), (4, [1, 1, 1])])
+def test_messages_between_chunks_go_from_the_last_stage_to_the_first(per_node: int, leaving: list[int]) -> None:
+    task = replace(TASK, cost=replace(COST, slowdown=8.0), devices=replace(TASK.devices, per_node=per_node))
+    forecast = CostedStrategy.of(task, Strategy(1, (2, 2), 1024, shares_optimizer=True, chunks=2)).forecast
+    table, cost = ShardTable.of(plan_naive([100], 4, 1024)), forecast.setup.cost
+    seconds = forecast.message_seconds(table, ONE_SLICE)
+    expected = [cost.latency + message_seconds(cost, 100, bool(one)) for one in leaving]
+    assert seconds == pytest.approx(np.array([expected]))
 
 
 def test_closed_form_of_recomputed_layers_is_the_peak_of_a_plan() -> None:

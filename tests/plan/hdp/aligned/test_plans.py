@@ -49,6 +49,22 @@ def test_uniform_slices_by_hand() -> None:
     assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice runs backward first
 
 
+def test_messages_of_unequal_boundaries_by_hand() -> None:
+    """Forwards take 1 s, backwards 2 s, messages 1 s to and from the first stage, and 5 s to and from the last."""
+    result = replay_stages(locals_plan((1, 1)), [UNIT] * 3, p2p_seconds=np.array([1.0, 5.0]))
+    assert result.starts[:, FORWARD].tolist() == [[0.0, 2.0, 8.0], [1.0, 3.0, 11.0]]
+    assert result.starts[:, BACKWARD].tolist() == [[19.0, 16.0, 9.0], [22.0, 19.0, 12.0]]
+    assert result.makespan == 24.0
+
+
+def test_messages_of_a_ring_wait_for_its_slowest_boundary() -> None:
+    """A document on two pipelines: the first is slow after its first stage, the second after its second stage."""
+    ranks = tuple((MicroBatch((Shard(0, zigzag_ranges(8, 2, rank), (0, 1)),)),) for rank in range(2))
+    plan = StepPlan(2, 64, (8,), ranks, aligned=True)
+    result = replay_stages(plan, [UNIT] * 3, p2p_seconds=np.array([[5.0, 1.0], [2.0, 3.0]]))
+    assert result.makespan == 3 * (4.0 + 8.0) + 2 * (5.0 + 3.0)
+
+
 def test_stage_costs_must_fill_the_chunks() -> None:
     with pytest.raises(ValueError, match="3 stage costs are not a multiple of 2 model chunks"):
         replay_stages(locals_plan((4,)), [UNIT] * 3, num_chunks=2)
