@@ -41,12 +41,13 @@ class _FetchedSource:
     def __init__(self, planned: PlannedStep, paths: Sequence[str]) -> None:
         self._planned = planned
         self._paths = paths
-        self._tokens: dict[tuple[int, int, int], np.ndarray] = {}
+        self._tokens: dict[tuple[int, int], np.ndarray] = {}  # (seq, start) -> tokens from there on
 
     def add(self, ranges: Sequence[tuple[int, int, int]], tokens: np.ndarray, counts: np.ndarray) -> None:
         """Add the tokens [total] of ranges (seq, start, stop); ``counts``: tokens of each range, [n]."""
         ends = np.cumsum(counts)[:-1]
-        self._tokens.update(zip(ranges, np.split(tokens.astype(np.int64), ends), strict=True))
+        begins = [(seq, start) for seq, start, _ in ranges]
+        self._tokens.update(zip(begins, np.split(tokens.astype(np.int64), ends), strict=True))
 
     def __len__(self) -> int:
         return len(self._planned.places)
@@ -55,7 +56,7 @@ class _FetchedSource:
         return self._planned.plan.lengths[sample_id]
 
     def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        return self._tokens[sample_id, start, stop]
+        return self._tokens[sample_id, start][: stop - start]
 
     def describe(self, sample_id: int) -> str:
         place = self._planned.places[sample_id]
@@ -111,10 +112,17 @@ class _RemoteSteps:
     def _fetch(
         self, planned: PlannedStep, micro_batches: Sequence[MicroBatch], should_stop: Callable[[], bool]
     ) -> _FetchedSource:
-        """Fetch the token ranges of micro-batches, including label tokens, with one call to each server involved."""
+        """Fetch the token ranges of micro-batches, with labels and later tokens: one call to each server involved."""
         source = _FetchedSource(planned, self.split.paths)
-        shards = (shard for micro_batch in micro_batches for shard in micro_batch.shards)
-        ranges = [(shard.seq, start, stop + 1) for shard in shards for start, stop in shard.ranges]
+        shards = [shard for micro_batch in micro_batches for shard in micro_batch.shards]
+        lengths, more = planned.plan.lengths, self.settings.future_tokens
+        ranges = [
+            (shard.seq, start, min(stop + more, lengths[shard.seq]) + 1)
+            for shard in shards
+            for start, stop in shard.ranges
+        ]
+        if self.settings.weighs_future:  # weights depend on whether the last token of a sample has a label
+            ranges += [(seq, lengths[seq] - 1, lengths[seq] + 1) for seq in {shard.seq for shard in shards}]
         if not ranges:
             return source
         rows = np.array(ranges, dtype=np.int64)

@@ -98,8 +98,9 @@ def local_loaders(text: Path, **options: Any) -> list[StepLoader]:
 
 
 def key(batch: StepBatch) -> tuple[object, ...]:
-    columns = ("tokens", "labels", "positions", "loss_mask")
-    tensors = [[getattr(packed, name).tolist() for name in columns] for packed in batch.micro_batches]
+    columns = ("tokens", "labels", "positions", "loss_mask", "future", "future_weights")
+    values = [[getattr(packed, name) for name in columns] for packed in batch.micro_batches]
+    tensors = [[None if value is None else value.tolist() for value in of_one] for of_one in values]
     documents = [packed.documents for packed in batch.micro_batches]
     return batch.step_index, batch.sample_ids, batch.lengths, batch.plan.digest(), tensors, documents
 
@@ -113,7 +114,8 @@ def process_of(actor: Any) -> int:
 
 
 def test_steps_equal_the_local_loader_through_epochs_and_to_the_end(text: Path, split: RemoteSplit) -> None:
-    remote, local = loaders(split), local_loaders(text)
+    later = {"future_tokens": 2, "weighs_future": True}
+    remote, local = loaders(split, **later), local_loaders(text, **later)
     num_steps = split.num_samples // BATCH
     assert num_steps > 20
     assert take(remote, num_steps) == take(local, num_steps)

@@ -182,6 +182,24 @@ def test_a_fault_is_saved_with_a_step_that_ray_made(texts: tuple[Path, Path], cl
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "heads", ["--mtp-num-layers 2", "--draft-heads clover --ckpt-format torch_dist --pretrained-checkpoint MODEL"]
+)
+def test_heads_get_later_tokens(heads: str, texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
+    losses, model = [], tmp_path / "model"
+    if "MODEL" in heads:
+        data = ["--data-path", prefixes(texts, "local")[0], "--exit-interval", 1]
+        run(tmp_path, 2, *data, "--save", model, "--ckpt-format", "torch_dist", loader="local")
+    for loader, flags in (("local", []), ("ray", ["--hdp-ray-address", cluster])):
+        path = prefixes(texts, loader)[0]
+        words = ["--data-path", path, *flags, *heads.replace("MODEL", str(model)).split(), "--exit-interval", 2]
+        outcomes = run(tmp_path / loader, 2, *words, loader=loader)
+        assert outcomes[0].code in (None, 0), outcomes[0].text[-2000:]
+        losses.append(step_losses(tmp_path / loader))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.full
 def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
     texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:

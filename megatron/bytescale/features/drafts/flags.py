@@ -160,7 +160,6 @@ REFUSALS = (
            given("recompute_granularity") & ~given("draft_train_trunk")),
     refuse("--state-policy", "drafts", "remove it: only the heads have states", ~equals("state_policy", "resident")),
     refuse("--sculpt-windows", "drafts", "train heads on documents"),
-    refuse("--hdp-loader ray", "drafts", "use --hdp-loader local", equals("hdp_loader", "ray")),
     refuse("--num-layers-per-virtual-pipeline-stage", "drafts", "remove it: heads train without virtual stages"),
     refuse("--num-virtual-stages-per-pipeline-rank", "drafts", "remove it: heads train without virtual stages"),
     refuse("--overlap-param-gather", "drafts", "remove it: only the heads have parameters to gather"),

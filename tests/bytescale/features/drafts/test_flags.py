@@ -62,7 +62,6 @@ CONFLICTS = {
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "saves no activations",
     "--state-policy paged --state-host-gb 1": "only the heads have states",
     "--sculpt-windows some.windows.npy": "train heads on documents",
-    "--hdp-loader ray": "use --hdp-loader local",
     "--use-distributed-optimizer --pipeline-model-parallel-size 2": "stages of a frozen model have no states",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "only the heads have parameters",
     "--ckpt-format torch": "use torch_dist",
