@@ -28,7 +28,9 @@ LINK_BYTES_PER_SECOND: Final = 55e9
 NOT_IN_FILES: Final = ("nodes", "window", "window_share", "e")
 """Fields of ``CostModel`` that depend on the run and are not in a cost file; measured rings include ``e`` in ``h``."""
 
-SHAPE_NOT_IN_FILES: Final = ("num_window_layers", "window_tokens", "later_layers", "later_experts")
+SHAPE_NOT_IN_FILES: Final = (
+    "num_window_layers", "window_tokens", "later_layers", "later_experts", "later_repeats",
+)  # fmt: skip
 """Fields of ``ModelShape`` that are not in a cost file, because it has the costs of one layer with full attention."""
 
 

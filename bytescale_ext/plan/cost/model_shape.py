@@ -89,6 +89,7 @@ class ModelShape:
         window_tokens: number of earlier keys that a token attends to in such a layer.
         later_layers: layers of multi-token prediction after the other layers, each with its own output layer.
         later_experts: whether the layers of multi-token prediction have experts, as the model's last layer has.
+        later_repeats: whether the layers of multi-token prediction are one layer that runs several times.
         latent: sizes of multi-latent attention (DeepSeek-V2, section 2.1); None: the model has standard attention.
     """
 
@@ -109,7 +110,13 @@ class ModelShape:
     window_tokens: int = 0
     later_layers: int = 0
     later_experts: bool = False
+    later_repeats: bool = False
     latent: LatentShape | None = None
+
+    @property
+    def later_modules(self) -> int:
+        """Number of layers of multi-token prediction with parameters of their own."""
+        return min(1, self.later_layers) if self.later_repeats else self.later_layers
 
     def part(self, num_layers: int) -> ModelShape:
         """Return the sizes of ``num_layers`` of the layers, with experts and windows as if spread evenly over all."""

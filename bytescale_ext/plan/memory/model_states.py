@@ -36,9 +36,9 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
     routers = shape.num_expert_layers * shape.num_experts * shape.hidden
     if has_head and shape.later_layers:  # these layers also embed later tokens
         shared = replace(shape, expert_ffn_hidden=shape.shared_ffn_hidden, num_experts=0)
-        products += shape.later_layers * later_layer_weights(shared)
-        routers += shape.later_layers * shape.later_experts * shape.num_experts * shape.hidden
-        norms += 5 * shape.later_layers * shape.hidden
+        products += shape.later_modules * later_layer_weights(shared)
+        routers += shape.later_modules * shape.later_experts * shape.num_experts * shape.hidden
+        norms += 5 * shape.later_modules * shape.hidden
         ends += (not has_embedding) * shape.vocab * shape.hidden
     return (products + ends) / tensor_parallel + norms + routers
 
@@ -49,7 +49,7 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
     ``expert_parallel`` HDP ranks share the experts of each layer. Tensor-parallel ranks share each expert, as in
     Megatron without ``--expert-tensor-parallel-size``.
     """
-    num_layers = shape.num_expert_layers + shape.later_layers * shape.later_experts
+    num_layers = shape.num_expert_layers + shape.later_modules * shape.later_experts
     if not num_layers:
         return 0.0
     width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token

@@ -38,6 +38,7 @@ def model_shape(args: Any) -> ModelShape:
         **experts,
         **_windows(args),
         later_layers=getattr(args, "mtp_num_layers", None) or 0,
+        later_repeats=bool(getattr(args, "mtp_use_repeated_layer", False)),
         latent=latent,
     )
 
