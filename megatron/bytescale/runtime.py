@@ -95,6 +95,7 @@ class Parts:
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: state that layers share under an activation policy, or None.
         key_link: link to host memory for swapped keys of slices without an activation policy, or None.
+        layer_specs: functions that also change the layer specs of multi-token prediction, in order.
         expert_counts: counter of the tokens of each expert in the current step; None if no feature reads them.
         load_history: expert loads of finished steps, as input of plans; None if loads are not measured.
         learner: learner of costs and speeds of ranks, or None.
@@ -113,6 +114,7 @@ class Parts:
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]] | None = None
     activations: ActivationStore | None = None
     key_link: Link | None = None
+    layer_specs: tuple[Callable[[Any], Any], ...] = ()
     expert_counts: TokenCounts | None = None
     load_history: LoadHistory | None = None
     learner: CostLearner | None = None

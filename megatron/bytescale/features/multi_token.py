@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.run import RunConfig
-from megatron.bytescale.arguments.conditions import IS_CUT, IS_LOCAL, above, equals, given
+from megatron.bytescale.arguments.conditions import IS_CUT, above, equals, given, where
+from megatron.bytescale.arguments.layer_settings import Balancing
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -52,27 +53,30 @@ def build(training: Training, runtime: Runtime) -> Training:
     return training.wrap_forward_step(partial(report_depths, config))
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """The layout of a pipeline; None: not given."""
+
+    pipeline_model_parallel_layout: str | None
+
+    def separates_depths(self) -> bool:
+        """Return whether layers of multi-token prediction are in another part than the output layer."""
+        return "m" in str(self.pipeline_model_parallel_layout or "").rpartition("|")[0]
+
+
 REFUSALS = (
-    refuse("--mtp-use-repeated-layer with --num-experts", "multi_token", "remove one: the losses of a router that runs "
-           "several times for a token would be counted each time",
-           given("mtp_use_repeated_layer") & given("num_experts")),
+    refuse("--mtp-use-repeated-layer with seq_aux_loss", "multi_token", "remove one: the loads of a router that runs "
+           "several times for a document cannot be told apart",
+           given("mtp_use_repeated_layer") & given("num_experts")
+           & where(Balancing, lambda balancing: "seq_aux_loss" in balancing.ways)),
     refuse("--moe-use-upcycling", "multi_token", "remove it: Megatron upcycles only the model's own layers"),
-    refuse("--sequence-parallel of local layers", "multi_token", "remove it, or use --transformer-impl "
-           "transformer_engine: Megatron gives these layers torch's norms, which do not work with it",
-           given("sequence_parallel") & IS_LOCAL),
-    refuse("--pipeline-model-parallel-layout", "multi_token", "use --decoder-last-pipeline-num-layers: the layers run "
-           "on the last stage"),
+    refuse("--pipeline-model-parallel-layout with m before L", "multi_token", "move m to the last part: the layers run "
+           "where the output layer is", where(_Layout, _Layout.separates_depths)),
     refuse("--position-embedding-type learned_absolute in pipelines", "multi_token", "use rope: Megatron does not keep "
                   "the last stage's copy of the positions equal to the first stage's copy",
            equals("position_embedding_type", "learned_absolute") & above("pipeline_model_parallel_size", 1)),
     refuse("--mtp-use-repeated-layer in slices", "multi_token", "remove one: keys of a layer that runs several times "
            "cannot be told apart", given("mtp_use_repeated_layer") & IS_CUT),
-    refuse("--hdp-loader ray", "multi_token", "use --hdp-loader local: actors send only the tokens of a rank",
-           equals("hdp_loader", "ray")),
-    refuse("--sculpt-windows", "multi_token", "train on documents"),
-    refuse("--seq1f1b-zero-bubble", "multi_token", "remove it: backward passes of these layers are not split"),
-    refuse("--state-policy", "multi_token", "leave it out: pages are planned without these layers",
-           ~equals("state_policy", "resident")),
     refuse("--ngram-layers", "multi_token", "remove one of them"),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +17,9 @@ from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.model_config import model_config
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.stock import DatasetProvider, ForwardStep
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
 
 Function = Callable[..., object]
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
@@ -47,6 +50,11 @@ class Training:
 
         self.model.transformer_layer_spec = layer_spec
         return self
+
+    def wrap_all_layer_specs(self, wrap: Callable[[LayerSpec], LayerSpec], runtime: Runtime) -> Training:
+        """Change the specs of all layers, also under HDP the separate specs of multi-token prediction."""
+        runtime.add_parts(layer_specs=(*runtime.parts.layer_specs, wrap))
+        return self.wrap_layer_spec(wrap)
 
     def wrap_finalize(self, wrap: Callable[[Function], Function]) -> Training:
         """Wrap the function that runs once per step, after the last backward pass."""

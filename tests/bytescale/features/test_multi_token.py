@@ -16,18 +16,16 @@ pytestmark = pytest.mark.ranks
 
 # flags after the common flags, ranks, the setting that the error names
 REFUSED = (
-    ("--num-experts 4 --mtp-use-repeated-layer", 1, "--mtp-use-repeated-layer with --num-experts"),
+    (
+        "--num-experts 4 --mtp-use-repeated-layer --moe-router-load-balancing-type seq_aux_loss", 1,
+        "--mtp-use-repeated-layer with seq_aux_loss",
+    ),
     ("--num-experts 4 --moe-use-upcycling", 1, "--moe-use-upcycling"),
-    ("--sequence-parallel --tensor-model-parallel-size 2", 2, "--sequence-parallel of local layers"),
-    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tmL", 2, "layout"),
+    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettmm|L", 2, "layout with m before L"),
     (
         "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2", 2, "learned_absolute in pipeline"
     ),
     ("--mtp-use-repeated-layer --seq1f1b-slices 2 --pipeline-model-parallel-size 2", 2, "in slices"),
-    ("--hdp-loader ray", 1, "--hdp-loader ray"),
-    ("--sculpt-windows a.windows.npy", 1, "--sculpt-windows"),
-    ("--seq1f1b-zero-bubble --pipeline-model-parallel-size 2 --seq1f1b-slices 2", 2, "--seq1f1b-zero"),
-    ("--state-policy paged", 1, "--state-policy"),
     ("--ngram-layers 1", 1, "--ngram-layers"),
 )  # fmt: skip
 
@@ -44,6 +42,7 @@ def test_what_is_refused_and_what_runs(tmp_path: Path) -> None:
         (2, stages, "in pipelines: add --hybrid-data-parallel"),
     )
     good = "--pipeline-model-parallel-size 2 --seq1f1b-slices 2 --chunked-cross-entropy 8".split()
-    (runs,) = resolve_lines((2, [*with_hdp, *good]))
-    assert runs.error is None
-    assert runs.features[MULTI_TOKEN.name] == MultiTokenConfig(2, 0.05)
+    laid_out = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tmmL".split()
+    for runs in resolve_lines((2, [*with_hdp, *good]), (2, [*with_hdp, *laid_out])):
+        assert runs.error is None
+        assert runs.features[MULTI_TOKEN.name] == MultiTokenConfig(2, 0.05)

@@ -93,8 +93,10 @@ def test_after_it_the_router_is_megatrons(gated: SavedRun, corpus: Path, tmp_pat
         assert all(torch.equal(value, expected[name]) for name, value in mine.items())
 
 
-def test_documents_in_slices(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", sampled([[], ["--mtp-num-layers", 1]], [[]]), ids=lambda later: f"{later[1:] or 0}")
+def test_documents_in_slices(later: list[object], corpus: Path, tmp_path: Path) -> None:
     flags = [
+        *later,
         *HDP,
         "--hdp-log-dir",
         tmp_path,

@@ -32,10 +32,10 @@ def test_samples_on_ranks_that_share_experts(corpus: Path, tmp_path: Path) -> No
 def test_documents_in_a_pipeline(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     words = [*MODEL, *TRAIN, *HDP, *MOE, "--data-path", corpus, "--hdp-tokens-per-rank", 512, "--train-iters", 2,
-             "--pipeline-model-parallel-size", 2, "--moe-placement-trace", file]  # fmt: skip
+             "--pipeline-model-parallel-size", 2, "--mtp-num-layers", 1, "--moe-placement-trace", file]  # fmt: skip
     records = train(2, *words, entry=record_steps).records()
     trace = read_trace(file)
     assert trace.head.ranks == 1
-    assert trace.layers == (1, 2)
+    assert trace.layers == (1, 2, 3), "layers of multi-token prediction follow the model's layers"
     rows = [record["num_rows"] for record in records]
-    assert trace.loads.sum((2, 3)).tolist() == [[2 * row] * 2 for row in rows]
+    assert trace.loads.sum((2, 3)).tolist() == [[2 * row] * 3 for row in rows]

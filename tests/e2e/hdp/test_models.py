@@ -43,6 +43,7 @@ MODELS = {
 }
 TP2 = "--tensor-model-parallel-size 2 --hdp-tokens-per-rank 128".split()
 SLICES = [*PP2, *"--seq1f1b-slices 3 --hdp-tokens-per-rank 128".split()]
+UNEVEN_LAYOUT = [*PP2, *"--pipeline-model-parallel-layout Ettt|tmmL --hdp-tokens-per-rank 128".split()]
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn".split()
 CASES: dict[str, tuple[str, Layout]] = {
     "partial-scaled-rope-slices": ("partial-scaled-rope", Layout(4, SLICES, num_stages=2)),
@@ -55,6 +56,9 @@ CASES: dict[str, tuple[str, Layout]] = {
     "multi-token-rings": ("multi-token", Layout(4, ["--chunked-cross-entropy", "24"])),
     "multi-token-slices": ("multi-token", Layout(4, SLICES, num_stages=2)),
     "multi-token-tp2": ("multi-token", Layout(4, [*TP2, *FULL], tp_size=2)),
+    "multi-token-tp2-sequence-parallel": ("multi-token", Layout(4, [*TP2, "--sequence-parallel"], tp_size=2)),
+    "multi-token-layout": ("multi-token", Layout(4, UNEVEN_LAYOUT, num_stages=2)),
+    "multi-token-zero-bubble": ("multi-token", Layout(4, [*SLICES, "--seq1f1b-zero-bubble"], num_stages=2)),
 }
 
 

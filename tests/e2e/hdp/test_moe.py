@@ -158,7 +158,7 @@ def gradients(save: Path, sizes: Sizes) -> dict[tuple[int, int], dict[str, torch
         of_rank = found.setdefault((numbers[0], numbers[-1] if sizes.expert > 1 else 0), {})
         for name, gradient in torch.load(file, weights_only=False)["model_chunk0"].items():
             name = expert_name(name)
-            of_rank[re.sub(r"layers\.0", f"layers.{stage}", name) if sizes.stages > 1 else name] = gradient
+            of_rank[re.sub(r"(?<!mtp\.)layers\.0", f"layers.{stage}", name) if sizes.stages > 1 else name] = gradient
     return found
 
 

@@ -54,6 +54,9 @@ def flags(corpus: Path, windows: Path, attention: str) -> list[object]:
     return [*MODEL, *TRAIN, *given]
 
 
+LATER = ["--mtp-num-layers", 1]  # the layer predicts tokens of the window, or of the document
+
+
 def check_equal(run: SavedRun, expected: SavedRun) -> None:
     assert len(expected.losses) == 3
     assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)
@@ -98,3 +101,19 @@ def test_a_resumed_run_goes_on_with_the_next_window(corpus: Path, windows: Path,
 def test_windows_of_another_data_set_end_before_anything_is_built(windows: Path) -> None:
     outcome = train(2, *flags(windows.parent / "whole", windows, "window"), *TWO_RANKS)
     assert (outcome.code, outcome.losses) == (2, [])
+
+
+@pytest.mark.full
+def test_later_tokens_of_a_window_are_those_of_one_sequence(corpus: Path, windows: Path) -> None:
+    whole = ["--data-path", windows.parent / "whole"]
+    expected = train_once(1, *MODEL, *TRAIN, *whole, *LATER, *ONE_BY_ONE, entry=train_documents_one_by_one)
+    check_equal(train_once(2, *flags(corpus, windows, "window"), *LATER, *TWO_RANKS), expected)
+
+
+@pytest.mark.full
+def test_later_tokens_end_with_a_document_inside_a_window(corpus: Path, windows: Path) -> None:
+    given = [*flags(corpus, windows, "document"), *LATER]
+    alone = train_once(1, *given, *HDP, "--hdp-tokens-per-rank", CONTEXT)
+    check_equal(train_once(2, *given, *TWO_RANKS), alone)
+    across = train_once(2, *flags(corpus, windows, "window"), *LATER, *TWO_RANKS)
+    assert across.losses != pytest.approx(alone.losses, rel=1e-3)

@@ -59,7 +59,7 @@ def count_tokens(training: Training, runtime: Runtime, at_step_end: Callable[[St
         for action in counts.at_step_end:
             action(loads)
 
-    return after_steps(training.wrap_layer_spec(partial(with_counts, counts=counts)), tell)
+    return after_steps(training.wrap_all_layer_specs(partial(with_counts, counts=counts), runtime), tell)
 
 
 def after_steps(training: Training, act: Callable[[], None]) -> Training:
@@ -131,7 +131,8 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
     training = after_steps(training, (ahead := FetchAhead(placements)).forget)
     timeout_minutes = runtime.run.process.timeout_minutes
     training.model.pre_wrap_hooks.append(partial(ahead.join, device=runtime.device, timeout_minutes=timeout_minutes))
-    return training.wrap_layer_spec(partial(with_slots, placements=placements)).wrap_forward_step(ahead.wrap)
+    training = training.wrap_all_layer_specs(partial(with_slots, placements=placements), runtime)
+    return training.wrap_forward_step(ahead.wrap)
 
 
 def measure(runtime: Runtime, follower: Follower, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

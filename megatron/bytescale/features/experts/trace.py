@@ -73,7 +73,8 @@ _COUNTED = "remove it: tokens are counted where the router of a layer runs"
 REFUSALS = (
     refuse("dense models", _ALL, "add --num-experts", ~given("num_experts")),
     refuse("--spec", _ALL, "remove it: {} changes Megatron's own layer spec"),
-    refuse("--mtp-num-layers", _ALL, _COUNTED),
+    refuse("--mtp-num-layers without --hybrid-data-parallel", _ALL, "add --hybrid-data-parallel, which also changes "
+           "these layers", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
     refuse("--cuda-graph-impl", _ALL, _COUNTED, ~equals("cuda_graph_impl", "none")),
     *(refuse(flag, _ALL, _COUNTED) for flag in ("--enable-cuda-graph", "--external-cuda-graph")),
 )  # fmt: skip

@@ -33,7 +33,8 @@ def anneal(training: Training, runtime: Runtime) -> Training:
     numbering = None if gate.plan.noise_seed is None else Numbering(gate, runtime.run.find(HdpConfig) is not None)
     if numbering is not None and (slices := runtime.run.find(SliceConfig)) is not None:
         numbering.parts = tuple(range(part.start, part.stop) for part in slice_ranges(slices.lengths))
-    training = training.wrap_layer_spec(partial(with_gate, gate=gate)).wrap_forward_step(partial(_heated, gate))
+    training = training.wrap_all_layer_specs(partial(with_gate, gate=gate), runtime)
+    training = training.wrap_forward_step(partial(_heated, gate))
     if numbering is not None:
         training = training.wrap_forward_step(numbering.wrap)
     return after_steps(training, ActiveExperts(gate, runtime))

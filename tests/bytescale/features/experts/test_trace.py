@@ -45,7 +45,7 @@ def test_a_file_of_this_model_goes_on(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"num_experts": None}, "--moe-placement-trace does not work with dense models: add --num-experts"),
-        ({"mtp_num_layers": 1}, "does not work with --mtp-num-layers"),
+        ({"mtp_num_layers": 1}, "does not work with --mtp-num-layers without --hybrid-data-parallel"),
         ({"cuda_graph_impl": "local"}, "does not work with --cuda-graph-impl"),
         ({"spec": ["a", "b"]}, "does not work with --spec"),
     ],

@@ -59,6 +59,8 @@ def document_layer_spec(runtime: Runtime) -> Callable[..., ModuleSpec | Transfor
 def wrap_mtp_block_spec(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     """Put our modules into the layers of multi-token prediction. Megatron makes separate specs for these layers.
 
+    Features that change all layers of experts change these layers too (``Parts.layer_specs``).
+
     An expert router becomes a router over documents. As in Megatron, it routes and counts all tokens except padding.
     These include the last tokens of a document, which have no prediction at this depth.
     """
@@ -66,8 +68,13 @@ def wrap_mtp_block_spec(original: Callable[..., Any], runtime: Runtime) -> Calla
     def mtp_block_spec(config: GPTModelConfig, *args: object, **kwargs: object) -> Any:
         spec = copy.deepcopy(original(config, *args, **kwargs))
         has_engine = config.transformer.transformer_impl == "transformer_engine"
-        for layer in spec.layer_specs if spec is not None else ():
-            _set_document_modules(layer.submodules.mtp_model_layer.submodules, runtime, has_engine)
+        shared = {id(layer): layer.submodules for layer in (spec.layer_specs if spec is not None else ())}
+        for modules in shared.values():
+            if not has_engine:
+                modules.enorm = modules.hnorm = modules.layer_norm = LocalNorm
+            _set_document_modules(modules.mtp_model_layer.submodules, runtime, has_engine)
+            for change in runtime.parts.layer_specs:
+                modules.mtp_model_layer = change(modules.mtp_model_layer)
         return spec
 
     return mtp_block_spec

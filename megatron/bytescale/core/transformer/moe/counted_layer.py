@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -14,13 +14,30 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Numbered(Protocol):
+    """A router or a layer of experts, as Megatron numbers them: layers of multi-token prediction from 1 again."""
+
+    config: TransformerConfig
+    layer_number: int | None
+    is_mtp_layer: bool
+
+
+def number_in_model(module: Numbered) -> int:
+    """Return the number of a module's layer, in which layers of multi-token prediction follow the model's layers."""
+    assert module.layer_number is not None
+    return module.layer_number + module.config.num_layers * module.is_mtp_layer
+
 
 @dataclass
 class TokenCounts:
     """Number of tokens per expert in the current step, on this process.
 
     Attributes:
-        by_layer: layer number -> counts [experts] of each forward pass of the layer.
+        by_layer: layer number in the model -> counts [experts] of each forward pass of the layer.
         at_step_end: functions that receive the loads of all ranks at the end of a step.
     """
 
@@ -60,8 +77,7 @@ class CountedMoELayer(MoELayer):
         """Route hidden states [rows, b, hidden]; return probabilities and choices, both [tokens, experts]."""
         probs, chosen = super().route(hidden_states, padding_mask)
         if self.counts is not None and self.training and torch.is_grad_enabled():
-            assert self.layer_number is not None
-            self.counts.note(self.layer_number, chosen)
+            self.counts.note(number_in_model(self), chosen)
         return probs, chosen
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
-from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
+from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer, number_in_model
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.core.transformer.token_noise import gumbel_noise
@@ -103,7 +103,7 @@ def annealed(base: type[TopKRouter], gate: Gate) -> type[TopKRouter]:
             routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
             if gate.temperature is None:
                 return routed
-            noise = gate.noise(self.layer_number, logits.shape) if self.training else 0.0
+            noise = gate.noise(number_in_model(self), logits.shape) if self.training else 0.0
             scores, chosen = gate.gates(logits.view(-1, logits.shape[-1]), gate.temperature, noise)
             if self.training and torch.is_grad_enabled():
                 gate.note(chosen, None if padding_mask is None else padding_mask.reshape(-1))

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from bytescale_ext.plan.experts.placement import PlacementPlan
 from megatron.bytescale.core.tensor_parallel.layers import ExpertRowParallelLinear
-from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
+from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer, number_in_model
 from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
 from megatron.bytescale.core.transformer.moe.slots import SlotTable
 from megatron.bytescale.core.transformer.spec_utils import layers_of
@@ -34,7 +34,7 @@ class Placements:
 
     Attributes:
         first: plan before any loads are known.
-        by_layer: layer number -> plan, for layers with a changed plan.
+        by_layer: layer number in the model -> plan, for layers with a changed plan.
         weights_group: communicator for weights of replicas; None: use the communicator for tokens.
     """
 
@@ -90,8 +90,7 @@ class PlacedMoELayer(CountedMoELayer):
 
     def fetch(self) -> None:
         """Apply the plan and start the transfer of replicas if it has not started. Collective on the expert group."""
-        assert self.layer_number is not None
-        plan = self.placements.of(self.layer_number)
+        plan = self.placements.of(number_in_model(self))
         if self.table is None or self.table.plan is not plan:
             self.table = SlotTable.of(plan, next(self.parameters()).device)
             group = self.placements.weights_group

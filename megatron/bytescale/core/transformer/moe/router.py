@@ -38,6 +38,7 @@ from megatron.core.utils import unwrap_model
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from megatron.bytescale.core.transformer.document_dropout import jitter
+from megatron.bytescale.core.transformer.moe.counted_layer import number_in_model
 from megatron.bytescale.core.transformer.moe.loads import SliceLoad
 from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter, with_gradient
 from megatron.bytescale.core.transformer.moe.step_loads import LAST, count_choices, shares_of_last_step
@@ -55,7 +56,7 @@ class DocumentRouter(SliceRouter):
         eps = self.config.moe_input_jitter_eps
         if not eps or not self.training:
             return input
-        return input * jitter(self.runtime, self.layer_number, input.shape, eps).to(input.dtype)
+        return input * jitter(self.runtime, number_in_model(self), input.shape, eps).to(input.dtype)
 
     def _apply_aux_loss(
         self,
@@ -172,13 +173,12 @@ class DocumentRouter(SliceRouter):
         """
         batch = self.runtime.step.batch
         assert batch is not None, "no planned step is running"
-        layers = self.config.num_layers  # multi-token prediction layers have higher numbers
         num_parts = self.runtime.run.cluster.num_ranks * get_num_microbatches()
         get_moe_metrics_tracker().record(
             name,
             loss * (num_parts / batch.num_tokens),
-            self.layer_number + layers * self.is_mtp_layer,
-            layers + (self.config.mtp_num_layers or 0),
+            number_in_model(self),
+            self.config.num_layers + (self.config.mtp_num_layers or 0),
             reduce_group=self.tp_cp_group,
         )
 
@@ -186,14 +186,15 @@ class DocumentRouter(SliceRouter):
 def padding_mask(packed: PackedMicroBatch, model: torch.nn.Module) -> torch.Tensor | None:
     """Return Megatron's ``padding_mask``, bool [1, rows], True in padding; None without experts.
 
-    Under sequence parallelism the first pipeline stage splits the mask over the tensor-parallel ranks. Later stages use
-    the mask unchanged, so there it is already this rank's part.
+    Under sequence parallelism Megatron splits the mask over the tensor-parallel ranks where it embeds tokens. Elsewhere
+    the mask is already this rank's part: on later pipeline stages, and with multi-token prediction, where a hook embeds
+    the tokens.
     """
     chunk = unwrap_model(model)
     if chunk.config.num_moe_experts is None:
         return None
     mask = torch.arange(packed.num_rows, device=packed.tokens.device) >= packed.micro_batch.num_tokens
-    if chunk.config.sequence_parallel and not chunk.pre_process:
+    if chunk.config.sequence_parallel and (chunk.mtp_process or not chunk.pre_process):
         group = chunk.pg_collection.tp
         mask = mask.chunk(group.size())[group.rank()]
     return mask[None]

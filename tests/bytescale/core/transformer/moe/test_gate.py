@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +55,9 @@ def test_experts_of_tokens_are_counted() -> None:
 class Top1(torch.nn.Module):
     """Fake of Megatron's router."""
 
+    config = SimpleNamespace(num_layers=4)
     layer_number = 1
+    is_mtp_layer = False
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -111,8 +114,8 @@ def test_noise_is_for_training_alone() -> None:
     assert torch.equal(noisy, again)
     expected, _ = gate.gates(logits() + gumbel_noise(gate.tokens.reshape(-1), EXPERTS, (5, 3, 1)), 1.0)  # type: ignore[union-attr]
     assert torch.allclose(noisy, expected)
-    for layer, step in ((2, 3), (1, 4)):
-        router.layer_number, gate.step = layer, step
+    for layer, is_later, step in ((2, False, 3), (1, True, 3), (1, False, 4)):
+        router.layer_number, router.is_mtp_layer, gate.step = layer, is_later, step
         assert not torch.allclose(noisy, router.routing(rows)[0])
     router.eval()
     plain, _ = gate.gates(logits(), 1.0)
