@@ -125,13 +125,13 @@ class LoaderSettings:
             batches = [with_weights(packed, source, sample_ids) for packed in batches]
         if isinstance(source, RolloutSource):
             batches = [with_rollouts(packed, source, sample_ids) for packed in batches]
+        if self.future_tokens:
+            batches = [self._with_future(packed, source, sample_ids, lengths) for packed in batches]
         if self.normalization == "documents":
             batches = with_means(batches, source, sample_ids, lengths, lambda sample_id: (sample_id,))
         elif self.normalization == "groups":
             assert isinstance(source, GroupSource), f"{source=}"
             batches = with_means(batches, source, sample_ids, lengths, source.members)
-        if self.future_tokens:
-            batches = [self._with_future(packed, source, sample_ids, lengths) for packed in batches]
         if self.grams is not None:
             batches = [with_gram_rows(packed, self.grams, source, sample_ids) for packed in batches]
         return tuple(packed.pinned() if self.pin_memory else packed for packed in batches)

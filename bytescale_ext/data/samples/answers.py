@@ -124,11 +124,12 @@ def with_means(
 ) -> list[PackedMicroBatch]:
     """Return micro-batches or slices whose loss is a mean over documents, or groups, of the mean over their labels.
 
-    A label of a group with n labels of a weight other than 0 has 1 / n of its weight. The first of these labels counts
-    the group, wherever its row is; so each group counts once in a step. A document alone is a group of one.
+    A label of a group with n labels of a weight other than 0 has 1 / n of its weight, and so have later tokens. The
+    first of these labels counts the group, wherever its row is; so each group counts once in a step. A document alone
+    is a group of one.
 
     Args:
-        batches: micro-batches or slices with weights.
+        batches: micro-batches or slices with weights, also of their later tokens.
         source: samples.
         sample_ids: sample of each sequence of the plan.
         lengths: tokens of each sequence of the plan.
@@ -154,6 +155,7 @@ def _with_means(
     """Return one micro-batch or slice of ``with_means``."""
     mask = packed.loss_mask.numpy().copy()
     counts = np.zeros_like(mask)
+    future = None if packed.future_weights is None else packed.future_weights.clone()
     row = 0
     for shard in packed.micro_batch.shards:
         sample_id = sample_ids[shard.seq]
@@ -162,10 +164,13 @@ def _with_means(
         for start, stop in shard.ranges:
             rows = slice(row, row + stop - start)
             mask[rows] /= max(1, num_labels)
+            if future is not None:
+                future[rows] /= max(1, num_labels)
             if start <= first < stop:
                 counts[row + first - start] = 1.0
             row = rows.stop
-    return replace(packed, loss_mask=torch.from_numpy(mask), label_counts=torch.from_numpy(counts))
+    labels_of_rows = {"loss_mask": torch.from_numpy(mask), "label_counts": torch.from_numpy(counts)}
+    return replace(packed, **labels_of_rows, future_weights=future)
 
 
 def label_weights(source: TokenSource, sample_id: int, length: int) -> np.ndarray:

@@ -77,7 +77,6 @@ REFUSALS = (
            equals("position_embedding_type", "learned_absolute") & above("pipeline_model_parallel_size", 1)),
     refuse("--mtp-use-repeated-layer in slices", "multi_token", "remove one: keys of a layer that runs several times "
            "cannot be told apart", given("mtp_use_repeated_layer") & IS_CUT),
-    refuse("--ngram-layers", "multi_token", "remove one of them"),
 )  # fmt: skip
 
 MULTI_TOKEN = Feature(

@@ -159,7 +159,6 @@ EXAMPLES = {
     "--train-samples with --hdp-global-tokens": "--train-samples 8 --hdp-global-tokens 512",
     "--hdp-loader ray with --hdp-global-tokens": "--hdp-loader ray --hdp-global-tokens 512",
     "--loss-normalization documents with --sculpt-windows": "--loss-normalization documents --sculpt-windows a",
-    "--loss-normalization with --mtp-num-layers": "--loss-normalization documents --mtp-num-layers 1",
     "--loss-normalization groups without --sft": "--loss-normalization groups",
     "--loss-normalization documents with --draft-heads": "--loss-normalization documents --draft-heads medusa",
     "--hdp-blend-by tokens with --hdp-loader ray": "--hdp-blend-by tokens --hdp-loader ray",

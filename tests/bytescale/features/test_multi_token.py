@@ -26,7 +26,6 @@ REFUSED = (
         "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2", 2, "learned_absolute in pipeline"
     ),
     ("--mtp-use-repeated-layer --seq1f1b-slices 2 --pipeline-model-parallel-size 2", 2, "in slices"),
-    ("--ngram-layers 1", 1, "--ngram-layers"),
 )  # fmt: skip
 
 

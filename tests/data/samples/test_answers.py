@@ -93,6 +93,21 @@ def test_documents_without_weights_count_all_labels() -> None:
     assert int(packed.num_labels) == 17
 
 
+def test_later_tokens_of_a_document_weigh_as_its_labels() -> None:
+    """Each depth with a token counts as much as the next token: the weights of a document have the sum 1."""
+    settings = LoaderSettings(0, 1, future_tokens=2, weighs_future=True, normalization="documents")
+    (packed,) = settings.read(
+        units_of([MicroBatch(SHARDS["pack"])], LENGTHS, 0, 1, None), MemorySource(LENGTHS), [0, 1, 2], LENGTHS
+    )
+    weights, row = packed.future_weights, 0
+    assert weights is not None
+    for shard in SHARDS["pack"]:
+        rows = slice(row, row + shard.num_tokens)
+        row = rows.stop
+        num_labels = int((packed.loss_mask[rows] > 0).sum())
+        assert weights[rows].sum(0).tolist() == pytest.approx([float(num_labels > depth) for depth in (1, 2)])
+
+
 def test_the_loader_asks_sources_that_know() -> None:
     micro_batch = MicroBatch(SHARDS["pack"])
     assert isinstance(MarkedSource(LENGTHS), WeightSource)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from tests.e2e.oracle import draw_weights_by_name, train_documents_one_by_one
+from tests.e2e.oracle import draw_weights_by_name, gradients, relative_error, train_documents_one_by_one
 from tests.e2e.pipelines import FULL, PP2, TOLERANCE, Layout, check_equals, oracle_of, train_one_by_one
-from tests.e2e.training import HDP, MODEL, Outcome
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train_once
 from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
@@ -74,6 +74,18 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, 
         for depth in (1, 2):  # random tokens: about the logarithm of the vocabulary
             assert all(3 < loss < 7 for loss in depth_losses(outcomes[-1], depth))
             assert len(depth_losses(outcomes[-1], depth)) == len(expected[0])
+
+
+@pytest.mark.full
+def test_depths_have_means_over_documents(corpus: Path) -> None:
+    """Gradients of Megatron without ``--calculate-per-token-loss`` are means over micro-batches, here documents."""
+    common = [*MODELS["multi-token"], *TRAIN, "--data-path", corpus]
+    expected = train_once(1, *common, "--micro-batch-size", 1, entry=train_documents_one_by_one)
+    flags = [*HDP, "--hdp-tokens-per-rank", 128, "--loss-normalization", "documents"]
+    found = train_once(2, *common, *flags)
+    wanted = gradients(expected.save)
+    for key, value in gradients(found.save).items():
+        assert "_extra" in key or relative_error(value, wanted[key]) < TOLERANCE, key
 
 
 def depth_losses(outcome: Outcome, depth: int) -> list[float]:

@@ -46,6 +46,7 @@ CASES = {
     ),
     "tensor-parallel-recompute": Layout(2, TP2, tp_size=2),
 }
+LATER = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5".split()
 HOST = ["--host-tables", "ngram", "--table-cache-rows"]
 HOST_CASES = {
     "rings-packs-policy": Layout(2, [*HOST, "0.3", "--hdp-tokens-per-rank", "128", *POLICY]),
@@ -66,6 +67,21 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, 
     expected = oracle_of(corpus, entry=train_plain_memory_one_by_one)
     outcomes = check_equals(expected, corpus, tmp_path, CASES[name], [*HDP, *NGRAM], entry=train_with_drawn_memory)
     assert "n-gram memory of 2,448 parameters in each of the layers 2, 3" in outcomes[0].text
+
+
+@pytest.mark.full
+def test_memories_are_below_layers_of_later_tokens(corpus: Path, tmp_path: Path) -> None:
+    model = [*MODEL, *LATER]
+    expected = oracle_of(corpus, model, train_plain_memory_one_by_one)
+    given = {"entry": train_with_drawn_memory, "model": model}
+    check_equals(
+        expected,
+        corpus,
+        tmp_path,
+        Layout(2, [*SLICES, "--hdp-tokens-per-rank", "256"], num_stages=2),
+        [*HDP, *NGRAM],
+        **given,
+    )
 
 
 def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> None:

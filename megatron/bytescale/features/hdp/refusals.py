@@ -105,8 +105,6 @@ REFUSALS = (
            equals("loss_normalization", "groups") & ~given("sft") & ~given("trains_on_answers")),
     refuse("--loss-normalization documents with --sculpt-windows", "hdp", "remove it: windows hold several documents",
            equals("loss_normalization", "documents") & given("sculpt_windows")),
-    refuse("--loss-normalization with --mtp-num-layers", "hdp", "use --loss-normalization tokens",
-           equals("loss_normalization", "documents", "groups") & given("mtp_num_layers")),
     refuse("--loss-normalization documents with --draft-heads", "hdp", "use --loss-normalization tokens",
            equals("loss_normalization", "documents") & given("draft_heads")),
     refuse("--hdp-blend-by tokens with --hdp-loader ray", "hdp", "remove it: text has no lengths yet",
