@@ -229,13 +229,26 @@ def _gathers_uneven(original: Callable[..., Work]) -> Callable[..., Work]:
     ) -> Work:
         if len({part.shape for part in tensor_list}) == 1:
             return original(tensor_list, tensor, group, async_op)
-        assert not async_op, f"{async_op=}"
         tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
-        for rank, part in enumerate(tensor_list):
-            torch.distributed.broadcast(part, group=group, group_src=rank)
-        return None
+        works = [
+            torch.distributed.broadcast(part, group=group, group_src=rank, async_op=async_op)
+            for rank, part in enumerate(tensor_list)
+        ]
+        return _Works(works) if async_op else None
 
     return all_gather
+
+
+class _Works:
+    """Several messages that run as one."""
+
+    def __init__(self, works: list[torch.distributed.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        for work in self.works:
+            work.wait()
 
 
 def _scatters_uneven(original: Callable[..., Work]) -> Callable[..., Work]:

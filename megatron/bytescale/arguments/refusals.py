@@ -232,7 +232,11 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "remove the overlap", _IS_EMERGING & given("overlap_param_gather_with_optimizer_step")),
     refuse("--optimizer of another package with --num-distributed-optimizer-instances > 1", ALWAYS, "leave it at 1",
            _IS_EMERGING & above("num_distributed_optimizer_instances", 1)),
-    refuse("--optimizer of another package", ALWAYS, "install emerging-optimizers, or use adam or sgd",
+    refuse("--optimizer of another package with sharded float32", ALWAYS, "add --bf16: Megatron 0.19.2 fails in the "
+           "first step without it", _IS_EMERGING & ~given("bf16")
+           & (given("use_distributed_optimizer") | equals("optimizer", "dist_muon"))),
+    refuse("--optimizer of another package", ALWAYS, "install emerging-optimizers (pip install .[optimizers]), or use "
+           "adam or sgd",
            _IS_EMERGING & _LACKS_OPTIMIZERS),
     refuse("--optimizer-cpu-offload on CPU", ALWAYS, "remove it: it needs a GPU",
            _IS_ON_CPU & given("optimizer_cpu_offload")),

@@ -131,7 +131,7 @@ LINES: Final[dict[str, PublicLine]] = {
         f"--moe-grouped-gemm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 {BASE} {SAMPLED} --bf16 {DDP} "
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttmL "
         "--recompute-granularity selective --recompute-modules moe_act mlp",
-        "? --train-samples, ? --pipeline-model-parallel-layout",
+        "? --train-samples",
     ),
     "qwen2.5-7b": PublicLine(
         "examples/post_training/modelopt/conf/Qwen/Qwen2.5-7B-Instruct.sh",
@@ -317,7 +317,7 @@ LINES: Final[dict[str, PublicLine]] = {
         "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_muon",
         f"2 --num-layers 2 {LLAMA} {CI} {EXPERTS} "
         "--expert-model-parallel-size 2 --optimizer muon --muon-momentum 0.9 --moe-token-dispatcher-type alltoall",
-        "? --optimizer, ? --optimizer",
+        "",
     ),
     "ci-offloading": PublicLine(
         "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading",

@@ -23,7 +23,7 @@ SIGNS = {"remove": "-", "add": "+", "replace": "=", "decide": "?"}
 NOT_HERE = """
 --train-samples --lr-decay-samples --lr-warmup-samples --rampup-batch-size --step-batch-size-schedule --mock-data
 --tokenizer-type --tokenizer-model --vocab-size --fp8-format --fp8-param-gather --fp8-amax-history-len
---fp8-amax-compute-algo --use-checkpoint-args --fim-data --optimizer --muon-momentum --pipeline-model-parallel-layout
+--fp8-amax-compute-algo --use-checkpoint-args --fim-data --pipeline-model-parallel-layout
 --hybrid-layer-pattern --spec --mamba-num-heads --num-distributed-optimizer-instances
 --fine-grained-activation-offloading --offload-modules --sft --save --load --train-iters --no-load-optim
 """.split()
