@@ -49,12 +49,12 @@ ONE_PROCESS = {
     "tensor_parallel_num_weight_shards": None,
     "overlap_p2p_comm": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
     "gradient_accumulation_fusion": False, "pipeline_model_parallel_layout": None,
+    "mtp_num_layers": None,  # the model decodes without these layers (DeepSeek-V3, section 2.2)
 }  # fmt: skip
 """Training arguments that decoding overrides."""
 CANNOT = {
     "num_experts": "mixtures of experts", "window_size": "sliding windows",
-    "multi_latent_attention": "latent attention", "mtp_num_layers": "layers for several tokens (MTP)",
-    "ngram_layers": "n-gram memory",
+    "multi_latent_attention": "latent attention", "ngram_layers": "n-gram memory",
     "heterogeneous_layers_config_path": "layers of unlike shapes", "heterogeneous_layers_config_encoded_json":
     "layers of unlike shapes",
 }  # fmt: skip

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import pretrain_gpt_hdp
 from megatron.bytescale.inference.engine import Generation, described
 from megatron.bytescale.inference.export import export_heads
-from tests.e2e.corpora import VOCAB
-from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.corpora import VOCAB, documents
+from tests.e2e.drafts import COMMON, LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.oracle import draw_weights_by_name
+from tests.e2e.training import MODEL, train_once
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -183,3 +186,30 @@ def test_figures_of_texts() -> None:
         "1 tokens in 0 forward passes after the prompt, 0.000 guesses"
     )
     assert described([one], 0.5, has_heads=False) == "4 tokens in 2 forward passes after the prompt, 8.0 tokens/s"
+
+
+def decode_alone(rank: int, world: int, folders: list[Path]) -> list[list[list[int]]]:
+    """Return the tokens that each model adds to the prompts."""
+    from bytescale_ext.decode.sampler import Sampler
+    from megatron.bytescale.inference.engine import GenerationRequest
+    from megatron.bytescale.inference.load import open_decoder
+
+    request = GenerationRequest(NEW_TOKENS, Sampler(0.0, VOCAB))
+    decoders = [open_decoder(folder, None, on_cpu=True)[0] for folder in folders]
+    return [[decoder.generate(prompt, request).tokens for prompt in prompts()] for decoder in decoders]
+
+
+def train_named() -> None:
+    """Entry with weights drawn by name."""
+    draw_weights_by_name()
+    pretrain_gpt_hdp.main()
+
+
+def test_a_model_with_later_layers_decodes_without_them() -> None:
+    """Losses of later tokens have no weight here, so the model is trained as without their layers."""
+    common = [*MODEL, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1]
+    later = ["--mtp-num-layers", 1, "--mtp-loss-scaling-factor", 0]
+    folders = [train_once(1, *common, *flags, entry=train_named).save for flags in ([], later)]
+    alone, with_later = run_ranks(decode_alone, 1, folders)[0]
+    assert alone == with_later
+    assert len({tuple(tokens) for tokens in alone}) > 1
