@@ -47,7 +47,19 @@ class _DeviceType(type):
         return isinstance(value, _DEVICE)
 
 
-Work = torch.distributed.Work | None
+class _Works:
+    """Several messages that run as one."""
+
+    def __init__(self, works: list[torch.distributed.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        for work in self.works:
+            work.wait()
+
+
+Work = torch.distributed.Work | _Works | None
 """Result of a collective: a handle if it is asynchronous, else None."""
 Group = torch.distributed.ProcessGroup | None
 Replacement = tuple[type | ModuleType, str, object]
@@ -237,18 +249,6 @@ def _gathers_uneven(original: Callable[..., Work]) -> Callable[..., Work]:
         return _Works(works) if async_op else None
 
     return all_gather
-
-
-class _Works:
-    """Several messages that run as one."""
-
-    def __init__(self, works: list[torch.distributed.Work]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        """Wait for all messages."""
-        for work in self.works:
-            work.wait()
 
 
 def _scatters_uneven(original: Callable[..., Work]) -> Callable[..., Work]:

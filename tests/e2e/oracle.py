@@ -42,6 +42,14 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
+def train_with_named_weights() -> None:
+    """Entry that starts from weights that do not depend on the layout."""
+    import pretrain_gpt_hdp
+
+    draw_weights_by_name()
+    pretrain_gpt_hdp.main()
+
+
 def draw_weights_by_name(scale: float = 0.1, everything: bool = False) -> None:
     """Start every layout from the same weights. In Megatron they depend on the pipeline stage and the expert rank.
 

@@ -169,8 +169,9 @@ def _with_means(
             if start <= first < stop:
                 counts[row + first - start] = 1.0
             row = rows.stop
-    labels_of_rows = {"loss_mask": torch.from_numpy(mask), "label_counts": torch.from_numpy(counts)}
-    return replace(packed, **labels_of_rows, future_weights=future)
+    return replace(
+        packed, loss_mask=torch.from_numpy(mask), label_counts=torch.from_numpy(counts), future_weights=future
+    )
 
 
 def label_weights(source: TokenSource, sample_id: int, length: int) -> np.ndarray:

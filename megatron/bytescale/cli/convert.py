@@ -65,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
             converted = from_hugging_face(args.input, args.output, args.dtype)
             num_parameters, notes = converted.parameters, converted.notes
             summary = {"output": str(args.output), "parameters": num_parameters, "training_flags": converted.flags}
-            summary["notes"] = notes
             flags = ["--load", str(args.output), "--ckpt-format", "torch_dist", *converted.flags]
             text = f"train with {shlex.join(flags)}"
         else:
-            kind, num_parameters = to_folder(args.load, args.output)
-            summary = {"output": str(args.output), "parameters": num_parameters, "model_type": kind}
+            exported = to_folder(args.load, args.output)
+            num_parameters, notes = exported.parameters, exported.notes
+            summary = {"output": str(args.output), "parameters": num_parameters, "model_type": exported.kind}
             text = f"load with transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})"
     if args.json:
-        print(json.dumps(summary))
+        print(json.dumps({**summary, "notes": notes}))
     else:
         print("\n".join([f"{one_line(args.output)}: {num_parameters:,} parameters", *notes, text]))
     return 0

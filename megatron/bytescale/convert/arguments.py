@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NEEDED: Final[dict[str, object]] = {
     "swiglu": True, "quick_geglu": False, "normalization": "RMSNorm", "rotary_percent": 1.0,
     "rotary_interleaved": False, "add_bias_linear": False, "apply_layernorm_1p": False, "softmax_type": "vanilla",
-    "window_attn_skip_freq": None, "mtp_num_layers": None, "glu_linear_offset": 0.0,
+    "window_attn_skip_freq": None, "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None, "no_rope_freq": None, "qk_l2_norm": False,
     "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1, "ngram_layers": None,
     "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
@@ -75,7 +75,6 @@ class TrainedModel(RotaryArguments):
     no_rope_freq: int | list[int] | None = None
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
-    mtp_num_layers: int | None = None
     ngram_layers: tuple[int, ...] | None = None
     num_experts: int | None
     moe_ffn_hidden_size: int | None = None

@@ -76,6 +76,21 @@ class Converted:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A Hugging Face model that was made from a Megatron checkpoint.
+
+    Attributes:
+        kind: its ``model_type``.
+        parameters: number of parameters.
+        notes: parts of the checkpoint that were not used, one line for each kind.
+    """
+
+    kind: str
+    parameters: int
+    notes: list[str]
+
+
 def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converted:
     """Convert a Hugging Face model to a Megatron checkpoint.
 
@@ -108,8 +123,8 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
     return Converted(words, sum(parameter.numel() for parameter in model.parameters()), weights.notes())
 
 
-def to_folder(load: Path, output: Path) -> tuple[str, int]:
-    """Convert the last Megatron checkpoint in a folder to a Hugging Face model; return its kind and parameter count.
+def to_folder(load: Path, output: Path) -> Exported:
+    """Convert the last Megatron checkpoint in a folder to a Hugging Face model, without layers of later tokens.
 
     Args:
         load: folder of checkpoints (``--save`` of a training).
@@ -124,7 +139,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         for name in EXTRAS:
             if getattr(args, name, None):
                 raise ValueError(f"--load {load}: a model with {name} cannot be converted")
-        tokenizer = options_of(args, TokenizerFolder)
+        tokenizer, later = options_of(args, TokenizerFolder), getattr(args, "mtp_num_layers", None)
         source = source_of([load, tokenizer.load_folder(), tokenizer.folder()])
         derived = configuration(options_of(args, TrainedModel))
         config: HuggingFaceConfig = derived if source is None else completed(derived, source)
@@ -136,7 +151,8 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         if source is not None:
             add_source(source, part)
         write_config(config, part)
-    return str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values())
+    notes = [f"left out, because the model does not have it: multi-token prediction, {later} layer(s)"] if later else []
+    return Exported(str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values()), notes)
 
 
 def without_padding(state: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:

@@ -17,10 +17,12 @@ from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_core_attenti
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.launch import TRACKER
 from tests.bytescale.convert.models import MODELS, VOCAB, configuration_of
-from tests.e2e.corpora import write_documents
+from tests.e2e.corpora import documents, write_documents
+from tests.e2e.drafts import COMMON, ONE
 from tests.e2e.hdp.test_models import PlainAttention
 from tests.e2e.once import once
-from tests.e2e.training import HDP, TRAIN, train, train_ranks
+from tests.e2e.oracle import train_with_named_weights
+from tests.e2e.training import HDP, MODEL, TRAIN, train, train_once, train_ranks
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -64,7 +66,7 @@ def convert_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
     for kind in MODELS:
         converted = from_hugging_face(folder / kind, folder / f"{kind}-megatron", None)
         assert converted.notes == []
-        back, _ = to_folder(folder / f"{kind}-megatron", folder / f"{kind}-back")
+        back = to_folder(folder / f"{kind}-megatron", folder / f"{kind}-back").kind
         tokens, logits = torch.load(folder / f"{kind}.pt")
         difference = (megatron_logits(folder / f"{kind}-megatron", tokens) - logits).abs().max()
         found[kind] = (converted.flags, converted.parameters, back, float(difference / logits.abs().max()))
@@ -284,6 +286,29 @@ def back_from(rank: int, world: int, save: Path) -> dict[str, Any]:
     to_folder(save, save.parent / "back")
     rows = load_file(save.parent / "back" / "model.safetensors")["model.embed_tokens.weight"].shape[0]
     return {**json.loads((save.parent / "back" / "config.json").read_text()), "rows": rows}
+
+
+def exported(rank: int, world: int, saved: list[Path], folder: Path) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+    """Return the notes and the tensors of each checkpoint after the way to a Hugging Face model."""
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.bytescale.convert.folders import to_folder
+
+    notes = [to_folder(save, folder / str(number)).notes for number, save in enumerate(saved)]
+    return [(note, load_file(folder / str(number) / "model.safetensors")) for number, note in enumerate(notes)]
+
+
+def test_a_model_with_later_layers_is_written_without_them(tmp_path: Path) -> None:
+    """Losses of later tokens have no weight here, so the model is trained as without their layers."""
+    common = [*MODEL, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1]
+    later = ["--mtp-num-layers", 1, "--mtp-loss-scaling-factor", 0]
+    runs = [train_once(1, *common, *flags, entry=train_with_named_weights) for flags in ([], later)]
+    alone, with_later = run_ranks(exported, 1, [run.save for run in runs], tmp_path, timeout=600)[0]
+    assert alone[0] == []
+    assert with_later[0] == ["left out, because the model does not have it: multi-token prediction, 1 layer(s)"]
+    assert alone[1].keys() == with_later[1].keys()
+    assert all(torch.allclose(tensor, with_later[1][name], atol=1e-5) for name, tensor in alone[1].items())
 
 
 def test_a_type_is_chosen(found: dict[str, Any]) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain_gpt_hdp
 from megatron.bytescale.inference.engine import Generation, described
 from megatron.bytescale.inference.export import export_heads
 from tests.e2e.corpora import VOCAB, documents
 from tests.e2e.drafts import COMMON, LAYOUTS, ONE, heads_of, trunk
-from tests.e2e.oracle import draw_weights_by_name
+from tests.e2e.oracle import train_with_named_weights
 from tests.e2e.training import MODEL, train_once
 from tests.harness import run_ranks
 
@@ -199,17 +198,11 @@ def decode_alone(rank: int, world: int, folders: list[Path]) -> list[list[list[i
     return [[decoder.generate(prompt, request).tokens for prompt in prompts()] for decoder in decoders]
 
 
-def train_named() -> None:
-    """Entry with weights drawn by name."""
-    draw_weights_by_name()
-    pretrain_gpt_hdp.main()
-
-
 def test_a_model_with_later_layers_decodes_without_them() -> None:
     """Losses of later tokens have no weight here, so the model is trained as without their layers."""
     common = [*MODEL, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1]
     later = ["--mtp-num-layers", 1, "--mtp-loss-scaling-factor", 0]
-    folders = [train_once(1, *common, *flags, entry=train_named).save for flags in ([], later)]
+    folders = [train_once(1, *common, *flags, entry=train_with_named_weights).save for flags in ([], later)]
     alone, with_later = run_ranks(decode_alone, 1, folders)[0]
     assert alone == with_later
     assert len({tuple(tokens) for tokens in alone}) > 1

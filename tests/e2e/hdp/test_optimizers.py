@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.oracle import draw_weights_by_name
+from tests.e2e.oracle import train_with_named_weights
 from tests.e2e.pipelines import train_one_by_one
 from tests.e2e.training import HDP, MODEL, TRAIN, train_once, train_ranks
 
@@ -32,21 +32,13 @@ CASES: dict[str, tuple[list[str], list[str], list[str]]] = {  # optimizer, flags
 }
 
 
-def with_named_weights() -> None:
-    """Entry with weights drawn by name."""
-    import pretrain_gpt_hdp
-
-    draw_weights_by_name()
-    pretrain_gpt_hdp.main()
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in CASES])
 def test_updates_are_those_of_one_process(name: str, corpus: Path) -> None:
     optimizer, model, flags = CASES[name]
     common = [*MODEL, *TRAIN, "--data-path", corpus, "--optimizer", *optimizer, *model]
     one_by_one = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
     expected = train_once(1, *common, *one_by_one, entry=train_one_by_one)
-    found = train_ranks(2, *common, *HDP, "--hdp-tokens-per-rank", 256, *flags, entry=with_named_weights)[-1]
+    found = train_ranks(2, *common, *HDP, "--hdp-tokens-per-rank", 256, *flags, entry=train_with_named_weights)[-1]
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
@@ -56,8 +48,8 @@ def test_updates_are_those_of_one_process(name: str, corpus: Path) -> None:
 def test_a_resumed_run_goes_on(flags: list[str], form: str, corpus: Path, tmp_path: Path) -> None:
     common = [*MODEL, *TRAIN, *HDP, "--data-path", corpus, "--optimizer", "muon", *flags, "--ckpt-format", form]
     words = [*common, "--hdp-tokens-per-rank", 256, "--hdp-learn-costs", "off", "--train-iters", 4]
-    whole = train_ranks(2, *words, entry=with_named_weights)[-1]
-    begun = train_ranks(2, *words, "--save", tmp_path, "--exit-interval", 2, entry=with_named_weights)[-1]
-    resumed = train_ranks(2, *words, "--load", tmp_path, entry=with_named_weights)[-1]
+    whole = train_ranks(2, *words, entry=train_with_named_weights)[-1]
+    begun = train_ranks(2, *words, "--save", tmp_path, "--exit-interval", 2, entry=train_with_named_weights)[-1]
+    resumed = train_ranks(2, *words, "--load", tmp_path, entry=train_with_named_weights)[-1]
     assert begun.losses == whole.losses[:2]
     assert resumed.losses[0] == whole.losses[2]  # the next log line has the mean of two steps

@@ -15,7 +15,7 @@ import torch
 from bytescale_ext.data.samples.lengths import read_idx_lengths
 from tests.data.chats import Messages, random_chats, write_lines, write_tokenizer
 from tests.e2e.once import once
-from tests.e2e.oracle import draw_weights_by_name, gradients, relative_error
+from tests.e2e.oracle import gradients, relative_error, train_with_named_weights
 from tests.e2e.pipelines import train_one_by_one, whole_gradients
 from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train_once, train_ranks
 from tests.harness import run_ranks
@@ -87,14 +87,6 @@ class Recorded:
 def common(data: Path, *flags: object, name: str = "chats") -> list[object]:
     vocabulary = ["--vocab-size", 383]  # 384 rows in the embedding, from the tokenizer's 330 tokens and padding
     return [*MODEL, *TRAIN, "--data-path", data / name, *vocabulary, *flags]
-
-
-def train_with_named_weights() -> None:
-    """Entry that starts from weights that do not depend on the layout."""
-    import pretrain_gpt_hdp
-
-    draw_weights_by_name()
-    pretrain_gpt_hdp.main()
 
 
 def stock_data_set(folder: str) -> None:
