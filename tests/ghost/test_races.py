@@ -15,7 +15,6 @@ from tests.ghost.devices import GHOST_GPUS, needs_ghosts
 from tests.ghost.mutants import MUTANTS, Mutant
 from tests.ghost.training import train_drawn
 from tests.harness import ranks_on
-from tests.sample import sampled
 
 pytestmark = [pytest.mark.ranks, needs_ghosts]
 
@@ -83,7 +82,8 @@ def races_of(case: Case, folder: Path, corpus: Path, mutant: Mutant | None = Non
     return [line for line in lines if line.startswith("RACE ") and IN_THE_ENGINE not in line]
 
 
-@pytest.mark.parametrize("case", sampled(OWN_STREAMS, []), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("case", OWN_STREAMS, ids=str)
 def test_no_races(case: Case, corpus: Path, tmp_path: Path) -> None:
     assert races_of(case, tmp_path, corpus) == []
 

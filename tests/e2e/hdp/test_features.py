@@ -130,7 +130,8 @@ def test_noise_belongs_to_documents_so_ranks_and_layouts_do_not_change_it(
     assert alone.losses != pytest.approx(plain.losses[:2], rel=1e-3)
 
 
-@pytest.mark.parametrize("size", sampled([None, 12], []))
+@pytest.mark.full
+@pytest.mark.parametrize("size", [None, 12])
 def test_evaluation_equals_one_process(size: int | None, corpus: Path) -> None:
     batch: list[object] = [] if size is None else ["--eval-global-batch-size", size]
     evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2".split()

@@ -18,7 +18,6 @@ from tests.e2e.oracle import gradients, relative_error
 from tests.e2e.pipelines import whole_gradients
 from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train_once
 from tests.harness import run_ranks
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -90,7 +89,8 @@ def run_of(data: Path, loss: str, num_ranks: int, *flags: object) -> SavedRun:
 CASES = [("dpo:0.2", name) for name in LAYOUTS] + [("orpo", "rings and idle ranks")]
 
 
-@pytest.mark.parametrize(("loss", "name"), sampled(CASES, []))
+@pytest.mark.full
+@pytest.mark.parametrize(("loss", "name"), CASES)
 def test_loss_and_gradients_equal_one_process(loss: str, name: str, data: Path) -> None:
     alone = run_of(data, loss, 1, "--hdp-tokens-per-rank", 1024)
     num_ranks, flags = LAYOUTS[name]

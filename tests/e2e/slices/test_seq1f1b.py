@@ -139,7 +139,8 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(FEATURES, []))
+@pytest.mark.full
+@pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str, runs: Runs) -> None:
     num_ranks, flags, partition = FEATURES[name]
     slices = f"--seq1f1b-slices 3 --seq1f1b-partition {partition}"

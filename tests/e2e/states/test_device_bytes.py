@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.e2e.once import once
 from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_ranks, train_with
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -85,7 +84,8 @@ def figures(corpus: Path, folder: Path, *flags: object) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], []))
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_device_holds_what_was_forecast(stage: int, corpus: Path, tmp_path: Path) -> None:
     resident, losses = once(partial(resident_figures, corpus), "device bytes")
     # (6 + 12 / 2) bytes per parameter, over the resident bytes: parameters and gradients, only parameters, or one

@@ -17,7 +17,7 @@ from tests.e2e.experts.test_placement import EP2, MOE, SLOTS
 from tests.e2e.states.test_ngram import NGRAM
 from tests.e2e.states.test_paged import HOST_GB_OF_STAGE_3, PAGED
 from tests.e2e.training import HDP, MODEL, TRAIN, plan_in_process, record_steps, train_ranks
-from tests.sample import examples, sampled
+from tests.sample import examples
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +41,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("names", sampled([" + ".join(case) for case in CASES], []))
+@pytest.mark.full
+@pytest.mark.parametrize("names", [" + ".join(case) for case in CASES])
 def test_pairs_and_triples(names: str, corpus: Path, tmp_path: Path) -> None:
     case = names.split(" + ")
     flags = [word for name in case for word in FEATURES[name]]

@@ -56,7 +56,8 @@ HOST_CASES = {
 HOST_RUN = [*NGRAM, "--ckpt-format", "torch_dist"]
 
 
-@pytest.mark.parametrize("name", sampled(HOST_CASES, []))
+@pytest.mark.full
+@pytest.mark.parametrize("name", HOST_CASES)
 def test_tables_on_the_host_train_as_one_plain_table(name: str, corpus: Path, tmp_path: Path) -> None:
     expected = oracle_of(corpus, entry=train_plain_table_one_by_one)
     check_equals(expected, corpus, tmp_path, HOST_CASES[name], [*HDP, *HOST_RUN], entry=train_with_drawn_memory)

@@ -20,7 +20,6 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.placement import liveness_bound
 from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
 from tests.harness import run_ranks
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -104,7 +103,8 @@ def predicted(plan: ActivationPlan, load: float, operators: LayerOperators) -> f
     return forecast(plan, of_step, Machine(1e12, 1e12)).device_bytes + ends
 
 
-@pytest.mark.parametrize("operators", sampled(OPERATORS, []))
+@pytest.mark.full
+@pytest.mark.parametrize("operators", OPERATORS)
 def test_live_bytes_with_experts_are_within_five_percent_of_the_prediction(operators: str) -> None:
     ranks = run_ranks(measure, 2, operators)
     for name, plan in PLANS.items():
