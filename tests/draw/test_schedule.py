@@ -41,6 +41,12 @@ def test_each_action_is_a_box_with_its_micro_batch_and_slice(tmp_path: Path) -> 
     assert Counter(texts) >= Counter([*named, *others])
 
 
+def test_narrow_boxes_have_no_text(tmp_path: Path) -> None:
+    fills, texts = drawn(simulated(1, 16, 4), tmp_path / "schedule.svg")
+    assert len(fills) == 16 * 4 * 2
+    assert "15.3" not in texts
+
+
 def test_colours_tell_passes_micro_batches_and_slices_apart() -> None:
     colours = {
         (timed.action.kind, timed.action.micro_batch, timed.action.slice_index): _colour(timed)

@@ -58,6 +58,7 @@ def test_a_rank_is_slow_beside_the_median_of_the_others() -> None:
     assert find_stragglers({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.0}, HOSTS) == (Straggler(3, "b", 3.0),)
     assert find_stragglers({0: 1.0, 1: 1.0, 2: 0.99 * SLOW_FACTOR, 3: 1.0}, HOSTS) == ()
     assert find_stragglers({0: 1.0, 1: 1.0, 2: SLOW_FACTOR, 3: 1.0}, HOSTS) == (Straggler(2, "b", SLOW_FACTOR),)
+    assert find_stragglers({0: math.nan, 3: 3.0}, HOSTS) == ()  # no other rank has a pace
 
 
 def test_rings_and_small_micro_batches_do_not_count() -> None:

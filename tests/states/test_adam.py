@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,8 +130,10 @@ def load(run: Resident, saved: Resident) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
 
 
-def test_the_device_holds_no_copies_while_gradients_are_attached() -> None:
-    paged = Paged(torch.bfloat16)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_device_holds_no_copies_while_gradients_are_attached(stage: int) -> None:
+    """From stage 2 on, gradients are in host memory."""
+    paged = Paged(torch.bfloat16, config=replace(AMPLE, stage=stage))
     values = [one.clone() for one in paged.main]
     paged.adam.begin_step()
     assert all(one.untyped_storage().nbytes() == 4 for one in paged.main)

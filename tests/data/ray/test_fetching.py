@@ -18,6 +18,7 @@ class Ray:
         GetTimeoutError=type("GetTimeoutError", (TimeoutError,), {}),
         RayTaskError=type("RayTaskError", (Exception,), {}),
         ObjectLostError=type("ObjectLostError", (Exception,), {}),
+        RayActorError=type("RayActorError", (Exception,), {}),
     )
 
     def get(self, reference: Any, timeout: float) -> Any:
@@ -58,3 +59,25 @@ def test_a_lost_value_is_asked_for_again_and_then_an_error(impatient: Ray) -> No
         fetching.fetch_shared(lambda: lambda: [lost])
     with pytest.raises(TimeoutError):
         fetching.fetch_shared(lambda: lambda: [None])
+
+
+def test_an_error_of_an_actor_has_its_original_type(impatient: Ray) -> None:
+    """Ray wraps an error once for each actor that it passed."""
+
+    def fail() -> None:
+        error = impatient.exceptions.RayTaskError("of the scheduler")
+        error.cause = impatient.exceptions.RayTaskError("of the server")
+        error.cause.cause = ValueError("a.jsonl:2: no text")
+        raise error
+
+    for call in (fetching.fetch, fetching.fetch_first):
+        with pytest.raises(ValueError, match=r"^a.jsonl:2: no text$"):
+            call(fail)
+
+
+def test_an_actor_that_cannot_start_is_an_error_of_one_line(impatient: Ray) -> None:
+    def fail() -> None:
+        raise impatient.exceptions.RayActorError("The actor died.\nNo module named x")
+
+    with pytest.raises(ValueError, match=r"an actor cannot start \(No module named x\): install this package"):
+        fetching.fetch_first(fail)

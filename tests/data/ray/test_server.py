@@ -57,3 +57,9 @@ def test_documents_unlike_their_index_are_refused(text: Path) -> None:
     text.unlink()
     with pytest.raises(ValueError, match=r"a.jsonl: cannot read .*every machine"):
         server(text).lengths(one)
+
+
+def test_a_line_without_text_is_named(text: Path) -> None:
+    text.write_text('{"text": "a"}\n{"body": "b"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:2: no text under the key 'text'"):
+        server(text).index(0, 0, 1 << 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -111,6 +112,18 @@ def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.Monke
         LimitedFunction(rendered, 20.0, 1 << 28)("{{ 'a' * 4000000000 }}")
     with pytest.raises(CallError, match="unknown tag 'x'"):
         render("{% x %}")
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    """The parent may be killed, so that nothing ends its process."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=template_limits._serve, args=(here, there, rendered, 20.0, 1 << 30))
+    process.start()
+    there.close()
+    here.close()
+    process.join(60.0)
+    assert process.exitcode == 0
 
 
 def test_a_limited_function_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:

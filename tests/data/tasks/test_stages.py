@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from datatrove.executor.ray import RayPipelineExecutor
 
 from bytescale_ext.data.clean.output import gather
 from bytescale_ext.data.clean.recipe import STEPS, Recipe
@@ -94,6 +95,22 @@ def test_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     expected = run(tmp_path, "expected", ExecutorSettings(), ("exact",))
     assert run(tmp_path, "out", ExecutorSettings("ray", workers=2), ("exact",)) == expected
+
+
+def test_ray_gets_the_tasks_and_workers_of_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is not started: this process runs what Ray would run."""
+    calls = []
+
+    def run_here(executor: RayPipelineExecutor) -> None:
+        calls.append((executor.world_size, executor.workers))
+        for rank in range(executor.world_size):
+            executor._run_for_rank(rank)
+
+    monkeypatch.setattr("ray.init", lambda *_, **__: None)
+    monkeypatch.setattr(RayPipelineExecutor, "run", run_here)
+    expected = run(tmp_path, "expected", ExecutorSettings(), ("exact",))
+    assert run(tmp_path, "out", ExecutorSettings("ray", workers=1), ("exact",)) == expected
+    assert (2, 1) in calls
 
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:1", "[::1]:1", "127.0.0.1:99999", "." * 64 + ":1"])

@@ -10,9 +10,11 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import expert_share
+from bytescale_ext.plan.schedule.slices import layer_cost
 from bytescale_ext.plan.setup.costs import (
     byte_seconds,
     cost_of_file,
+    equal_cost,
     exchange_seconds,
     slowest_stage,
     with_expert_exchange,
@@ -47,6 +49,17 @@ def test_costs_are_of_the_slowest_stage() -> None:
     assert stage_cost(run_of(shape=shape, cost=cost)) == cost.stage(8, has_head=True)
     assert stage_cost(run_of(hdp, shape=shape, cost=cost, stage_layers=(7, 1))) == cost.stage(7)
     assert stage_cost(run_of(hdp, shape=shape, cost=cost, stage_layers=(1, 7))) == cost.stage(7, has_head=True)
+
+
+def test_slices_have_equal_tokens_or_flops_or_seconds() -> None:
+    setup = run_of(cost=cost_of_rates(SHAPE, 1e12, 1e12, 1e12)).decision.setup
+    even, flops, seconds = (
+        equal_cost(replace(setup, sequences=replace(setup.sequences, partition=name)))
+        for name in ("even", "flops", "time")
+    )
+    assert even is None
+    assert seconds == slowest_stage(setup)[1].both
+    assert flops == layer_cost(SHAPE, "flops").both
 
 
 def test_padded_rows_of_experts_take_time_and_memory() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
@@ -70,6 +71,21 @@ def test_messages_between_chunks_go_from_the_last_stage_to_the_first(per_node: i
     seconds = forecast.message_seconds(table, ONE_SLICE)
     expected = [cost.latency + message_seconds(cost, 100, bool(one)) for one in leaving]
     assert seconds == pytest.approx(np.array([expected]))
+
+
+def test_slices_are_replayed_on_whole_stages() -> None:
+    forecast = CostedStrategy.of(TASK, Strategy(1, (2, 2), 1024, shares_optimizer=True, chunks=2)).forecast
+    assert [forecast.num_chunks(Slicing(count)) for count in (1, 2)] == [2, 1]
+
+
+def test_a_slow_stage_of_a_rank_takes_longer() -> None:
+    """The second stages have half the speed, so the passes of the only micro-batch take twice as long there."""
+    forecast = CostedStrategy.of(TASK, Strategy(1, (2, 2), 1024, shares_optimizer=True)).forecast
+    table = ShardTable.of(plan_naive([1000], 4, 1024))
+    slow = LearnedCosts(speeds=(0.5,) * 4, stage_speeds=((1.0,) * 4, (0.5,) * 4))
+    before, after = (forecast.replay(table, ONE_SLICE, learned) for learned in (UNLEARNED, slow))
+    _, second = (before.stops - before.starts).sum(axis=(0, 1))
+    assert after.makespan - before.makespan == pytest.approx(second)
 
 
 def test_closed_form_of_recomputed_layers_is_the_peak_of_a_plan() -> None:
