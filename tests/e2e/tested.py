@@ -1,6 +1,6 @@
 """Features that were trained together: the runs of a test session, and their table in docs/results/tested.md.
 
-    BYTESCALE_TESTED=runs/tested.jsonl make test
+    BYTESCALE_TESTED=runs/tested.jsonl make test-all
     .venv/bin/python -m tests.e2e.tested runs/tested.jsonl
 
 ``tests.e2e.training`` appends the flags of each successful run with hybrid data parallelism to the file that the

@@ -17,9 +17,8 @@ from tests.e2e.once import once
 from tests.faults.jobs import write_data
 from tests.faults.points import FAULTS, NUM_RANKS, Point, point_of
 from tests.faults.trials import Undisturbed, try_point, undisturbed
-from tests.sample import sampled
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 
 def prepared(fault: str) -> tuple[Point, Path, Undisturbed]:
@@ -34,7 +33,7 @@ def prepared(fault: str) -> tuple[Point, Path, Undisturbed]:
     return point, *once(lambda folder: (folder / "docs", make(folder)), "faults")
 
 
-@pytest.mark.parametrize("fault", sampled(["killed-saving", "planner"], ["planner"]))
+@pytest.mark.parametrize("fault", ["killed-saving", "planner"])
 def test_nothing_is_lost(fault: str, tmp_path: Path) -> None:
     point, corpus, expected = prepared(fault)
     tried = try_point(point, [corpus], expected, tmp_path)
@@ -42,7 +41,6 @@ def test_nothing_is_lost(fault: str, tmp_path: Path) -> None:
     assert (tried.resumed_from is not None) == FAULTS[fault].ends, tried
 
 
-@pytest.mark.full
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
 def test_nothing_is_lost_when_a_link_is_cut(tmp_path: Path) -> None:
     point, corpus, expected = prepared("cut-link")

@@ -1,7 +1,7 @@
 """Trainings that run on CPU ranks and on ghost GPUs.
 
-``make test`` runs the quick ones, which have each feature that owns a stream or a communicator once. ``make
-gpu-rehearsal`` runs all.
+``make test`` runs the quick ones: rings, copies to host memory, and replicas of experts. ``make gpu-rehearsal`` runs
+all.
 """
 
 from __future__ import annotations
@@ -66,24 +66,22 @@ NGRAM = (
 )
 
 CASES = (
-    Case("rings in float32", 2, f"{TWO} {BUCKETS} --hdp-attention-kernel reference", is_bf16=False, is_quick=True),
+    Case("rings in float32", 2, f"{TWO} {BUCKETS} --hdp-attention-kernel reference", is_bf16=False),
     Case("rings, windows, sinks, loss in chunks", 2,
          f"{TWO} {BUCKETS} --window-size 20,0 --window-attn-skip-freq 2 --softmax-type learnable "
          "--chunked-cross-entropy 32", is_quick=True),
-    Case("zero bubble", 2, f"{PP2} --seq1f1b-slices 2 --seq1f1b-zero-bubble", is_quick=True),
+    Case("zero bubble", 2, f"{PP2} --seq1f1b-slices 2 --seq1f1b-zero-bubble"),
     Case("memo and pages", 1,
          f"{ONE} --num-layers 4 --activation-policy memo --swap-fraction 0.4 --host-memory-gb 0.02 {PAGED}",
          is_quick=True),
     Case("swapped keys", 2,
-         f"{TWO} --num-layers 4 --seq1f1b-slices 3 --hdp-kept-keys 150 --hdp-swapped-keys 1000 --host-memory-gb 0.01",
-         is_quick=True),
+         f"{TWO} --num-layers 4 --seq1f1b-slices 3 --hdp-kept-keys 150 --hdp-swapped-keys 1000 --host-memory-gb 0.01"),
     Case("replicas of experts", 2,
          f"{TWO} {EXPERTS} --moe-layer-freq [1,1] --moe-router-load-balancing-type none --moe-expert-slots 3 "
          "--moe-placement-threshold 1.02 --no-gradient-accumulation-fusion", is_quick=True),
     Case("tensor parallelism", 2,
-         f"{ONE} --tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64 {SHARDED}",
-         is_quick=True),
-    Case("n-gram memory", 2, f"{TWO} {NGRAM}", is_quick=True),
+         f"{ONE} --tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64 {SHARDED}"),
+    Case("n-gram memory", 2, f"{TWO} {NGRAM}"),
     Case("four ranks", 4, f"{BUCKETS} --global-batch-size 8 --hdp-tokens-per-rank 64"),
     Case("four ranks, bytescale", 4, f"{BUCKETS} --hdp-balance bytescale --hdp-tokens-per-rank 64"),
     Case("four ranks, no balance", 4, f"{BUCKETS} --hdp-balance none --hdp-tokens-per-rank 64"),

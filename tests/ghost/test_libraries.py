@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.ghost.devices import GHOST_GPUS, needs_ghosts
 from tests.harness import RanksFailed, ranks_on, run_ranks
 
-pytestmark = [pytest.mark.ranks, needs_ghosts]
+pytestmark = [pytest.mark.ranks, pytest.mark.full, needs_ghosts]
 
 
 def error_of(function, *args) -> str:
@@ -52,7 +52,6 @@ def use_one_gpu(rank: int, world: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.full
 def test_one_gpu() -> None:
     with ranks_on(GHOST_GPUS):
         (found,) = run_ranks(use_one_gpu, 1)

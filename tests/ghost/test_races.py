@@ -16,7 +16,7 @@ from tests.ghost.mutants import MUTANTS, Mutant
 from tests.ghost.training import train_drawn
 from tests.harness import ranks_on
 
-pytestmark = [pytest.mark.ranks, needs_ghosts]
+pytestmark = [pytest.mark.ranks, pytest.mark.full, needs_ghosts]
 
 NAMES = (
     "memo and pages",
@@ -82,17 +82,12 @@ def races_of(case: Case, folder: Path, corpus: Path, mutant: Mutant | None = Non
     return [line for line in lines if line.startswith("RACE ") and IN_THE_ENGINE not in line]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", OWN_STREAMS, ids=str)
 def test_no_races(case: Case, corpus: Path, tmp_path: Path) -> None:
     assert races_of(case, tmp_path, corpus) == []
 
 
-def parameter_of(mutant: Mutant) -> object:
-    return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.full] if mutant is not MUTANTS[0] else [])
-
-
-@pytest.mark.parametrize("mutant", map(parameter_of, MUTANTS))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_each_removed_wait_is_found(mutant: Mutant, corpus: Path, tmp_path: Path) -> None:
     (case,) = (case for case in CASES if case.name == mutant.case)
     assert races_of(case, tmp_path, corpus, mutant)

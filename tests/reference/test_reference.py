@@ -38,6 +38,7 @@ SAMPLE = (
     "partial_interleaved-4-pp2-memo-adam-256",
     "window_and_sinks-4-zero1-chunks-adam-256",
     "later_token-pp2-slices-chunks-adam-256",
+    "later_tokens_experts-ep2-full-sgd-128",
     "balanced_steps-pp2-slices-full-sgd-128",
     "latent_experts-pp2-slices-selective-adam-128",
     "windows-pp2-slices-sgd-256",

@@ -276,7 +276,7 @@ SIZES = {
 OFF = ("--bf16",)
 FOR_TESTS = "--log-interval 1 --cpu --no-one-logger --num-workers 0".split()
 # The suite trains twins of kinds that no other test trains; `make twins` trains all.
-IN_SUITE = ("open/gpt-oss-20b", "open/deepseek-v2-lite")
+IN_SUITE = ("open/deepseek-v2-lite",)
 TWINS = [name if name in IN_SUITE else pytest.param(name, marks=pytest.mark.twins) for name in NAMES]
 
 

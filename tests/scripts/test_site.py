@@ -56,6 +56,7 @@ def build(folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=given, text=True, capture_output=True, timeout=300)
 
 
+@pytest.mark.full
 @pytest.mark.ranks  # starts a process
 def test_it_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None:
     built = build(tmp_path / "site", ROOT / "mkdocs.yml")

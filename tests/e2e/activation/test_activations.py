@@ -87,7 +87,6 @@ SAMPLE = [
     ("hdp", "memo"),
     ("hdp", "auto"),
     ("hdp-experts", "priced"),
-    ("hdp-slices-pipeline", "priced"),
 ]
 
 
@@ -191,7 +190,7 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
         assert sum(f"> bytescale: {line}" in outcome.text for outcome in planned) == is_there
 
 
-@pytest.mark.parametrize("case", ["plain-classic", "plain-grouped-pipeline"])
+@pytest.mark.parametrize("case", sampled(["plain-classic", "plain-grouped-pipeline"], ["plain-classic"]))
 def test_our_attention_trains_samples_as_megatrons_does(case: str, corpus: Path) -> None:
     """The order of sums differs, so the second step starts from weights that differ in the last bits."""
     for stock, ours in zip(outcomes_of(case, corpus), outcomes_of(case, corpus, *OUR_ATTENTION), strict=True):
@@ -257,6 +256,7 @@ def test_a_memory_plan_of_a_pipeline(case: str, corpus: Path, tmp_path: Path) ->
     assert len(plans.plans) >= 2  # stages differ
 
 
+@pytest.mark.full
 def test_recompute_of_experts_alone_combines(corpus: Path) -> None:
     flags = "--recompute-granularity selective --recompute-modules moe".split()
     plain = outcomes_of("hdp-experts", corpus)
@@ -300,7 +300,8 @@ def test_offload_by_the_plan_widens_shards_and_keeps_the_gradients(corpus: Path,
 CHUNKED = ["hdp", "hdp-tensor-sequence-parallel", "plain-classic"]
 
 
-@pytest.mark.parametrize("case", sampled(CHUNKED, ["hdp", "plain-classic"]))
+@pytest.mark.full
+@pytest.mark.parametrize("case", CHUNKED)
 def test_chunked_loss_trains_as_the_whole(case: str, corpus: Path) -> None:
     plain = outcomes_of(case, corpus)
     chunked = outcomes_of(case, corpus, "--chunked-cross-entropy", "24")
@@ -310,6 +311,7 @@ def test_chunked_loss_trains_as_the_whole(case: str, corpus: Path) -> None:
             assert other.losses == pytest.approx(one.losses, rel=1e-4 if "parallel" in case else 1e-6)
 
 
+@pytest.mark.full
 def test_chunked_loss_and_policy_together(corpus: Path) -> None:
     flags = ["--chunked-cross-entropy", "24"]
     plain, planned = (outcomes_of("hdp", corpus, *flags, *more) for more in ([], POLICIES["memo"]))

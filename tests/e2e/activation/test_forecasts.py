@@ -53,7 +53,7 @@ POLICIES = {
     "swap": f"--swap-fraction 1 {HOST}",
 }
 CASES = [(model, policy) for model in MODELS for policy in POLICIES]
-SAMPLE = [("latent and later tokens", "memo")]
+SAMPLE = [("first layer dense", "block")]
 
 
 @dataclass(frozen=True)

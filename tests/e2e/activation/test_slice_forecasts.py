@@ -10,7 +10,6 @@ import pytest
 from tests.e2e.activation.test_forecasts import POLICIES, Measured, train_and_measure
 from tests.e2e.corpora import documents
 from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -39,7 +38,8 @@ CASES = [(slices, policy) for slices in SLICES for policy in POLICIES]
 CASES += [(stages, "none") for stages in VIRTUAL_STAGES]
 
 
-@pytest.mark.parametrize(("slices", "policy"), sampled(CASES, [("4 slices", "memo")]))
+@pytest.mark.full
+@pytest.mark.parametrize(("slices", "policy"), CASES)
 def test_a_stage_takes_the_memory_that_a_dry_run_predicts(slices: str, policy: str) -> None:
     corpus = documents((TOKENS,), copies=18)
     words = [*MODEL, *TRAIN, *HDP, *SIZES, *(SLICES | VIRTUAL_STAGES)[slices].split(), *POLICIES[policy].split()]

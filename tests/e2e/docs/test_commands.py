@@ -102,7 +102,10 @@ def examples() -> list[str]:
 COMMANDS = {**{str(page.relative_to(ROOT)): code_lines(page.read_text()) for page in PAGES}, "--help": examples()}
 
 
-LONG_PAGES = ("--help", "docs/guide/activations.md", "docs/guide/states.md")
+LONG_PAGES = (
+    "--help", "docs/guide/activations.md", "docs/guide/data.md", "docs/guide/ngram.md", "docs/guide/slices.md",
+    "docs/guide/states.md", "docs/guide/training.md",
+)  # fmt: skip
 """Pages whose commands run in `make test-all` only: each command has a test of its own."""
 
 

@@ -12,7 +12,7 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.docs.pages import ROOT, code_lines, small_training
 from tests.e2e.training import documents_in_order, record_steps, step_losses, train, train_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 PAGE = ROOT / "docs" / "guide" / "recipes.md"
 
@@ -40,7 +40,6 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.full
 def test_an_8k_checkpoint_goes_on_with_long_documents(windows: Path, tmp_path: Path) -> None:
     found = {}
     for num_ranks in (2, 4):

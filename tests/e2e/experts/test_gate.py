@@ -65,13 +65,15 @@ def test_tokens_have_fewer_and_fewer_experts(gated: SavedRun) -> None:
     assert found[-1] < 2.0
 
 
-@pytest.mark.parametrize("num_ranks", sampled([1, 2], [2]))
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_process_or_two_with_all_experts(num_ranks: int, gated: SavedRun, corpus: Path) -> None:
     """The noise of the gates belongs to tokens."""
     outcome = train_ranks(num_ranks, *words(corpus, *GATE), entry=ENTRY)[-1]
     assert outcome.losses == pytest.approx(gated.losses, rel=1e-5)
 
 
+@pytest.mark.full
 def test_resumed_while_it_anneals(gated: SavedRun, corpus: Path) -> None:
     """Replicas exist from the second step on. Megatron does not log the loss of that step separately."""
     flags = [*GATE, *EP2, *SLOTS, "--load", gated.save, "--ckpt-step", 2, "--exit-interval", ANNEALED + 1]
@@ -82,6 +84,7 @@ def test_resumed_while_it_anneals(gated: SavedRun, corpus: Path) -> None:
     assert moves(outcome) > 0
 
 
+@pytest.mark.full
 def test_after_it_the_router_is_megatrons(gated: SavedRun, corpus: Path, tmp_path: Path) -> None:
     """A run without the gate repeats the last steps from its checkpoint, bit for bit."""
     flags = [*EP2, *TOP1, "--load", gated.save, "--ckpt-step", ANNEALED, "--save", tmp_path]

@@ -16,6 +16,7 @@ MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 
 
+@pytest.mark.full
 def test_samples_on_ranks_that_share_experts(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     words = [*MODEL, *TRAIN, *MOE, *RECOMPUTED, "--data-path", corpus, "--micro-batch-size", 2,

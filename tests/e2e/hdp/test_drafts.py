@@ -81,6 +81,7 @@ def test_rings_of_a_model_that_is_trained_too() -> None:
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= of_trunk
 
 
+@pytest.mark.full
 def test_the_model_is_unchanged_and_heads_resume(tmp_path: Path) -> None:
     run = heads_of(1, *ONE)
     before, after = tensors(trunk() / "iter_0000001"), tensors(run.save / "iter_0000002")

@@ -45,7 +45,8 @@ def with_hdp(corpus: Path, num_ranks: int, *flags: object) -> Outcome:
     return train(num_ranks, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *flags)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, [name for name in CASES if "tied" in name]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, corpus: Path) -> None:
     num_ranks, model, flags = CASES[name]
     # Flags of the model come last, because later flags override earlier flags.
@@ -70,6 +71,7 @@ def test_parameters_gather_while_ranks_wait_in_rings(tmp_path: Path) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+@pytest.mark.full
 def test_bf16_follows_one_process(corpus: Path) -> None:
     common = [*MODEL, *TRAIN, "--data-path", corpus, "--bf16", "--init-method-std", 0.02, "--weight-decay", 0]
     expected = train_ranks(1, *common, *ORACLE, entry=train_documents_one_by_one)
@@ -114,7 +116,7 @@ LAYOUTS: dict[str, tuple[int, list[object]]] = {
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, ["pipeline in slices"]))
-@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("noise", sampled(NOISE, ["jitter"]))
 def test_noise_belongs_to_documents_so_ranks_and_layouts_do_not_change_it(
     noise: str, layout: str, corpus: Path, plain: Outcome
 ) -> None:
@@ -143,6 +145,7 @@ def test_evaluation_equals_one_process(size: int | None, corpus: Path) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+@pytest.mark.full
 def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path, plain: Outcome) -> None:
     outcomes = train_ranks(4, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-attention-kernel", "reference")
     lines = [line for outcome in outcomes for line in outcome.text.splitlines() if "attention kernel" in line]

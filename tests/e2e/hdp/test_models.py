@@ -15,9 +15,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests.e2e.oracle import draw_weights_by_name, gradients, relative_error, train_documents_one_by_one
 from tests.e2e.pipelines import FULL, PP2, TOLERANCE, Layout, check_equals, oracle_of, train_one_by_one
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train_once
-from tests.sample import sampled
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 GROUPS = MODEL.index("--group-query-attention")
 MODELS = {
@@ -62,7 +61,7 @@ CASES: dict[str, tuple[str, Layout]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(CASES, []))
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
     kind, layout = CASES[name]
     model, entry = MODELS[kind], train_latent_one_by_one if kind == "latent" else train_one_by_one
@@ -76,7 +75,6 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, 
             assert len(depth_losses(outcomes[-1], depth)) == len(expected[0])
 
 
-@pytest.mark.full
 def test_depths_have_means_over_documents(corpus: Path) -> None:
     """Gradients of Megatron without ``--calculate-per-token-loss`` are means over micro-batches, here documents."""
     common = [*MODELS["multi-token"], *TRAIN, "--data-path", corpus]

@@ -35,7 +35,6 @@ from tests.e2e.hdp.test_moe import (
     train_and_note_margins,
 )
 from tests.e2e.training import HDP
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -64,7 +63,8 @@ def corpus() -> Path:
     return documents(seed=SEED)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, ["rings"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_process(
     name: str,
     corpus: Path,

@@ -35,7 +35,6 @@ from tests.e2e.pipelines import (
     train_one_by_one,
 )
 from tests.e2e.training import CLASSIC_MODEL, HDP, Outcome
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -71,7 +70,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(CASES, ["pp4-virtual-layout"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
     case = CASES[name]
     flags = [*HDP, *BALANCE, "--hdp-balance", case.balance, "--pipeline-model-parallel-size", case.num_stages]

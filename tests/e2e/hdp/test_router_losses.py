@@ -19,7 +19,6 @@ from tests.e2e.once import once
 from tests.e2e.oracle import relative_error
 from tests.e2e.pipelines import whole_gradients
 from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train_once, train_ranks
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -77,9 +76,8 @@ def gradient_of_routers(data: Path, name: str, layout: str, *loss: object) -> to
     return found[0] - found[1]
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout"), sampled(CASES, CASES[-1:]), ids=lambda value: value if isinstance(value, str) else value[-2]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("loss", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else value[-2])
 def test_the_strength_does_not_depend_on_the_answers(loss: tuple[object, ...], layout: str, data: Path) -> None:
     expected = gradient_of_routers(data, "all", "one rank", *loss)
     assert expected.norm() > 1e-3

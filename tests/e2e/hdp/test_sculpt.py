@@ -75,6 +75,7 @@ def test_attention_across_a_window_is_that_of_one_sequence(hdp: bool, corpus: Pa
     check_equal(train_once(2, *given, *TWO_RANKS) if hdp else train_once(1, *given, *ONE_BY_ONE), expected)
 
 
+@pytest.mark.full
 def test_attention_inside_documents_is_that_of_a_mask(corpus: Path, windows: Path) -> None:
     given = flags(corpus, windows, "document")
     masked = train_once(1, *given, *ONE_BY_ONE)

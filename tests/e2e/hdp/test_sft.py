@@ -134,7 +134,7 @@ def stock(data: Path) -> SavedRun:
     return train_once(1, *common(data, *one_by_one), entry=partial(stock_data_set, str(data)))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, ["pipeline in slices, loss in chunks, memo"]))
 def test_loss_and_gradients_are_those_of_megatrons_own_data_set(name: str, data: Path, stock: SavedRun) -> None:
     num_ranks, flags = LAYOUTS[name]
     run = train_once(num_ranks, *common(data, *HDP, "--sft", *flags), entry=train_with_named_weights)
@@ -158,7 +158,8 @@ WEIGHTED: dict[str, tuple[int, list[object]]] = {
 }
 
 
-@pytest.mark.parametrize("normalization", sampled(["tokens", "documents"], ["tokens"]))
+@pytest.mark.full
+@pytest.mark.parametrize("normalization", ["tokens", "documents"])
 def test_weights_and_means_over_documents_equal_one_process(normalization: str, data: Path) -> None:
     """Weights are positive and negative; each layout has the loss and gradients of one process."""
     flags = [*HDP, "--sft", "--loss-normalization", normalization]

@@ -62,6 +62,7 @@ class NeverInTime:
         return self.planner.fallback(lengths)
 
 
+@pytest.mark.full
 def test_when_one_planner_is_out_of_time_all_take_the_simple_plan(corpus: Path) -> None:
     flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--train-iters", 4]
     expected = train(4, *flags, "--hdp-balance", "none").losses
@@ -97,6 +98,7 @@ def plan_in_another_process() -> None:
     pretrain_gpt_hdp.main()
 
 
+@pytest.mark.full
 def test_plans_of_another_process_train_alike(corpus: Path) -> None:
     flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 128, "--train-iters", 3]
     here = train_ranks(2, *flags)

@@ -57,6 +57,7 @@ def consumed_samples(outcome: Outcome) -> list[int]:
     return [int(count) for count in re.findall(r"consumed samples: +(\d+)", outcome.text)]
 
 
+@pytest.mark.full
 def test_blend_takes_documents_by_weight(corpora: tuple[Path, Path]) -> None:
     outcomes = run("--data-path", 0.25, corpora[0], 0.75, corpora[1], *FIVE)
     counts = Counter(map(prefix_of, flat(documents_in_order(outcomes))))
@@ -77,6 +78,7 @@ def test_weights_can_be_shares_of_tokens(tmp_path: Path) -> None:
     assert "weights of the data path are shares of tokens" in tokens[0].text
 
 
+@pytest.mark.full
 def test_split_keeps_training_validation_and_test_apart(corpora: tuple[Path, Path]) -> None:
     outcomes = run("--data-path", corpora[1], *FIVE, "--split", "50,30,20", "--eval-interval", 2, "--eval-iters", 1)
     training = {number_of(document) for document in flat(documents_in_order(outcomes))}
@@ -98,6 +100,7 @@ def test_a_data_path_for_each_split(corpora: tuple[Path, Path], tmp_path: Path) 
     assert {prefix_of(document) for document in evaluations[-1]} == {str(third)}
 
 
+@pytest.mark.full
 def test_epochs_show_each_piece_once_in_a_new_order(corpora: tuple[Path, Path]) -> None:
     outcomes = run("--data-path", corpora[0], "--global-batch-size", 4, "--train-iters", PIECES)
     documents = flat(documents_in_order(outcomes))
@@ -133,6 +136,7 @@ def test_a_blend_is_equal_on_any_number_of_ranks(kind: str, corpora: tuple[Path,
     assert {prefix_of(document) for document in flat(alone)} == {str(corpus) for corpus in corpora}
 
 
+@pytest.mark.full
 def test_an_index_alone_gives_the_lengths_of_each_step(five_steps: list[Outcome]) -> None:
     """The planned lengths equal the lengths of the documents that were read."""
     for documents, record in zip(documents_in_order(five_steps), five_steps[0].records(), strict=True):

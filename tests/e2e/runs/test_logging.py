@@ -19,6 +19,7 @@ from bytescale_ext.plan.step.plan import StepPlan
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, record_steps, train_ranks
 from tests.plan.simple_plans import plan_naive
+from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -80,7 +81,7 @@ def record_figures() -> None:
     record_steps()
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=sampled(CASES, ["plain"]))
 def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     num_ranks, tokens_per_rank, multiple, flags = CASES[request.param]
     folder = tmp_path_factory.mktemp("run")

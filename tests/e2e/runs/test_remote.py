@@ -151,6 +151,16 @@ def kill_actors(runtime: Any, model: Any) -> None:
         print("KILLED")
 
 
+def test_steps_are_those_of_the_local_loader(
+    texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
+) -> None:
+    documents, losses = local
+    flags = ["--data-path", texts[0], "--hdp-plan-ahead", 1, "--hdp-ray-address", cluster, "--exit-interval", 2]
+    assert without_suffix(documents_in_order(run(tmp_path, 2, *flags))) == documents[:2]
+    assert step_losses(tmp_path) == losses[:2]
+
+
+@pytest.mark.full
 def test_killed_actors_and_a_resumed_run_change_nothing(
     texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:
@@ -213,6 +223,7 @@ def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
     assert step_losses(tmp_path) == pytest.approx(losses[:3], rel=1e-5)
 
 
+@pytest.mark.full
 def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
     """The exit code is 2, with a message of one line, before anything is built."""
     missing, other, bad = tmp_path / "none.jsonl", tmp_path / "text.txt", tmp_path / "bad.jsonl"

@@ -1,7 +1,7 @@
 """Every pair of features that trains together can also be saved and resumed: to the same loss in the next step.
 
 Sets of many features contain every pair. A pair that is refused ends with exit code 2 before anything is built. ``make
-test`` runs a sample of the sets and of the refused pairs.
+test`` runs one pair.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,6 @@ from tests.e2e.once import once
 from tests.e2e.tested import ROWS, flags_of
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_in_process, train_ranks
 from tests.harness import run_ranks
-from tests.sample import examples
 
 pytestmark = pytest.mark.ranks
 
@@ -140,6 +140,7 @@ MOST_RANKS: Final = 4
 """Ranks of a set of features, unless two of them need more."""
 
 
+@cache
 def are_one(pair: tuple[str, str]) -> bool:
     """Return whether two features give a flag two values, so that no command line has both."""
     one, two = (flags_of(PIECES[name].words.split()) for name in pair)
@@ -158,6 +159,7 @@ def fits(names: tuple[str, ...]) -> bool:
     return ranks_of(names) <= max(MOST_RANKS, *(ranks_of(pair) for pair in itertools.combinations(names, 2)))
 
 
+@cache
 def ranks_of(names: tuple[str, ...]) -> int:
     """Return the number of ranks of some features."""
     given = flags_of([word for name in names for word in PIECES[name].words.split()])
@@ -190,11 +192,12 @@ def test_each_pair_is_in_a_set_or_refused() -> None:
     assert len(refused) == sum(map(len, REFUSED.values()))
 
 
+@pytest.mark.full
 def test_pairs_that_are_refused_end_in_one_line(corpus: Path, tmp_path: Path) -> None:
     """A process that parses and resolves the command line of each pair, as each rank does before anything is built."""
     refused = [pair for pair in PAIRS if is_refused(pair)]
     lines = {}
-    for pair in refused[: examples(len(refused))]:
+    for pair in refused:
         flags, num_ranks = line_of(pair, corpus)
         lines[" + ".join(pair)] = [*map(str, flags), "--save", str(tmp_path / "save")], num_ranks
     for pair, (code, text) in run_ranks(refusals_of, 1, lines, init_group=False)[0].items():
@@ -223,6 +226,7 @@ def refusals_of(rank: int, world: int, lines: Mapping[str, tuple[list[str], int]
     return found
 
 
+@pytest.mark.full
 def test_three_features_whose_checkpoint_megatron_cannot_write(corpus: Path, tmp_path: Path) -> None:
     """Megatron gives the last stage an output weight in addition to the embedding, and does not expect it in a save."""
     outcomes = check(("multi-token prediction", "tied embeddings", "pipelines"), corpus, tmp_path)

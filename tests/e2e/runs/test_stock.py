@@ -112,6 +112,7 @@ def test_with_the_flag_every_row_is_replaced(full_documents: Path) -> None:
     assert [line for line in lines if " replaced " not in line and " specialized " not in line] == []
 
 
+@pytest.mark.full
 def test_stock_loss_is_the_mean_over_tokens_of_its_own_samples(full_documents: Path) -> None:
     """Two micro-batches of one sample equal one micro-batch of two: the stock path has none of our code."""
     flags = [*COMMON, "--data-path", full_documents, "--seq-length", 64]

@@ -106,6 +106,7 @@ def test_virtual_stages(p: int, m: int, k: int, words: str, runs: Runs) -> None:
     runs.compare(p, flags, f"--seq1f1b-slices {k} {words}")
 
 
+@pytest.mark.full
 def test_sequence_parallel(runs: Runs) -> None:
     """Compared with tensor parallelism alone, because Megatron's local layers do not support sequence parallelism."""
     flags = f"{stages(2, 2)} --tensor-model-parallel-size 2"

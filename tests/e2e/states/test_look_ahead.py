@@ -17,11 +17,10 @@ from tests.e2e.experts.test_placement import EP2, MOE, SLOTS
 from tests.e2e.states.test_ngram import NGRAM
 from tests.e2e.states.test_paged import HOST_GB_OF_STAGE_3, PAGED
 from tests.e2e.training import HDP, MODEL, TRAIN, plan_in_process, record_steps, train_ranks
-from tests.sample import examples
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
-STEPS, SAMPLES = examples(40), 8
+STEPS, SAMPLES = 40, 8
 TABLES: Final = ("ngram", "embedding")
 FEATURES: Final = {
     "planner process": [],
@@ -41,7 +40,6 @@ CASES = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("names", [" + ".join(case) for case in CASES])
 def test_pairs_and_triples(names: str, corpus: Path, tmp_path: Path) -> None:
     case = names.split(" + ")

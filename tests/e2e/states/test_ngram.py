@@ -30,7 +30,6 @@ from tests.e2e.pipelines import (
 )
 from tests.e2e.pipelines import LAYERS as LAYER_FLAGS
 from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_to_failure
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -63,7 +62,8 @@ def test_tables_on_the_host_train_as_one_plain_table(name: str, corpus: Path, tm
     check_equals(expected, corpus, tmp_path, HOST_CASES[name], [*HDP, *HOST_RUN], entry=train_with_drawn_memory)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, ["stages-slices-pages"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
     expected = oracle_of(corpus, entry=train_plain_memory_one_by_one)
     outcomes = check_equals(expected, corpus, tmp_path, CASES[name], [*HDP, *NGRAM], entry=train_with_drawn_memory)

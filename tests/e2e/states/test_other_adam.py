@@ -30,6 +30,7 @@ def train_with_apex() -> None:
     pretrain_gpt_hdp.main()
 
 
+@pytest.mark.full
 def test_a_run_goes_on_resident_and_back(tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "docs")
     flags = [*TRAIN, *MODEL, *HDP, *BF16, "--data-path", documents, "--train-iters", 6, "--hdp-tokens-per-rank", 256,
