@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
+
 ROOT = Path(__file__).resolve().parents[1]
 # Imports fail for packages that neither torch nor Megatron nor pytest installs.
 BARE = """
@@ -41,7 +43,6 @@ def run_bare(program: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.ranks
 def test_gpu_tests_are_collected() -> None:
     """Every file whose name starts with ``test_gpu`` is collected, and other files have no GPU test."""
     collected = set(re.findall(r"^(tests/\S+\.py)", run_bare(COLLECT), re.MULTILINE))
@@ -50,7 +51,5 @@ def test_gpu_tests_are_collected() -> None:
     assert all(Path(name).name.startswith("test_gpu") for name in collected)
 
 
-@pytest.mark.full
-@pytest.mark.ranks
 def test_the_button_starts() -> None:
     assert "training" in run_bare(BUTTON)

@@ -109,6 +109,7 @@ def test_a_test_with_the_mark_can_start_python() -> None:
     assert subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_hang_is_ended_and_shown(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from bytescale_ext.attention.merge import JoinFunction, choose_join, join_, prob
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, kernel_named, run_round
 from tests.attention.joins import assert_joins, outputs
-from tests.sample import sampled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -136,10 +135,11 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "the package triton is not installed")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "of_totals", "of_part"),
-    sampled([(80, "fp32", "bf16"), (90, "bf16", "bf16"), (90, "fp64", "fp64")], [(90, "bf16", "bf16")]),
+    [(80, "fp32", "bf16"), (90, "bf16", "bf16"), (90, "fp64", "fp64")],
 )
 def test_it_compiles_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, of_totals: str, of_part: str

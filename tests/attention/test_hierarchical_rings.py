@@ -42,7 +42,7 @@ def case_of(width: int, inner_width: int, first: int = 0) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "inner"), FORMS)
+@pytest.mark.parametrize(("width", "inner"), sampled(FORMS, [form for form in FORMS if form[0] <= 10]))
 def test_any_width_is_exact(width: int, inner: int) -> None:
     case = case_of(width, inner)
     results, _ = run_virtual(case, "reference", torch.float64)
@@ -72,7 +72,7 @@ def test_rings_of_both_forms_beside_each_other_are_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kept_tokens", "summed_tokens"), [(0, 0), (1000, 1000), (1000, 0)])
+@pytest.mark.parametrize(("kept_tokens", "summed_tokens"), sampled([(0, 0), (1000, 1000), (1000, 0)], [(1000, 0)]))
 @pytest.mark.parametrize(("width", "inner"), sampled([(6, 2), (9, 3)], [(6, 2)]))
 def test_slices_are_exact(width: int, inner: int, kept_tokens: int, summed_tokens: int) -> None:
     case = replace(case_of(width, inner), num_padding=0)

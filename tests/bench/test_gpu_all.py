@@ -99,6 +99,7 @@ def test_a_failed_command_is_reported_and_the_others_run(tmp_path: Path) -> None
     assert "its JSON has no headline (KeyError: 'x')" in gpu_all.row_text(other, results[2])
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_slow_command_is_ended_with_its_children(tmp_path: Path) -> None:
     """Its output is kept, and it runs again the next time."""

@@ -16,7 +16,6 @@ from torch.distributed.launcher import api
 
 from megatron.bytescale.launch import TRACKER, LaunchProgress, follow_ranks, value_of
 from tests.harness import free_port
-from tests.sample import sampled
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -75,6 +74,7 @@ def test_a_save_on_sigterm_is_a_success(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_bad_input_of_a_rank_is_exit_code_2_and_is_not_tried_again(tmp_path: Path) -> None:
     """The other rank waits and ignores SIGTERM, so torchrun would wait for 30 s."""
@@ -100,8 +100,9 @@ NO_RANKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(("words", "code", "line"), sampled(NO_RANKS, [NO_RANKS[-1]]))
+@pytest.mark.parametrize(("words", "code", "line"), NO_RANKS)
 def test_torchrun_refuses_in_one_line(words: str, code: int, line: str, tmp_path: Path) -> None:
     given = words.replace("PORT", str(free_port())).split()
     command = [sys.executable, "-P", "-m", "megatron.bytescale.launch", *given, "rank.py"]

@@ -129,6 +129,7 @@ def test_the_source_archive_can_run_the_tests(copy: Path, tmp_path: Path) -> Non
     } <= NOT_SHIPPED
 
 
+@pytest.mark.full
 def test_install_beside_megatron_and_uninstall(wheel: Path, tmp_path: Path) -> None:
     place = tmp_path / "fresh"
     venv.create(place)

@@ -22,7 +22,6 @@ from megatron.bytescale.cli.search.script import ScriptedRun, script_text
 from megatron.bytescale.cli.shared.lengths import read_lengths
 from megatron.bytescale.launch import TRACKER
 from megatron.bytescale.protection import KERNELS, protect_process
-from tests.sample import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -87,8 +86,9 @@ def test_the_modules_would_run(tmp_path: Path) -> None:
     assert (folder / "ran").read_text() == "pickle\n"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", sampled(COMMANDS, ["train"]))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_no_module_of_the_current_folder_runs(name: str, tmp_path: Path) -> None:
     folder = hostile_folder(tmp_path / "shared $(id) 'x'")
     words, code, variables = COMMANDS[name]

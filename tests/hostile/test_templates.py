@@ -119,7 +119,7 @@ def result(tokenizer: Any, template: str, seconds: float = LONG) -> str:
 
 SAMPLE = (
     "class of a text", "format", "globals of lipsum", "import", "append to messages", "control characters", "power",
-    "nested loops", "macro of itself", "long text", "list in a list as JSON", "many blocks", "half a loop",
+    "nested loops", "macro of itself", "long text", "list in a list as JSON", "half a loop",
 )  # fmt: skip
 
 
@@ -144,6 +144,7 @@ def test_a_plain_template_is_read(tokenizer: Any) -> None:
     assert result(tokenizer, PLAIN) == READ
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_slow_template_ends_a_run_that_skips_bad_lines(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

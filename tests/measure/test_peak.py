@@ -29,12 +29,14 @@ def measured(num_megabytes: int, host: list[torch.Tensor]) -> float:
     return meter.end()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_lives_together_counts() -> None:
     before = measured(8, [])
     assert measured(16, []) - before == 12 * MEGABYTE
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_existed_counts_once_and_host_memory_does_not() -> None:
     before = measured(8, [])

@@ -10,11 +10,12 @@ import pytest
 from bytescale_ext.plan.cost.learned import LearnedCosts
 from scripts.bench.cluster.learn import Case, always, of_bound, of_equal, over, predicted, run
 
+pytestmark = [pytest.mark.full, pytest.mark.slow]
+
 EQUAL = np.ones(16)
 HALF = np.repeat((1.0, 0.5), 8)
 
 
-@pytest.mark.slow
 def test_wrong_costs_are_corrected() -> None:
     wrong = LearnedCosts((2.0, 1.0, 1.0, 1.0, 1 / 3))
     learned, fixed = (
@@ -26,15 +27,12 @@ def test_wrong_costs_are_corrected() -> None:
     assert factors[0] / factors[1] < 1.2, "attention is no longer twice as slow as it is"
 
 
-@pytest.mark.slow
 def test_a_slow_node_gets_less_work() -> None:
     aware, unaware = (run(Case(2, LearnedCosts(), always(HALF), 16, learns=on)) for on in (True, False))
     assert median(over(unaware, aware, 4)) > 1.3
     assert median(predicted(aware, 4)) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.full
-@pytest.mark.slow
 def test_a_slow_stage_lowers_the_share_of_its_pipeline() -> None:
     speeds = np.ones((16, 2))
     speeds[5, 1] = 0.5

@@ -33,6 +33,7 @@ def measured(rank: int, world: int, load: Path, text: Path) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.full
 def test_it_measures(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("0123456789 +-*/ 0123 456\n")

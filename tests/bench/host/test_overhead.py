@@ -28,6 +28,7 @@ def counted(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return {arm.name: vars(arm) for arm in figures}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_operators_reads_and_losses_compare_with_stock_megatron() -> None:
     (arms,) = run_ranks(counted, 1, init_group=False)

@@ -7,6 +7,7 @@ import pytest
 from scripts.bench.pipeline import seq1f1b_table
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_document_is_up_to_date() -> None:
     text = seq1f1b_table.DOCUMENT.read_text()

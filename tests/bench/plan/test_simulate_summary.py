@@ -37,6 +37,7 @@ def test_a_page_without_tables_is_an_error() -> None:
         read_figures("## Without pipelines")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     draw_figures(TEXT, tmp_path)

@@ -188,6 +188,7 @@ def test_function_replaced_by_another_library(corpus: Path) -> None:
     assert_has(message, "megatron.training.training.get_forward_backward_func", "another library")
 
 
+@pytest.mark.full
 def test_the_command_itself(tmp_path: Path) -> None:
     words = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--data-path", str(tmp_path / "none")]
     environment = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}

@@ -396,6 +396,7 @@ VALUES = st.one_of(
 FAST = {"plan": PLAN[3:], "simulate": SIMULATE[1:], "schedule": SCHEDULE[1:], "activations": []}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=examples(150))

@@ -15,6 +15,7 @@ import pytest
 from megatron.bytescale import cli, train
 from megatron.bytescale.arguments.renamed import RENAMED, TRAINING, Renamed
 from megatron.bytescale.cli import train as command_of_train
+from tests.sample import sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -107,8 +108,11 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
     assert stream.closed
 
 
+LONG_TABLE = "schedule --pipeline-parallel 4 --micro-batches 64"
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("line", ["--help", "schedule --help", "schedule --pipeline-parallel 4 --micro-batches 64"])
+@pytest.mark.parametrize("line", sampled(["--help", "schedule --help", LONG_TABLE], [LONG_TABLE]))
 def test_a_closed_pipe_ends_a_command_silently(line: str) -> None:
     """As ``| head -1`` does, if head has ended before the command writes."""
     code = "import sys; from megatron.bytescale.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -261,6 +261,7 @@ def test_keys_are_read_as_the_class_reads_them_and_written_for_all_versions(foun
     assert config["rope_parameters"] == {**scaling, "rope_theta": 12345.5}
 
 
+@pytest.mark.full
 def test_an_odd_vocabulary_trains_with_two_tensor_ranks(found: dict[str, Any], tmp_path: Path) -> None:
     data = write_documents(tmp_path / "docs", lengths=LENGTHS, copies=1)
     load, save = found["folder"] / "odd-megatron", tmp_path / "saved"

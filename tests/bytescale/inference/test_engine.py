@@ -124,6 +124,7 @@ def streamed(rank: int, world: int, load: Path) -> Any:
     return [(index, new, done and done.tokens) for index, new, done in events]
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_decode_together() -> None:
     """Two ranks take the same steps, greedy and sampled, and generate the text of one process."""
     heads = heads_of(1, *ONE).save

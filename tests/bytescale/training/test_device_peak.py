@@ -19,7 +19,7 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import state_bytes
 from tests.harness import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 SHAPE = ModelShape(5, 256, 8, 4, 32, 688, True, 256)
 LENGTH = 701
@@ -134,7 +134,6 @@ def measured() -> list[tuple[str, int, float, int]]:
     return list(run_ranks(measure, 1, init_group=False)[0])
 
 
-@pytest.mark.full
 def test_the_peak_is_within_five_percent_of_the_prediction(measured: list[tuple[str, int, float, int]]) -> None:
     """Totals agree, and activations alone: model states are known to the byte, except biases of norms."""
     assert len(measured) == len(PLANS) + 4 + len(OF_SHORTER)

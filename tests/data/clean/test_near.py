@@ -13,6 +13,7 @@ from bytescale_ext.data.clean.recipe import Recipe
 from bytescale_ext.data.clean.shelf import decisions_path, shelved
 from bytescale_ext.data.clean.words import jaccard, shingles
 from tests.data.cleaning import duplicates, folder_of, run_recipe, text, told, words
+from tests.sample import seeds
 
 STEPS = ("exact", "near")
 
@@ -116,7 +117,7 @@ def families(random: np.random.RandomState) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_what_stays_equals_a_search_over_all_pairs(seed: int, tmp_path: Path) -> None:
     """With enough buckets every pair is found, so the result equals the definition, which the test implements."""
     bodies = families(np.random.RandomState(seed))

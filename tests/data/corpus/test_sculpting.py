@@ -39,6 +39,7 @@ def run(job: SculptJob, tasks: int = 1) -> tuple[np.ndarray, dict[str, object]]:
     return load_windows(job.output)[0], json_settings((job.work / REPORT).read_text())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_partition_has_the_windows_of_all_pieces_together(tmp_path: Path) -> None:
     job = job_of(tmp_path)

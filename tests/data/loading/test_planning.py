@@ -125,7 +125,6 @@ def test_a_process_makes_the_same_plans() -> None:
     assert planner.fallback(STEP).digest() == SLICED.fallback(STEP).digest()
 
 
-@pytest.mark.full
 @pytest.mark.ranks
 def test_a_process_counts_with_the_load_of_each_step() -> None:
     loaded = replace(SLICED, expert_share=0.8)

@@ -26,6 +26,7 @@ def test_a_curve_is_found_again(exponent: float, floor: float) -> None:
     assert found.gain(1e5) == pytest.approx(curve.gain(1e5))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_still_falls_gets_more() -> None:
     steep, flat = Curve(1.0, 200.0, 0.4), Curve(1.0, 20.0, 0.4)

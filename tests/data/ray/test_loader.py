@@ -32,7 +32,6 @@ from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.data.ray.files import samples_of
 from tests.data.text_files import LocalText, write_text
-from tests.sample import sampled
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ranks  # Ray starts a dozen processes
@@ -124,6 +123,7 @@ def test_steps_equal_the_local_loader_through_epochs_and_to_the_end(text: Path, 
             next(loader)
 
 
+@pytest.mark.full
 def test_a_resumed_loader_goes_on(text: Path, split: RemoteSplit) -> None:
     expected = take(local_loaders(text), 12)
     first = loaders(split)
@@ -139,7 +139,8 @@ def test_a_resumed_loader_goes_on(text: Path, split: RemoteSplit) -> None:
     assert take(second, 4) == expected[8:]
 
 
-@pytest.mark.parametrize("victim", sampled(["server", "scheduler"], []))
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["server", "scheduler"])
 def test_a_killed_actor_is_started_again_and_nothing_is_lost(text: Path, split: RemoteSplit, victim: str) -> None:
     actor = split.actors.servers[1] if victim == "server" else split.actors.scheduler
     remote = loaders(split, plan_ahead=1)
@@ -170,7 +171,6 @@ def test_tokens_that_are_not_wanted_are_not_fetched(text: Path, split: RemoteSpl
             assert packed.positions.tolist() == expected.positions.tolist()
 
 
-@pytest.mark.full
 def test_the_simple_plan_of_a_step_holds_the_same_tokens(split: RemoteSplit) -> None:
     remote = loaders(split)
     steps = [next(loader) for loader in remote]

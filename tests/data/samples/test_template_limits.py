@@ -98,6 +98,7 @@ def test_alarms_that_an_error_handler_catches_come_again() -> None:
         within_limits(call, 0.01)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jinja2")

@@ -48,6 +48,7 @@ def test_memo_alpha_against_brute_force() -> None:
             assert memo_alpha(load, machine) == pytest.approx(max(tried, default=0.0), abs=1 / 400)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_priced_is_the_best_of_all_shares() -> None:
     dice = random.Random(2)

@@ -59,6 +59,7 @@ def test_no_naive_plan_is_faster(lengths: list[int], num_ranks: int) -> None:
     assert lower_bounds(lengths, Cluster(num_ranks, 10), [STAGE]).largest <= makespan * (1 + 1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_plan_with_pipelines_is_faster() -> None:
     random = np.random.default_rng(5)

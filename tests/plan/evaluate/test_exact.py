@@ -11,6 +11,7 @@ from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.simple_plans import plan_naive
+from tests.sample import seeds
 
 COST = CostModel(a=0.05, b=1.0, c=0.4)
 
@@ -42,7 +43,7 @@ def test_brute_force_is_every_schedule(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_the_solver_agrees_with_brute_force(seed: int) -> None:
     pytest.importorskip("ortools")
     random = np.random.default_rng(100 + seed)

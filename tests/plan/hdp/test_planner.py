@@ -266,6 +266,7 @@ def test_a_sequence_that_no_width_holds_is_named() -> None:
         wide([5, 800, 3])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_small_steps_are_near_the_true_optimum() -> None:
     random = np.random.default_rng(0)

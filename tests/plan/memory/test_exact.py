@@ -30,6 +30,7 @@ def best_peak(requests: list[Request]) -> int:
     return min(lowest(order) for order in itertools.permutations(requests))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_solver_finds_the_optimum_of_brute_force() -> None:
     pytest.importorskip("ortools")

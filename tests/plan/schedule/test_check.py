@@ -16,6 +16,7 @@ from bytescale_ext.plan.schedule.messages import check_messages, received_action
 from bytescale_ext.plan.schedule.simulate import peak_in_flight, simulate_slices
 from bytescale_ext.plan.schedule.slices import PARTITIONS, slice_costs, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
+from tests.sample import seeds
 
 NUM_RANDOM = 300
 
@@ -39,7 +40,7 @@ def random_lengths(rng: random.Random, num_slices: int) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", seeds(10))
 def test_random_schedules_are_sound_and_run(part: int) -> None:
     rng = random.Random(part)
     for _ in range(NUM_RANDOM // 10):

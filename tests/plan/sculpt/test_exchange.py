@@ -109,7 +109,7 @@ def test_best_purity_of_topics_that_share_a_window() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "seed"),
-    sampled([(script, seed) for script in LETTERS for seed in range(8)], [(script, 0) for script in LETTERS]),
+    sampled([(script, seed) for script in LETTERS for seed in range(8)], [("spaces", 0), ("Chinese", 0)]),
 )
 def test_windows_have_one_topic_with_and_without_spaces(
     script: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from bytescale_ext.plan.sculpt.pieces import OVERFLOWS
 from bytescale_ext.plan.sculpt.quality import quality_of
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings, sculpt
 from tests.plan.sculpt.topics import CONTEXT, corpus, pieces_of
+from tests.sample import seeds
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_small_corpora(lengths: list[int], overflow: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_many_kinds_of_clusters(seed: int) -> None:
     pieces, lengths, _ = corpus(200, num_topics=1 + 3 * seed)
     settings = ClusterSettings(windows=[0.1, 1, 3, 100][seed], percentile=[0, 5, 20, 50][seed])

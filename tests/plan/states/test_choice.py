@@ -160,6 +160,7 @@ def problems() -> tuple[StateProblem, ...]:
     return tuple(map(problem, range(14)))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_option_with_any_plan_of_a_grid_is_faster() -> None:
     """If any option with any pair of shares fits, the choice fits too and is at least as fast."""

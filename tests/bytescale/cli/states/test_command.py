@@ -46,6 +46,7 @@ def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert parameters > 2.9 * found["largest"]["resident"][1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Overlap with one step needs 4 bytes of gradients and 2 of results, with several 8 of gradients, in pages."""
@@ -87,6 +88,7 @@ def test_pages_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (tmp_path / "moves.png").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_slower_disk_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model-flags", SEVEN, "--host-memory-gb", "20", "--nvme-gb", "500", "--json"]

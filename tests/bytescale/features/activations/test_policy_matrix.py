@@ -297,7 +297,8 @@ def test_masks_take_no_memory() -> None:
         assert masked[True, stages, name][2:] == plain[True, stages, name][2:]
 
 
-@pytest.mark.parametrize("kind", sampled(["dense", "grouped swiglu"], ["grouped swiglu"]))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["dense", "grouped swiglu"])
 def test_two_samples_take_the_memory_of_two_micro_batches(kind: str) -> None:
     """Layers keep no scores and no tensor twice, except the shared angles of positions."""
     for stages, name in itertools.product((1, 2), PLANS):
