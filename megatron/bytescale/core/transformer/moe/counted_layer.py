@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Numbered(Protocol):
-    """A router or a layer of experts, as Megatron numbers them: layers of multi-token prediction from 1 again."""
+    """A router or a layer of experts. Megatron numbers layers of multi-token prediction from 1 again."""
 
     config: TransformerConfig
     layer_number: int | None
@@ -27,7 +27,7 @@ class Numbered(Protocol):
 
 
 def number_in_model(module: Numbered) -> int:
-    """Return the number of a module's layer, in which layers of multi-token prediction follow the model's layers."""
+    """Return the number of a module's layer. Layers of multi-token prediction count on from the model's layers."""
     assert module.layer_number is not None
     return module.layer_number + module.config.num_layers * module.is_mtp_layer
 
