@@ -16,7 +16,7 @@ from megatron.bytescale.cli.search.trainable import Trainable, choices_of
 from tests.bytescale.cli.search.test_command import LINE
 from tests.bytescale.cli.search.test_task import with_model
 
-LATER = "--num-layers 4 --mtp-num-layers 1 --position-embedding-type rope"
+LATER = "--num-layers 4 --mtp-num-layers 1 --mtp-use-repeated-layer --position-embedding-type rope"
 
 
 def task_with(more: str) -> tuple[str, Task]:
@@ -44,9 +44,9 @@ def test_what_training_refuses_is_not_tried() -> None:
     allowed = list(Space(allows=takes).strategies(task))
     assert {one.activations for one in allowed} == {KEEP, PRICED, FULL}
     assert {one.num_stages for one in allowed} > {1}
-    assert {one.tensor_parallel for one in allowed} == {1}  # Megatron has no norms for these layers
+    assert not any(one.chooses_slices for one in allowed)
     assert sorted(reason.partition(":")[0] for reason in takes.refused()) == [
-        "--mtp-num-layers does not work with --sequence-parallel of local layers",
+        "--mtp-num-layers does not work with --mtp-use-repeated-layer in slices",
     ]
 
 
