@@ -50,7 +50,7 @@ class TokenCounts:
 
     @property
     def num_passes(self) -> int:
-        """Number of forward passes of each layer so far; the same for all layers."""
+        """Number of forward passes of a layer so far; the most, because a layer of later tokens may be repeated."""
         return max(map(len, self.by_layer.values()), default=0)
 
     def take(self) -> tuple[list[int], torch.Tensor | None]:
