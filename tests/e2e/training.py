@@ -242,10 +242,10 @@ def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> li
     return steps
 
 
-def step_losses(log_dir: Path) -> list[float]:
-    """Return the lm loss of each step, unrounded, from ``metrics.jsonl`` (with ``--log-interval 1``).
+def step_losses(log_dir: Path, name: str = "lm loss") -> list[float]:
+    """Return a loss of each step, unrounded, from ``metrics.jsonl`` (with ``--log-interval 1``).
 
     Megatron's own log line after the second step of a run shows the mean of the first two.
     """
     rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["lm loss"] for row in rows]
+    return [row[name] for row in rows]

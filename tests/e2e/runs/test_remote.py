@@ -193,9 +193,15 @@ def test_a_fault_is_saved_with_a_step_that_ray_made(texts: tuple[Path, Path], cl
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "heads", ["--mtp-num-layers 2", "--draft-heads clover --ckpt-format torch_dist --pretrained-checkpoint MODEL"]
+    ("heads", "figure"),
+    [
+        ("--mtp-num-layers 2", "mtp_2 loss"),
+        ("--draft-heads clover --ckpt-format torch_dist --pretrained-checkpoint MODEL", "draft loss"),
+    ],
 )
-def test_heads_get_later_tokens(heads: str, texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
+def test_heads_get_later_tokens(
+    heads: str, figure: str, texts: tuple[Path, Path], cluster: str, tmp_path: Path
+) -> None:
     losses, model = [], tmp_path / "model"
     if "MODEL" in heads:
         data = ["--data-path", prefixes(texts, "local")[0], "--exit-interval", 1]
@@ -205,8 +211,9 @@ def test_heads_get_later_tokens(heads: str, texts: tuple[Path, Path], cluster: s
         words = ["--data-path", path, *flags, *heads.replace("MODEL", str(model)).split(), "--exit-interval", 2]
         outcomes = run(tmp_path / loader, 2, *words, loader=loader)
         assert outcomes[0].code in (None, 0), outcomes[0].text[-2000:]
-        losses.append(step_losses(tmp_path / loader))
+        losses.append(step_losses(tmp_path / loader, figure))
     assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
 
 
 @pytest.mark.full
