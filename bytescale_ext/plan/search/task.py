@@ -10,6 +10,7 @@ import numpy as np
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.setup.messages import device_grid
 from bytescale_ext.plan.step.sizes import Cluster
 
 
@@ -56,13 +57,13 @@ class Devices:
     def rank_speeds(self, num_stages: int, tensor_parallel: int) -> tuple[float, ...]:
         """Return the speed of the slowest device of each HDP rank; empty: all are 1.
 
-        As in Megatron, tensor-parallel ranks are neighbours, and a stage has a run of devices: the stages of a pipeline
-        are as far apart as possible, so slow nodes at the end run the last stages.
+        The stages of a pipeline are as far apart as possible (``device_grid``), so slow nodes at the end run the last
+        stages.
         """
         if all(speed == 1.0 for speed in self.speeds):
             return ()
-        by_rank = np.array(self.speeds).reshape(num_stages, -1, tensor_parallel)
-        return tuple(by_rank.min(axis=(0, 2)).tolist())
+        devices = device_grid(len(self.speeds) // (num_stages * tensor_parallel), num_stages, tensor_parallel)
+        return tuple(np.array(self.speeds)[devices].min(axis=(1, 2)).tolist())
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,20 @@ def leaves_node(setup: Setup) -> Bools:
 
 
 def devices_of(setup: Setup) -> Ints:
-    """Return Megatron's rank of each device: [num_ranks, num_stages, tensor_parallel].
+    """Return Megatron's rank of each device: [num_ranks, num_stages, tensor_parallel]."""
+    mesh = setup.mesh
+    return device_grid(setup.cluster.num_ranks, mesh.num_stages, mesh.tensor_parallel, mesh.stages_before_ranks)
+
+
+def device_grid(num_ranks: int, num_stages: int, tensor_parallel: int, stages_before_ranks: bool = False) -> Ints:
+    """Return Megatron's rank of each device of a mesh: [num_ranks, num_stages, tensor_parallel].
 
     Megatron numbers tensor-parallel ranks, then HDP ranks, then stages; or stages before HDP ranks.
     """
-    ranks, stages, tensor = setup.cluster.num_ranks, setup.mesh.num_stages, setup.mesh.tensor_parallel
-    numbers = np.arange(ranks * stages * tensor)
-    if setup.mesh.stages_before_ranks:
-        return numbers.reshape(ranks, stages, tensor)
-    return numbers.reshape(stages, ranks, tensor).swapaxes(0, 1)
+    numbers = np.arange(num_ranks * num_stages * tensor_parallel)
+    if stages_before_ranks:
+        return numbers.reshape(num_ranks, num_stages, tensor_parallel)
+    return numbers.reshape(num_stages, num_ranks, tensor_parallel).swapaxes(0, 1)
 
 
 def message_seconds(cost: ModelCost, num_tokens: int, is_between_nodes: bool) -> float:
