@@ -59,21 +59,19 @@ def run(args: argparse.Namespace) -> int:
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
     from megatron.bytescale.convert.folders import from_hugging_face, to_folder
 
-    notes: list[str] = []
     with contextlib.redirect_stdout(io.StringIO()):
         if args.source:
             converted = from_hugging_face(args.input, args.output, args.dtype)
-            num_parameters, notes = converted.parameters, converted.notes
-            summary = {"output": str(args.output), "parameters": num_parameters, "training_flags": converted.flags}
+            own: dict[str, object] = {"training_flags": converted.flags}
             flags = ["--load", str(args.output), "--ckpt-format", "torch_dist", *converted.flags]
             text = f"train with {shlex.join(flags)}"
         else:
-            exported = to_folder(args.load, args.output)
-            num_parameters, notes = exported.parameters, exported.notes
-            summary = {"output": str(args.output), "parameters": num_parameters, "model_type": exported.kind}
+            converted = to_folder(args.load, args.output)
+            own = {"model_type": converted.kind}
             text = f"load with transformers.AutoModelForCausalLM.from_pretrained({str(args.output)!r})"
     if args.json:
-        print(json.dumps({**summary, "notes": notes}))
+        about = {"output": str(args.output), "parameters": converted.parameters}
+        print(json.dumps({**about, **own, "notes": converted.notes}))
     else:
-        print("\n".join([f"{one_line(args.output)}: {num_parameters:,} parameters", *notes, text]))
+        print("\n".join([f"{one_line(args.output)}: {converted.parameters:,} parameters", *converted.notes, text]))
     return 0

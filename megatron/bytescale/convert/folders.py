@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,32 +63,19 @@ class TokenizerFolder:
 
 @dataclass(frozen=True)
 class Converted:
-    """A Megatron checkpoint that was made from a Hugging Face model.
+    """A model that was written in the other format.
 
     Attributes:
-        flags: flags of a training that begins from it.
         parameters: number of parameters.
-        notes: tensors of the folder that were not used, one line for each kind.
+        notes: parts of the given model that were not used, one line for each kind.
+        flags: of a Megatron checkpoint: flags of a training that begins from it.
+        kind: of a Hugging Face model: its ``model_type``.
     """
 
-    flags: list[str]
     parameters: int
     notes: list[str]
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A Hugging Face model that was made from a Megatron checkpoint.
-
-    Attributes:
-        kind: its ``model_type``.
-        parameters: number of parameters.
-        notes: parts of the checkpoint that were not used, one line for each kind.
-    """
-
-    kind: str
-    parameters: int
-    notes: list[str]
+    flags: list[str] = field(default_factory=list)
+    kind: str = ""
 
 
 def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converted:
@@ -120,10 +107,11 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
         _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in tensors))
         _save(model, args, part)
         copy_source(source, part / FOLDER)
-    return Converted(words, sum(parameter.numel() for parameter in model.parameters()), weights.notes())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Converted(count, weights.notes(), flags=words)
 
 
-def to_folder(load: Path, output: Path) -> Exported:
+def to_folder(load: Path, output: Path) -> Converted:
     """Convert the last Megatron checkpoint in a folder to a Hugging Face model, without layers of later tokens.
 
     Args:
@@ -139,10 +127,11 @@ def to_folder(load: Path, output: Path) -> Exported:
         for name in EXTRAS:
             if getattr(args, name, None):
                 raise ValueError(f"--load {load}: a model with {name} cannot be converted")
-        tokenizer, later = options_of(args, TokenizerFolder), getattr(args, "mtp_num_layers", None)
+        tokenizer = options_of(args, TokenizerFolder)
         source = source_of([load, tokenizer.load_folder(), tokenizer.folder()])
         derived = configuration(options_of(args, TrainedModel))
         config: HuggingFaceConfig = derived if source is None else completed(derived, source)
+        later = getattr(args, "mtp_num_layers", None)  # ``build_model`` removes these layers from the arguments
         model = build_model(args, None, on_cpu=True)
         read_weights(model, checkpoint, Heads(checkpoint, None, {}))
         tensors = to_hugging_face(layout_of(derived), without_padding(model.state_dict(), config["vocab_size"]))
@@ -152,7 +141,7 @@ def to_folder(load: Path, output: Path) -> Exported:
             add_source(source, part)
         write_config(config, part)
     notes = [f"left out, because the model does not have it: multi-token prediction, {later} layer(s)"] if later else []
-    return Exported(str(config["model_type"]), sum(tensor.numel() for tensor in tensors.values()), notes)
+    return Converted(sum(tensor.numel() for tensor in tensors.values()), notes, kind=str(config["model_type"]))
 
 
 def without_padding(state: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
