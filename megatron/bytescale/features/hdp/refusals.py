@@ -139,6 +139,6 @@ REFUSALS = (
            "parameters", ~given("align_param_gather")),
     refuse("--ddp-average-in-collective", "hdp", "remove it: the loss is divided once, for all tokens of the step"),
     refuse("--result-rejected-tracker-filename", "hdp", "remove it: iterations cannot be skipped"),
-    refuse("--optimizer", "hdp", "use adam, sgd, muon or lion: nobody has compared others with one process",
+    refuse("--optimizer", "hdp", "use adam, sgd, muon or lion: others fail here, or differ from one process",
            ~equals("optimizer", "adam", "sgd", "muon", "dist_muon", "lion")),
 )  # fmt: skip
