@@ -23,6 +23,7 @@ class CheckpointLayout:
         num_experts: experts per layer; 0 for a dense model.
         num_dense: number of dense layers at the start of a model with experts.
         has_shared: whether layers with experts also have shared experts.
+        has_expert_bias: whether a bias for each expert is added to the router's scores for the choice only.
         is_stacked: whether the experts of a layer are stacked in tensors [experts, inputs, outputs] with biases. The
             outputs of gate and up alternate in such a tensor.
         router: name of the router in a Hugging Face layer.
@@ -42,6 +43,7 @@ class CheckpointLayout:
     num_experts: int = 0
     num_dense: int = 0
     has_shared: bool = False
+    has_expert_bias: bool = False
     is_stacked: bool = False
     router: str = "mlp.gate"
     experts: str = "mlp.experts.{}.{}"

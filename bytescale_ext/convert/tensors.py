@@ -87,6 +87,8 @@ def _latent_attention(layout: CheckpointLayout, prefix: str, hf_prefix: str) -> 
 def _experts(layout: CheckpointLayout, prefix: str, hf_prefix: str) -> Iterator[TensorMapping]:
     for kind in _kinds(layout.proj_bias):
         yield _same(f"{prefix}router.{kind}", f"{hf_prefix}{layout.router}.{kind}")
+    if layout.has_expert_bias:
+        yield _same(f"{prefix}router.expert_bias", f"{hf_prefix}{layout.router}.e_score_correction_bias")
     if layout.is_stacked:
         yield from _stacked_experts(layout, f"{prefix}experts.local_experts.", f"{hf_prefix}mlp.experts.")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,17 +23,29 @@ NEEDED: Final[dict[str, object]] = {
     "moe_latent_size": None,
 }  # fmt: skip
 """Required arguments of convertible models and their values."""
+_BIASED: Final = (
+    "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+)  # fmt: skip
 FREE: Final = {
     "deepseek_v2": ("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor"),
+    "deepseek_v3": _BIASED,
+    "glm4_moe": (*_BIASED, "rotary_percent"),
     "gpt_oss": ("window_attn_skip_freq", "activation_func_clamp_value"),
 }
 """Arguments that may have any value in a family."""
+_NO_SCALING: Final = {
+    "position_embedding_type": "rope", "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None,
+    "window_size": None,
+}  # fmt: skip
+_LATENT: Final = {
+    **_NO_SCALING, "qk_layernorm": True, "group_query_attention": False, "add_qkv_bias": False,
+    "layernorm_epsilon": 1e-6,
+}  # fmt: skip
+_BY_BIAS: Final = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 OWN: Final[dict[str, dict[str, object]]] = {
-    "deepseek_v2": {
-        "position_embedding_type": "rope", "qk_layernorm": True, "group_query_attention": False,
-        "add_qkv_bias": False, "moe_router_pre_softmax": True, "layernorm_epsilon": 1e-6, "window_size": None,
-        "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None,
-    },
+    "deepseek_v2": {**_LATENT, "moe_router_pre_softmax": True},
+    "deepseek_v3": {**_LATENT, **_BY_BIAS},
+    "glm4_moe": {**_NO_SCALING, **_BY_BIAS},
     "gpt_oss": {
         "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "softmax_type": "learnable",
         "glu_linear_offset": 1.0, "qk_layernorm": False, "moe_router_pre_softmax": False,
@@ -73,7 +86,6 @@ class TrainedModel(RotaryArguments):
     window_size: tuple[int, int] | None
     window_attn_skip_freq: int | list[int] | None = None
     no_rope_freq: int | list[int] | None = None
-    rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     ngram_layers: tuple[int, ...] | None = None
     num_experts: int | None
@@ -85,6 +97,7 @@ class TrainedModel(RotaryArguments):
     moe_router_enable_expert_bias: bool = False
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
     moe_layer_freq: int | list[int] = 1
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
@@ -98,8 +111,13 @@ class TrainedModel(RotaryArguments):
 
 def kind_of(model: TrainedModel) -> str:
     """Return the ``model_type`` of a model. Raises ValueError if no family matches."""
-    kind = "gpt_oss" if model.quick_geglu else "llama"
-    kind = "deepseek_v2" if model.multi_latent_attention else kind
+    is_biased = bool(model.num_experts) and model.moe_router_score_function == "sigmoid"
+    if model.multi_latent_attention:
+        kind = "deepseek_v3" if is_biased else "deepseek_v2"
+    elif model.quick_geglu:
+        kind = "gpt_oss"
+    else:
+        kind = "glm4_moe" if is_biased else "llama"
     if model.position_embedding_type not in ("rope", "yarn"):
         positions = model.position_embedding_type
         raise ValueError(
@@ -167,12 +185,14 @@ def configuration(model: TrainedModel) -> dict[str, object]:
             family.expert_width: model.moe_ffn_hidden_size,
             "num_experts_per_tok": model.moe_router_topk,
         }
-        aux_loss = "aux_loss_alpha" if kind == "deepseek_v2" else "router_aux_loss_coef"
-        config[aux_loss] = model.moe_aux_loss_coeff
+        if not family.names.get("has_expert_bias"):
+            aux_loss = "aux_loss_alpha" if kind == "deepseek_v2" else "router_aux_loss_coef"
+            config[aux_loss] = model.moe_aux_loss_coeff
     if kind in ("qwen3_moe", "deepseek_v2"):
         config["norm_topk_prob"] = not model.moe_router_pre_softmax
-    own = {"deepseek_v2": _of_deepseek, "gpt_oss": _of_gpt_oss}
-    return config | own[kind](model) if kind in own else config
+    for own in OF_FAMILIES.get(kind, ()):
+        config |= own(model)
+    return config
 
 
 def _rows(model: TrainedModel) -> int:
@@ -180,8 +200,20 @@ def _rows(model: TrainedModel) -> int:
     return min(model.unpadded_vocab_size or model.vocab_size or model.padded_vocab_size, model.padded_vocab_size)
 
 
-def _of_deepseek(model: TrainedModel) -> dict[str, object]:
-    """Return the settings that only DeepSeek-V2 has. Raises ValueError for experts that DeepSeek-V2 cannot have."""
+def _of_latents(model: TrainedModel) -> dict[str, object]:
+    """Return the settings of latent attention."""
+    return {
+        "head_dim": model.qk_pos_emb_head_dim,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+    }
+
+
+def _of_shared_experts(model: TrainedModel) -> dict[str, object]:
+    """Return the settings of models with shared experts. Raises ValueError for experts that no family has."""
     freq = model.moe_layer_freq
     has_experts = [int((layer + 1) % freq == 0) for layer in range(model.num_layers)] if isinstance(freq, int) else freq
     num_dense = model.num_layers - sum(has_experts)
@@ -195,17 +227,31 @@ def _of_deepseek(model: TrainedModel) -> dict[str, object]:
             f"moe_ffn_hidden_size {model.moe_ffn_hidden_size} can be converted"
         )
     return {
-        "head_dim": model.qk_pos_emb_head_dim,
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_nope_head_dim": model.qk_head_dim,
-        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
-        "v_head_dim": model.v_head_dim,
         "first_k_dense_replace": num_dense,
         "n_shared_experts": num_shared,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        "topk_method": "greedy",
     }
+
+
+def _of_greedy_choice(model: TrainedModel) -> dict[str, object]:
+    """Return the setting of DeepSeek-V2's router."""
+    return {"topk_method": "greedy"}
+
+
+def _of_biased_choice(model: TrainedModel) -> dict[str, object]:
+    """Return the settings of a router with a bias for each expert. Raises ValueError for groups of another kind."""
+    groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+    if groups > 1 and model.moe_router_topk != 2 * chosen:
+        raise ValueError(
+            f"moe_router_group_topk {chosen}: only half of moe_router_topk {model.moe_router_topk} can be converted"
+        )
+    return {"n_group": groups, "topk_group": chosen, "norm_topk_prob": True, "num_nextn_predict_layers": 0}
+
+
+def _of_glm(model: TrainedModel) -> dict[str, object]:
+    """Return the settings that only GLM-4.5 has."""
+    rope = {**rope_parameters(model), "partial_rotary_factor": model.rotary_percent}
+    return {"attention_bias": model.add_qkv_bias, "use_qk_norm": model.qk_layernorm, "rope_parameters": rope}
 
 
 def _of_gpt_oss(model: TrainedModel) -> dict[str, object]:
@@ -223,3 +269,12 @@ def _of_gpt_oss(model: TrainedModel) -> dict[str, object]:
         "attention_bias": True,
         "layer_types": ["sliding_attention" if less else "full_attention" for less in sees_less],
     }
+
+
+OF_FAMILIES: Final[dict[str, tuple[Callable[[TrainedModel], dict[str, object]], ...]]] = {
+    "deepseek_v2": (_of_latents, _of_shared_experts, _of_greedy_choice),
+    "deepseek_v3": (_of_latents, _of_shared_experts, _of_biased_choice),
+    "glm4_moe": (_of_shared_experts, _of_biased_choice, _of_glm),
+    "gpt_oss": (_of_gpt_oss,),
+}
+"""Settings that only some families have."""

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ONLY_THIS_FOLDER: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}  # for from_pretrained
-_WRITTEN_ANEW: Final = ("rope_parameters", "rope_theta", "rope_scaling", "dtype", "torch_dtype")
+_WRITTEN_ANEW: Final = (
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "dtype",
+    "torch_dtype",
+)
 _MOST_CHARACTERS: Final = 1 << 20
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -56,12 +63,14 @@ def _values(raw: HuggingFaceConfig, config: PretrainedConfig) -> HuggingFaceConf
     parameters = values.get("rope_parameters")
     if theta is None and isinstance(parameters, Mapping):
         theta = parameters.get("rope_theta")
+    part = getattr(config, "partial_rotary_factor", None) or (parameters or {}).get("partial_rotary_factor")
+    positions = {**raw, "partial_rotary_factor": part} if part is not None else raw
     renamed = {name: getattr(config, name) for name in config.attribute_map}
     return {
         **values,
         **renamed,
         "model_type": raw.get("model_type"),
-        "rope_parameters": rope_of(raw, theta or 10000.0, config.max_position_embeddings),
+        "rope_parameters": rope_of(positions, theta or 10000.0, config.max_position_embeddings),
         "dtype": str(getattr(config, "dtype", None) or config.torch_dtype).removeprefix("torch."),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from bytescale_ext.convert.layout import CheckpointLayout
@@ -15,28 +15,36 @@ class Family:
     """The family of models with the same ``model_type``.
 
     Attributes:
-        biases: products with biases: "" for none, "qkv" for queries, keys and values, "all" for all products.
+        qkv_bias: whether queries, keys and values have biases.
+        all_biases: whether all products have biases.
         qk_norm: whether queries and keys have norms.
         is_latent: whether attention is multi-latent; latents have norms.
         num_experts: configuration key of the number of experts; "" for a dense family.
         expert_width: configuration key of an expert's width.
+        options: configuration keys of properties above that only some models of the family have, by property.
+        has_partial_positions: whether ``partial_rotary_factor`` is the part of a head with positions.
         names: tensor names that differ from Llama's, and settings that affect names; see ``CheckpointLayout``.
         needed: configuration values that Megatron's model requires; models with other values cannot be converted.
     """
 
-    biases: str = ""
+    qkv_bias: bool = False
+    all_biases: bool = False
     qk_norm: bool = False
     is_latent: bool = False
     num_experts: str = ""
     expert_width: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    has_partial_positions: bool = False
     names: HuggingFaceConfig = field(default_factory=dict)
     needed: Mapping[str, object] = field(default_factory=dict)
 
 
+_OF_DEEPSEEK: Final = {"moe_layer_freq": 1, "rms_norm_eps": 1e-6}
+"""Needed values of DeepSeek. Norms of latents have epsilon 1e-6 in transformers, and the model's in Megatron."""
 FAMILIES: Final = {
     "llama": Family(),
     "mistral": Family(),
-    "qwen2": Family(biases="qkv"),
+    "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
     "mixtral": Family(
         num_experts="num_local_experts",
@@ -52,18 +60,35 @@ FAMILIES: Final = {
         num_experts="n_routed_experts",
         expert_width="moe_intermediate_size",
         names={"has_shared": True},
-        # latent norms use epsilon 1e-6 in transformers, and the model's epsilon in Megatron
-        needed={"topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1,
-                "rms_norm_eps": 1e-6},
+        needed={**_OF_DEEPSEEK, "topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax"},
+    ),
+    "deepseek_v3": Family(
+        is_latent=True,
+        num_experts="n_routed_experts",
+        expert_width="moe_intermediate_size",
+        names={"has_shared": True, "has_expert_bias": True},
+        needed={**_OF_DEEPSEEK, "topk_method": "noaux_tc", "norm_topk_prob": True, "scoring_func": "sigmoid",
+                "rope_interleave": True},
+    ),
+    "glm4_moe": Family(
+        num_experts="n_routed_experts",
+        expert_width="moe_intermediate_size",
+        options={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        has_partial_positions=True,
+        names={"has_shared": True, "has_expert_bias": True},
+        needed={"norm_topk_prob": True},
     ),
     "gpt_oss": Family(
-        biases="all",
+        all_biases=True,
         num_experts="num_local_experts",
         expert_width="intermediate_size",
         names={"router": "mlp.router", "has_sinks": True, "is_stacked": True},
         needed={"attention_bias": True, "swiglu_alpha": 1.702},
     ),
 }  # fmt: skip
+BALANCE: Final = 1e-4
+"""Weight of the balancing loss of models with a bias for each expert. Their configurations lack it (DeepSeek-V3,
+arXiv 2412.19437, section 4.2; GLM-4.5, arXiv 2508.06471, section 2.4)."""
 GPT_OSS_LIMIT: Final = 7.0
 """Limit of the gates of gpt-oss in a configuration that has none."""
 NEEDED: Final = {
@@ -75,12 +100,14 @@ READ_BY: Final = {
     "use_sliding_window": ("qwen2", "qwen3", "qwen3_moe"),
     "max_window_layers": ("qwen2", "qwen3"),
     "layer_types": ("qwen2", "qwen3", "gpt_oss"),
-    "attention_bias": ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss"),
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss"),
     "mlp_bias": ("llama", "deepseek_v2"),
     "decoder_sparse_step": ("qwen3_moe",), "mlp_only_layers": ("qwen3_moe",),
-    "norm_topk_prob": ("qwen3_moe", "deepseek_v2"),
-    "first_k_dense_replace": ("deepseek_v2",), "routed_scaling_factor": ("deepseek_v2",),
-    "aux_loss_alpha": ("deepseek_v2",), "q_lora_rank": ("deepseek_v2",), "swiglu_limit": ("gpt_oss",),
+    "norm_topk_prob": ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    "first_k_dense_replace": ("deepseek_v2", "deepseek_v3", "glm4_moe"),
+    "routed_scaling_factor": ("deepseek_v2", "deepseek_v3", "glm4_moe"),
+    "n_group": ("deepseek_v3", "glm4_moe"), "topk_group": ("deepseek_v3", "glm4_moe"),
+    "aux_loss_alpha": ("deepseek_v2",), "q_lora_rank": ("deepseek_v2", "deepseek_v3"), "swiglu_limit": ("gpt_oss",),
 }  # fmt: skip
 """Configuration keys that only the classes of some families read in transformers; the other classes ignore them."""
 GEMMA3: Final = (
@@ -90,13 +117,17 @@ GEMMA3: Final = (
 
 
 def family_of(config: HuggingFaceConfig) -> Family:
-    """Return the family of a configuration. Raises ValueError if the table has none."""
+    """Return the family of a configuration, with its options. Raises ValueError if the table has none."""
     kind = config.get("model_type")
     if kind in ("gemma3", "gemma3_text"):
         raise ValueError(f"model_type {kind!r} {GEMMA3}")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} cannot be converted; these can: {', '.join(FAMILIES)}")
-    return FAMILIES[kind]
+    family = FAMILIES[kind]
+    given = {name: bool(config.get(key)) for name, key in family.options.items()}
+    return replace(
+        family, qkv_bias=given.get("qkv_bias", family.qkv_bias), qk_norm=given.get("qk_norm", family.qk_norm)
+    )
 
 
 def as_read(config: HuggingFaceConfig) -> HuggingFaceConfig:
@@ -116,9 +147,9 @@ def layout_of(config: HuggingFaceConfig) -> CheckpointLayout:
         num_groups=config["num_key_value_heads"],
         head_dim=head_dim_of(config),
         is_tied=config["tie_word_embeddings"],
-        qkv_bias=bool(family.biases),
+        qkv_bias=family.qkv_bias or family.all_biases,
         qk_norm=family.qk_norm,
-        proj_bias=family.biases == "all",
+        proj_bias=family.all_biases,
         latent=latent if family.is_latent else "",
         num_experts=config[family.num_experts] if family.num_experts else 0,
         num_dense=config.get("first_k_dense_replace", 0),
@@ -151,15 +182,15 @@ def model_flags(config: HuggingFaceConfig) -> list[str]:
         "--hidden-dropout": 0,
     }
     words = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
-    words += [] if family.biases == "all" else ["--disable-bias-linear"]
-    words += ["--add-qkv-bias"] if family.biases == "qkv" else []
+    words += [] if family.all_biases else ["--disable-bias-linear"]
+    words += ["--add-qkv-bias"] if family.qkv_bias else []
     if config["model_type"] == "gpt_oss":
         words += ["--quick-geglu", "--glu-linear-offset", "1.0"]
         flags["--activation-func-clamp-value"] = config.get("swiglu_limit", GPT_OSS_LIMIT)
     else:
         words += ["--swiglu"]
     words += _latent_flags(config) if family.is_latent else _head_flags(config, family)
-    words += position_flags(config["rope_parameters"], family.is_latent)
+    words += position_flags(config["rope_parameters"], family.is_latent, family.has_partial_positions)
     words += _expert_flags(config, family) if family.num_experts else []
     if family.num_experts or family.is_latent:  # TransformerEngine names these norms differently
         words += ["--transformer-impl", "local"]
@@ -214,7 +245,25 @@ def _expert_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
     if config.get("routed_scaling_factor", 1.0) != 1.0:
         flags["--moe-router-topk-scaling-factor"] = config["routed_scaling_factor"]
     words = [] if config.get("norm_topk_prob", True) else ["--moe-router-pre-softmax"]
+    if family.names.get("has_expert_bias"):
+        flags |= {"--moe-router-load-balancing-type": "seq_aux_loss", "--moe-aux-loss-coeff": BALANCE}
+        words += _bias_flags(config)
     return words + [str(word) for pair in flags.items() for word in pair]
+
+
+def _bias_flags(config: HuggingFaceConfig) -> list[str]:
+    """Return the flags of a router whose choice follows a bias, in groups of experts if there are several groups.
+
+    Raises ValueError for groups that Megatron would choose differently. Both choose groups by the sum of the largest
+    scores of a group: the two largest in transformers, and ``topk / groups`` in Megatron.
+    """
+    words = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32".split()
+    groups, chosen, topk = (config[name] for name in ("n_group", "topk_group", "num_experts_per_tok"))
+    if groups == 1:
+        return words
+    if topk != 2 * chosen:
+        raise ValueError(f"topk_group is {chosen}: only half of num_experts_per_tok {topk} can be converted")
+    return [*words, "--moe-router-num-groups", str(groups), "--moe-router-group-topk", str(chosen)]
 
 
 def window_of(config: HuggingFaceConfig) -> int | None:
@@ -241,7 +290,10 @@ def _layer_types(config: HuggingFaceConfig) -> list[str]:
 
 def _check(config: HuggingFaceConfig, family: Family) -> None:
     """Raise ValueError for quantized tensors and for settings that Megatron's model would ignore."""
-    for name, value in {**NEEDED, **family.needed}.items():
+    needed = {**NEEDED, **family.needed}
+    for name, value in needed.items():
+        if name in family.options.values():
+            continue
         actual = config.get(name, value)
         if actual != value and actual is not None:
             raise ValueError(f"{name} is {actual!r}: only {value!r} can be converted")

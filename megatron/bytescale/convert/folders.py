@@ -104,7 +104,7 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
         args = _settled(words)
         model = build_model(args, None, on_cpu=True)
         tensors = to_megatron(layout_of(config), weights.read)
-        _fill(model, ((name, tensor.to(args.params_dtype)) for name, tensor in tensors))
+        _fill(model, tensors, args.params_dtype)
         _save(model, args, part)
         copy_source(source, part / FOLDER)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -187,15 +187,19 @@ def _settled(words: list[str]) -> argparse.Namespace:
     return args
 
 
-def _fill(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy tensors into a model's parameters by name, each exactly once. Raises ValueError for a wrong shape."""
+def _fill(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Copy tensors into a model by name: parameters in ``dtype``, each exactly once, and biases of experts in float32.
+
+    Raises ValueError for a wrong shape.
+    """
     wanted = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
     for name, tensor in tensors:
-        parameter = wanted.pop(name)
-        if parameter.shape != tensor.shape:
-            shapes = f"{list(tensor.shape)}, not {list(parameter.shape)}"
+        target = wanted.pop(name) if name in wanted else buffers[name]
+        if target.shape != tensor.shape:
+            shapes = f"{list(tensor.shape)}, not {list(target.shape)}"
             raise ValueError(f"--input: {name} has the shape {shapes}, as config.json says")
-        parameter.data = tensor
+        target.data = tensor.to(torch.float32 if name in buffers else dtype)
     assert not wanted, f"{wanted.keys()}"
 
 

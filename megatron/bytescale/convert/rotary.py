@@ -15,15 +15,17 @@ LATENT_YARN: Final = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_positio
 """Fixed YaRN parameters of Megatron's latent attention, which has no flags for them."""
 
 
-def position_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
+def position_flags(rope: HuggingFaceConfig, is_latent: bool, is_partial: bool) -> list[str]:
     """Return Megatron's flags for ``rope_parameters``, with latent or standard attention.
 
-    Raises ValueError for positions that Megatron does not support.
+    With ``is_partial``, a part of each head may have positions. Raises ValueError for positions that Megatron lacks.
     """
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: only 1.0 can be converted")
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and not (is_partial and kind == "default"):
+        raise ValueError(f"partial_rotary_factor is {part}: only 1.0 can be converted with these positions")
     flags = ["--rotary-base", number_word(rope["rope_theta"])]
+    flags += ["--rotary-percent", str(part)] if part != 1.0 else []
     if kind == "yarn":
         return [*flags, *_yarn_flags(rope, is_latent)]
     flags += ["--position-embedding-type", "rope", *(["--rope-type", "rope"] if is_latent else [])]
@@ -74,7 +76,9 @@ def of_every_version(rope: HuggingFaceConfig) -> dict[str, Any]:
     """Return the keys of a ``config.json`` for ``rope_parameters``, which transformers 4 and 5 read equally."""
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     is_scaled = rope["rope_type"] != "default"
+    part = {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
     return {
+        **part,
         "rope_parameters": dict(rope),
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling if is_scaled else None,
@@ -109,6 +113,7 @@ class RotaryArguments:
     Attributes:
         position_embedding_type: kind of positions.
         rotary_base: base of the frequencies.
+        rotary_percent: part of each head with positions.
         use_rope_scaling: whether frequencies are scaled as in Llama 3.
         rope_scaling_factor: factor of this scaling.
         rotary_seq_len_interpolation_factor: divisor of positions.
@@ -123,6 +128,7 @@ class RotaryArguments:
 
     position_embedding_type: str
     rotary_base: float
+    rotary_percent: float = 1.0
     use_rope_scaling: bool
     rotary_seq_len_interpolation_factor: float | None
     rope_scaling_factor: float = 8.0
@@ -164,6 +170,8 @@ def rope_parameters(rotary: RotaryArguments) -> dict[str, object]:
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": float(rotary.rotary_base)}
     if rotary.position_embedding_type == "yarn" or (rotary.multi_latent_attention and rotary.rope_type == "yarn"):
         return rope | rotary.yarn()
+    if rotary.rotary_percent != 1.0:
+        rope["partial_rotary_factor"] = rotary.rotary_percent
     if rotary.use_rope_scaling:
         rope |= {"rope_type": "llama3", "factor": rotary.rope_scaling_factor, **LLAMA3_ROPE}
     elif rotary.rotary_seq_len_interpolation_factor:

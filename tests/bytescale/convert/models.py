@@ -45,6 +45,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **LATENT, "q_lora_rank": 24, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0,
         "rope_parameters": PLAIN_ROPE,
     },
+    "deepseek_v3": {
+        **LATENT, "model_type": "deepseek_v3", "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 4,
+        "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 3, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 48, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "attention_bias": True,
+        "use_qk_norm": True, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+    },
     "gpt_oss": {
         "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01,
         "head_dim": 16, "sliding_window": 16, "swiglu_limit": 1.5, "tie_word_embeddings": False,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.bytescale.convert.families import model_flags, window_of
-from tests.bytescale.convert.models import LLAMA3, MODELS, configuration_of
+from tests.bytescale.convert.models import LLAMA3, MODELS, PLAIN_ROPE, YARN, configuration_of
 
 
 def value(words: list[str], flag: str) -> str:
@@ -53,12 +53,30 @@ def test_gemma_is_refused_with_what_megatron_lacks(kind: str) -> None:
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05: only 1e-06"),
         ("deepseek_v2", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3: a model without experts"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group is 1: only half of num_experts_per_tok 4"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False: only True"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False: only True"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is True: only False"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 tensors cannot be"),
+        ("glm4_moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("llama", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],
 )
 def test_what_megatron_would_compute_otherwise_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
     config = {**configuration_of("llama" if kind not in MODELS else kind), "model_type": kind, **changes}
     with pytest.raises(ValueError, match=message):
         model_flags(config)
+
+
+def test_properties_that_only_some_models_of_a_family_have() -> None:
+    """GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none; DeepSeek-V3 chooses groups of experts first."""
+    words = model_flags(configuration_of("glm4_moe"))
+    assert {"--add-qkv-bias", "--qk-layernorm"} <= {*words}
+    assert value(words, "--rotary-percent") == "0.5"
+    plain = model_flags(configuration_of("glm4_moe", attention_bias=False, use_qk_norm=False))
+    assert not {"--add-qkv-bias", "--qk-layernorm", "--moe-router-num-groups"} & {*plain}
+    groups = model_flags(configuration_of("deepseek_v3"))
+    assert (value(groups, "--moe-router-num-groups"), value(groups, "--moe-router-group-topk")) == ("4", "2")
 
 
 IGNORED: dict[str, list[dict[str, Any]]] = {

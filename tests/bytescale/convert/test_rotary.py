@@ -52,7 +52,7 @@ def parsed(words: list[str], is_latent: bool) -> RotaryArguments:
 
 @pytest.mark.parametrize("name", CASES)
 def test_positions_come_back(name: str) -> None:
-    words = position_flags(CASES[name], is_latent=False)
+    words = position_flags(CASES[name], is_latent=False, is_partial=False)
     assert rope_parameters(parsed(words, is_latent=False)) == CASES[name]
     assert "--rope-type" not in words
     assert ("yarn" in words) == (CASES[name]["rope_type"] == "yarn")
@@ -60,7 +60,7 @@ def test_positions_come_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", LATENT)
 def test_positions_of_latent_attention_come_back(name: str) -> None:
-    words = position_flags(CASES[name], is_latent=True)
+    words = position_flags(CASES[name], is_latent=True, is_partial=False)
     assert rope_parameters(parsed(words, is_latent=True)) == CASES[name]
     assert words[words.index("--position-embedding-type") + 1] == "rope"
     assert words[words.index("--rope-type") + 1] == ("rope" if name == "plain" else "yarn")
@@ -69,7 +69,7 @@ def test_positions_of_latent_attention_come_back(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CASES.keys() - set(LATENT)))
 def test_latent_attention_has_fewer(name: str) -> None:
     with pytest.raises(ValueError, match="rotary positions"):
-        position_flags(CASES[name], is_latent=True)
+        position_flags(CASES[name], is_latent=True, is_partial=False)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_latent_attention_has_fewer(name: str) -> None:
 )
 def test_what_megatron_has_not_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"rotary positions .* cannot be converted"):
-        position_flags({**YARN, **changes}, is_latent=False)
+        position_flags({**YARN, **changes}, is_latent=False, is_partial=False)
 
 
 @pytest.mark.parametrize("scales", [(0.7, 0.0), (1.0, 0.0), (0.0, 1.0)])
 def test_scales_that_transformers_has_not_are_refused(scales: tuple[float, float]) -> None:
-    rotary = parsed(position_flags(YARN, is_latent=False), is_latent=False)
+    rotary = parsed(position_flags(YARN, is_latent=False, is_partial=False), is_latent=False)
     rotary = replace(rotary, mscale=scales[0], mscale_all_dim=scales[1])
     if scales == (1.0, 0.0):
         assert rope_parameters(rotary) == YARN
