@@ -8,6 +8,7 @@ RANKS ?= 4
 UV := uv==0.13.8
 BIN := .venv/bin
 STAMP := .venv/.installed
+COMPILED := torch megatron numpy sympy
 # Hundreds of processes import torch and Megatron, so Python keeps compiled files, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -42,6 +43,8 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(UV); \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.txt; \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@# Processes that start at the same time would each compile what all of them import.
+	@cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -qq -j 0 $(COMPILED)
 	@mkdir -p runs # the commands of the docs write there
 	@touch $@
 
