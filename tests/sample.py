@@ -11,7 +11,7 @@ import pytest
 WHOLE = "BYTESCALE_TESTS_WHOLE"
 """Environment variable that ``conftest.py`` sets to 1 in a run of every case."""
 
-SHARE_OF_SEEDS = 4
+SHARE_OF_SEEDS = 6
 """`make test` runs one of this many seeds and examples."""
 
 
@@ -33,7 +33,12 @@ def seeds(number: int) -> list[Any]:
 
 def examples(number: int) -> int:
     """Return the number of examples that hypothesis tries: ``number`` in `make test-all`, else a part of it."""
-    return number if os.environ.get(WHOLE) == "1" else -(-number // SHARE_OF_SEEDS)
+    return number if is_whole() else -(-number // SHARE_OF_SEEDS)
+
+
+def is_whole() -> bool:
+    """Return whether this run has every case."""
+    return os.environ.get(WHOLE) == "1"
 
 
 def _full(case: Any) -> Any:

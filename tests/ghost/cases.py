@@ -1,7 +1,6 @@
 """Trainings that run on CPU ranks and on ghost GPUs.
 
-``make test`` runs the quick ones: rings, copies to host memory, and replicas of experts. ``make gpu-rehearsal`` runs
-all.
+``make test`` runs the quick ones: rings, and copies to host memory. ``make gpu-rehearsal`` runs all.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ CASES = (
          f"{TWO} --num-layers 4 --seq1f1b-slices 3 --hdp-kept-keys 150 --hdp-swapped-keys 1000 --host-memory-gb 0.01"),
     Case("replicas of experts", 2,
          f"{TWO} {EXPERTS} --moe-layer-freq [1,1] --moe-router-load-balancing-type none --moe-expert-slots 3 "
-         "--moe-placement-threshold 1.02 --no-gradient-accumulation-fusion", is_quick=True),
+         "--moe-placement-threshold 1.02 --no-gradient-accumulation-fusion"),
     Case("tensor parallelism", 2,
          f"{ONE} --tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64 {SHARDED}"),
     Case("n-gram memory", 2, f"{TWO} {NGRAM}"),

@@ -25,7 +25,7 @@ NEW_TOKENS = 10
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 30, (6,), generator=generator).tolist()
+    lengths = torch.randint(1, 30, (4,), generator=generator).tolist()
     return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -64,7 +64,7 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
             assert done.target_forwards == len(done.accepted)
             assert len(done.tokens) == 1 + sum(done.accepted) + done.target_forwards
             found[name].append(done)
-        for batch in (5, 40):
+        for batch in (3, 40):
             found[f"{name} {batch}"] = decoder.generate_all(prompts(), replace(request, batch=batch))
     sampled = replace(choose, temperature=1.0, seed=5)
     for name, request in requests.items():
@@ -96,7 +96,7 @@ def test_drafts_change_nothing() -> None:
     assert all(len(tokens) == NEW_TOKENS for tokens in plain)
     for name in ("tree", "small", "chain"):
         assert [done.tokens for done in found[name]] == plain
-    for name, batch in product(("plain", "tree", "small", "chain"), (5, 40)):  # texts in a batch equal separate texts
+    for name, batch in product(("plain", "tree", "small", "chain"), (3, 40)):  # texts in a batch equal separate texts
         for done, alone in zip(found[f"{name} {batch}"], found[name], strict=True):
             assert (done.tokens, done.accepted, done.target_forwards) == (
                 alone.tokens, alone.accepted, alone.target_forwards

@@ -85,7 +85,6 @@ RUNS = [
 ]
 SAMPLE = [
     ("hdp", "memo"),
-    ("hdp", "auto"),
     ("hdp-experts", "priced"),
 ]
 
