@@ -11,7 +11,7 @@ import pytest
 WHOLE = "BYTESCALE_TESTS_WHOLE"
 """Environment variable that ``conftest.py`` sets to 1 in a run of every case."""
 
-SHARE_OF_SEEDS = 6
+SHARE_OF_SEEDS = 4
 """`make test` runs one of this many seeds and examples."""
 
 

@@ -150,6 +150,7 @@ def test_a_profile_has_no_second_forward_pass_and_bf16() -> None:
     assert cost.backward.c == pytest.approx(3 * cost.forward.c)  # gradients travel in float32
 
 
+@pytest.mark.full
 def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
     found = run_ranks(profile_with_made_up_clock, 3, [*MODEL, *TRAINING], True)
     cost, errors = found[0]

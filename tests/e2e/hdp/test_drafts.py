@@ -74,6 +74,7 @@ def test_slices_of_a_pipeline_under_an_activation_policy() -> None:
     assert not figures(found.outcomes[-1], HIDDEN)
 
 
+@pytest.mark.full
 def test_rings_of_a_model_that_is_trained_too() -> None:
     expected, found = heads_of(1, *ONE, heads=TOGETHER), heads_of(4, *RINGS, heads=TOGETHER)
     compare(found, expected, *FIGURES, HIDDEN, "lm loss")

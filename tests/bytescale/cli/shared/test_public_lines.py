@@ -14,7 +14,6 @@ from tests.bytescale.cli.shared.test_migrate import ask, of
 from tests.e2e.corpora import VOCAB, write_documents
 from tests.e2e.training import train
 from tests.harness import run_ranks
-from tests.sample import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -95,7 +94,8 @@ def ask_on_cpu(rank: int, world: int, line: str) -> Migration:
     return migrate(line, on_cpu=True)
 
 
-@pytest.mark.parametrize("name", sampled(LINES, ["qwen3-30b-a3b"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LINES)
 def test_the_line_trains_and_resumes(name: str, tmp_path: Path) -> None:
     write_documents(tmp_path / "docs")
     words = on_cpu(name, tmp_path / "docs", tmp_path / "save")
