@@ -39,7 +39,7 @@ class Library:
     Attributes:
         soname: name under which torch asks for the library.
         source: file in ``lib/``.
-        real: path below the folder of the ``nvidia`` wheels, or None for the driver, which no wheel has.
+        real: path below the folder of the ``nvidia`` wheels, or None for libraries of the driver, which no wheel has.
         prefix: pattern of the names of its functions.
         error: value that stubs return.
         is_versioned: whether its symbols carry the soname as their version.
@@ -59,6 +59,7 @@ LIBRARIES = (  # in the order of linking and loading
     Library("libcublas.so.13", "ghost_cublas.c", "cu13/lib/libcublas.so.13", "cublas", 15),
     Library("libnccl.so.2", "ghost_nccl.c", "nccl/lib/libnccl.so.2", "p?nccl", 5, False),  # ncclInvalidUsage
     Library("libcuda.so.1", "ghost_cuda.c", None, "cu", 801, False),  # CUDA_ERROR_NOT_SUPPORTED
+    Library("libnvidia-ml.so.1", "ghost_nvml.c", None, "nvml", 3, False),  # NVML_ERROR_NOT_SUPPORTED
 )
 
 

@@ -9,14 +9,29 @@ Megatron without the stand-ins for CPUs. Rank r has device r of a node of eight,
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.ghost import build
 from tests.ghost.environment import environment
+from tests.ghost.hollow import VARIABLE
 from tests.harness import PRELOADED, Devices
 
 _modules = tuple("tests.ghost.preload" if name == "tests.e2e.preload" else name for name in PRELOADED)
 GHOST_GPUS = Devices(_modules, "nccl", environment)
+
+
+def hollow_environment(settings: str) -> dict[str, str]:
+    """Return the variables of a process on hollow ghost GPUs with settings of torch's allocator."""
+    return {**environment(), VARIABLE: "1", "PYTORCH_ALLOC_CONF": settings}
+
+
+HOLLOW_GPUS = {
+    settings: Devices(_modules, "nccl", partial(hollow_environment, settings))
+    for settings in ("", "expandable_segments:True")
+}
+"""Ghost GPUs without arithmetic (``hollow.py``), by the settings of torch's allocator."""
 
 
 def missing() -> str:

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from tests.ghost import attention, flash, trace
+from tests.ghost import attention, flash, hollow, trace
 from tests.ghost.environment import NUM_DEVICES
 from tests.ghost.memory import alias, upload
 
@@ -69,7 +69,10 @@ def install() -> int:
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
         except (AttributeError, RuntimeError):  # not for Python
             continue
-        _library.impl(name, SPECIAL.get(name) or CpuKernel.of(operator, name), "CUDA", allow_override=True)
+        kernel = SPECIAL.get(name) or CpuKernel.of(operator, name)
+        if hollow.is_hollow():
+            kernel = hollow.SPECIAL.get(name) or hollow.HollowKernel(operator, name, kernel)
+        _library.impl(name, kernel, "CUDA", allow_override=True)
         replaced += 1
     return replaced
 
