@@ -25,7 +25,7 @@ from tests.harness import ranks_on
 
 pytestmark = [pytest.mark.ranks, needs_ghosts]
 
-STEPS = int(os.environ.get("FRAGMENTATION_STEPS", "12"))
+STEPS = int(os.environ.get("FRAGMENTATION_STEPS", "6"))
 DOCUMENTS = 8  # of a step
 RANK_TOKENS, LONGEST = 8192, 16384  # on two ranks
 SIZES = (
@@ -52,7 +52,7 @@ class Peaks:
     Attributes:
         allocated: bytes of tensors.
         reserved: bytes that the allocator took from the device.
-        retries: how often it returned memory to the device to take other memory.
+        retries: number of times that it returned memory to the device to take other memory.
         forecast: bytes that the plans of the steps forecast.
     """
 
