@@ -44,7 +44,7 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.txt; \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@# Processes that start at the same time would each compile what all of them import.
-	@cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -qq -j 0 $(COMPILED)
+	@cd .venv/lib/python3*/site-packages && ../../../bin/python -W ignore -m compileall -qq -j 0 $(COMPILED)
 	@mkdir -p runs # the commands of the docs write there
 	@touch $@
 
