@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from tests.ghost.kernels import CpuKernel
 
 VARIABLE = "GHOST_HOLLOW"
 """Environment variable that makes large kernels and NCCL messages (``lib/ghost_nccl.c``) hollow."""
@@ -36,43 +39,29 @@ class HollowKernel:
     """CUDA kernel of an operator that computes small arguments, and allocates the results of large ones.
 
     Attributes:
-        operator: overload of torch.
-        name: its name with the overload.
+        cpu: the operator, and the arguments that it writes.
         kernel: kernel that computes.
     """
 
-    operator: Any
-    name: str
+    cpu: CpuKernel
     kernel: Callable[..., Any]
     _found: dict[object, list[Layout | object]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         is_small = sum(one.numel() for one in tensors) <= LARGE
-        if is_small or self.name in COMPUTED or (self.name == "copy_" and tensors[0].numel() <= LARGE):
+        is_small_copy = self.cpu.name == "copy_" and tensors[0].numel() <= LARGE
+        if is_small or is_small_copy or self.cpu.name in COMPUTED:
             return self.kernel(*args, **kwargs)
-        written = self._written(args, kwargs)
-        if written is not None:
-            return written[0] if len(written) == 1 else tuple(written) if written else None
+        if any(self.cpu.written) and None not in self.cpu.returned:
+            found = tuple(self.cpu.argument(place, args, kwargs) for place in self.cpu.returned if place is not None)
+            return found[0] if len(found) == 1 else found or None
         return self._allocate(next(one.device for one in tensors if one.is_cuda), args, kwargs)
-
-    def _written(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Return the results of an operator that writes its results to arguments; None for other operators."""
-        schema = self.operator._schema
-        places = {}
-        for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                places[frozenset(argument.alias_info.before_set)] = (
-                    kwargs[argument.name] if argument.name in kwargs else args[index]
-                )
-        if not places or any(one.alias_info is None for one in schema.returns):
-            return None
-        return [places[frozenset(one.alias_info.before_set)] for one in schema.returns]
 
     def _allocate(self, device: torch.device, args: Any, kwargs: Any) -> Any:
         key = _signature((args, kwargs))
         if key not in self._found:
-            found = self.operator(*_on_meta(args), **_on_meta(kwargs))
+            found = self.cpu.operator(*_on_meta(args), **_on_meta(kwargs))
             values = found if isinstance(found, tuple | list) else (found,)
             layouts = [
                 (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor) else one for one in values

@@ -69,9 +69,10 @@ def install() -> int:
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
         except (AttributeError, RuntimeError):  # not for Python
             continue
-        kernel = SPECIAL.get(name) or CpuKernel.of(operator, name)
+        cpu = CpuKernel.of(operator, name)
+        kernel = SPECIAL.get(name) or cpu
         if hollow.is_hollow():
-            kernel = hollow.SPECIAL.get(name) or hollow.HollowKernel(operator, name, kernel)
+            kernel = hollow.SPECIAL.get(name) or hollow.HollowKernel(cpu, kernel)
         _library.impl(name, kernel, "CUDA", allow_override=True)
         replaced += 1
     return replaced
@@ -163,6 +164,10 @@ class CpuKernel:
         place = self.returned[index] if index < len(self.returned) else None
         if place is None:
             return call.upload(value)
+        return self.argument(place, args, kwargs)
+
+    def argument(self, place: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the argument with an index, which may be given by name."""
         name = self.operator._schema.arguments[place].name
         return kwargs[name] if name in kwargs else args[place]
 

@@ -23,11 +23,10 @@ NEEDED: Final[dict[str, object]] = {
     "moe_latent_size": None,
 }  # fmt: skip
 """Required arguments of convertible models and their values."""
-_BIASED: Final = (
-    "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor", "moe_router_num_groups",
-)  # fmt: skip
+_SHARED: Final = ("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor")
+_BIASED: Final = (*_SHARED, "moe_router_num_groups")
 FREE: Final = {
-    "deepseek_v2": ("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor"),
+    "deepseek_v2": _SHARED,
     "deepseek_v3": _BIASED,
     "glm4_moe": (*_BIASED, "rotary_percent"),
     "gpt_oss": ("window_attn_skip_freq", "activation_func_clamp_value"),

@@ -231,7 +231,8 @@ static bool is_hollow(size_t bytes) {
 static char *result_of(struct ncclComm *comm, Operation *operation, size_t *size) {
   Contribution *all = comm->shared->contributions;
   size_t part = operation->count * TYPE_SIZES[operation->type];
-  if (is_hollow(part)) return *size = 0, malloc(1);
+  *size = 0;
+  if (is_hollow(part)) return NULL;
   char *result = malloc(part * comm->num_ranks + 1), *other = malloc(part + 1);
   *size = part;
   switch (operation->kind) {
@@ -272,7 +273,7 @@ static void run_collective(struct ncclComm *comm, Operation *operation) {
     for (Patience patience = {0}; atomic_load(&comm->shared->contributions[rank].read) < number;)
       if (!wait_more(comm, &patience, reason)) break;
   }
-  if (!atomic_load(&comm->is_aborted)) memcpy(operation->to, result, size);
+  if (size && !atomic_load(&comm->is_aborted)) memcpy(operation->to, result, size);
   free(result);
 }
 
