@@ -137,7 +137,7 @@ class LayerRecord:
             return None
         if rows is None or (kind == "input" and not is_sample_major(tensor)):
             rows = (1, view.sizes[view.order[0]]) if view.sizes else (1, 1)
-        region = StoredRegion(kind, view, tensor.detach(), rows)
+        region = StoredRegion(kind, view, tensor, rows)
         self._by_key[key] = region
         self.regions.append(region)
         return region
@@ -197,6 +197,13 @@ class LayerRecord:
         """The first row that is recomputed between hook points."""
         return 0 if self.plan.rebuild_cheap else self.split.kept
 
+    def abandon(self) -> None:
+        """Drop all tensors, because the forward pass failed: autograd does not collect the cycle that they close."""
+        self.regions.clear()
+        self.hook_points.clear()
+        self._by_key.clear()
+
+    @torch.no_grad()
     def close(self) -> None:
         """End the forward pass: swap, keep and drop rows, and start the copies to the host."""
         rebuilds, counts = self.rebuilds, self.counts
@@ -222,8 +229,7 @@ class LayerRecord:
                 counts.overflowed_bytes += region.num_bytes * swapped // region.rows[1]
                 swapped = 0
             if kept > swapped:
-                rows = self._first_rows(region, source, kept)
-                region.kept = rows if kept - swapped == region.rows[1] else rows[:, swapped:].clone()
+                region.kept = self._kept_rows(region, source.detach(), swapped, kept)
                 counts.kept_bytes += num_bytes(region.kept)
         self._by_key.clear()
         self._alive.clear()
@@ -264,6 +270,14 @@ class LayerRecord:
         whole = source.shape[0] == region.rows[0] * region.rows[1]
         rows: torch.Tensor = (source if whole else source.flatten(0, 1)).unflatten(0, region.rows)
         return rows[:, :count]
+
+    def _kept_rows(self, region: StoredRegion, source: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Return rows of ``source``, of any shape: all of it in any shape, or a copy [repeats, end - first, ...]."""
+        is_whole = end - first == region.rows[1]
+        if is_whole and region.view.is_plain:
+            return source
+        rows = self._first_rows(region, source, end)
+        return rows if is_whole else rows[:, first:].clone()
 
     # In the backward pass.
 

@@ -75,6 +75,16 @@ def _extents(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[in
     return tuple(extents)
 
 
+@lru_cache(maxsize=4096)
+def _dense_strides(sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps whose dims are in this order in memory."""
+    strides, step = [0] * len(sizes), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= sizes[dim]
+    return tuple(strides)
+
+
 def region_of(tensor: torch.Tensor) -> Region | None:
     """Return the region of a tensor of any shape; None if it is empty or its elements share memory (``expand``)."""
     return TensorView.of(tensor).region_of(tensor)
@@ -105,11 +115,8 @@ class TensorView:
     num_elements: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        strides, step = [0] * len(self.sizes), 1
-        for dim in reversed(self.order):
-            strides[dim] = step
-            step *= self.sizes[dim]
-        object.__setattr__(self, "dense_strides", tuple(strides))
+        step = math.prod(self.sizes)
+        object.__setattr__(self, "dense_strides", _dense_strides(self.sizes, self.order))
         extents = _extents(self.sizes, self.strides) if step else None
         object.__setattr__(self, "extents", extents)
         is_plain = self.order == tuple(range(len(self.order))) and extents in ((), ((step, 1),))
@@ -181,7 +188,7 @@ class StoredRegion:
         source: tensor with the elements, until the end of the layer's forward pass.
         rows: (repeats, rows) of the outermost dim in memory, which has the tokens of each tensor-parallel rank in turn.
         uses: number of saved tensors that autograd has yet to ask for.
-        kept: rows on the device, [repeats, k, ...].
+        kept: rows on the device, [repeats, k, ...], or all rows in any shape.
         written: the first ``written_rows`` rows in the arena, [repeats, w, ...], or all rows in ``shape``.
         elements: all elements, contiguous in any shape, from the restoration of the layer to their last use.
         shape: shape of new memory; the shape of a contiguous saved tensor, so that autograd takes the memory as it is.
@@ -225,6 +232,11 @@ class StoredRegion:
         """Copy ``part``, whole rows in any shape in memory order, to the rows from ``first`` on."""
         if self.elements is None:
             self.elements = self.allocate()
+        if self.rows[0] == 1:
+            strides = _dense_strides(part.shape, tuple(range(part.dim())))
+            start = self.elements.storage_offset() + first * self.row_size
+            self.elements.as_strided(part.shape, strides, start).copy_(part)
+            return
         part = part.reshape(self.rows[0], -1, self.row_size)
         self.some_rows(self.elements, first, part.shape[1]).copy_(part)
 
@@ -233,7 +245,7 @@ class StoredRegion:
         kept, self.kept, self.written = self.kept, None, None
         if kept is None:
             return
-        if kept.shape[1] == self.rows[1]:
-            self.elements = kept.reshape(self.shape)
+        if kept.numel() == self.view.num_elements:
+            self.elements = kept if kept.shape == self.shape else kept.reshape(self.shape)
         else:
             self.put_rows(self.written_rows, kept)

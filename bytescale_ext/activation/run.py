@@ -60,6 +60,16 @@ class Recording:
         self._save: Callable[[torch.Tensor], SavedTensor] = record.save_between
         self._delayed: list[tuple[SavedTensor, torch.Tensor]] = []
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let the record keep all tensors that autograd saves. If the forward pass fails, the record drops them."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda saved: saved.restore()):
+            try:
+                yield
+            except BaseException:
+                self.record.abandon()
+                raise
+
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Return the object that autograd keeps in place of a tensor of any shape."""
         return self._save(tensor)
@@ -150,7 +160,7 @@ class Rebuilding:
                 rows = inputs[first:] if repeats == 1 else inputs.unflatten(0, (repeats, -1))[:, first:].flatten(0, 1)
             with torch.no_grad():
                 output = forward(rows, *args, **kwargs)[0]
-            num_rows = max(rows[..., 0].numel(), output[..., 0].numel())
+            num_rows = max(rows.numel() // rows.shape[-1], output.numel() // output.shape[-1])
             assert isinstance(module.weight, torch.Tensor), f"{name}: {module}"
             record.counts.recomputed_flops += 2 * module.weight.numel() * num_rows
             return output

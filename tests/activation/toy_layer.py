@@ -69,7 +69,7 @@ class ToyLayer(torch.nn.Module):
         record = self.store.new_record(self.number, x.shape[0], parameters)
         record.pass_hook_point(LAYER_INPUT, x, "input")
         run = Recording(record)
-        with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda saved: saved.restore()):
+        with self._running(run), run.saving():
             out = self._compute(x)
         record.rebuild = self._rebuild
         record.close()

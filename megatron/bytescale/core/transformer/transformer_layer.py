@@ -130,7 +130,7 @@ class PlannedTransformerLayer(TransformerLayer):
         record = self.activations.new_record(self._number, hidden_states.shape[0], parameters)
         record.pass_hook_point(LAYER_INPUT, hidden_states, "input")
         run = Recording(record)
-        with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda saved: saved.restore()):
+        with self._running(run), run.saving():
             result = super().forward(hidden_states, **kwargs)
         record.rebuild = partial(self._rebuild, kwargs)
         record.close()
