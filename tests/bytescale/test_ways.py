@@ -73,7 +73,7 @@ def search(cost: ModelCost, **changes: object) -> Setup:
     """Return the search's setup of the strategy with this mesh."""
     model = model_of(MODEL.split())
     devices = Devices(RANKS * STAGES, RANKS * STAGES, DEVICE_GB * 1e9, HOST_GB * 1e9)
-    task = Task(cost, devices, LONGEST, (tuple(LENGTHS),), model.operators)
+    task = Task(cost, devices, LONGEST, (tuple(LENGTHS),), model.operators, state_sizes=model.state_sizes)
     strategy = Strategy(1, (8 // STAGES,) * STAGES, TOKENS, shares_optimizer=True, device_gb=DEVICE_GB, **changes)  # type: ignore[arg-type]
     return setup_of_strategy(task, strategy)
 
@@ -137,15 +137,16 @@ def test_training_and_search_decide_alike(
 
 
 def test_plan_and_simulate_decide_like_training(cost: tuple[ModelCost, Path]) -> None:
-    """The commands know no operators of a model, so training gets fused operators."""
+    """The commands know neither the operators nor the optimizer of a model, so training gets fused ones."""
     options = (
         f"--ranks {RANKS} --tokens-per-rank {TOKENS} --pipeline-parallel {STAGES} --slices auto --lengths unread.npy"
     )
     args = of(plan_command.add_arguments, f"{options} --device-memory-gb {DEVICE_GB}")
     planned = decision_of(args, cost[0], LENGTHS)
     setup = training(f"--seq1f1b-slices auto --device-memory-gb {DEVICE_GB}", cost[1])
-    fused = replace(setup.numerics, operators=planned.setup.numerics.operators)
-    assert_decided_alike(planned, choose(replace(setup, numerics=fused)))
+    numerics = replace(setup.numerics, operators=planned.setup.numerics.operators)
+    states = replace(setup.states, sizes=planned.setup.states.sizes)
+    assert_decided_alike(planned, choose(replace(setup, numerics=numerics, states=states)))
 
 
 def test_states_choose_like_training(cost: tuple[ModelCost, Path]) -> None:

@@ -33,7 +33,7 @@ SIZES = (
     f"--num-attention-heads {LLAMA_7B.num_heads} --num-query-groups {LLAMA_7B.num_kv_heads} "
     f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --hdp-tokens-per-rank {RANK_TOKENS} "
     f"--make-vocab-size-divisible-by {LLAMA_7B.vocab} --chunked-cross-entropy 2048 "
-    f"--global-batch-size {DOCUMENTS} --train-iters {STEPS} --log-interval 1 --bf16 --use-distributed-optimizer "
+    f"--global-batch-size {DOCUMENTS} --train-iters {STEPS} --log-interval 1 --bf16 "
     "--no-check-for-nan-in-loss-and-grad"
 ).split()
 CASES = {
@@ -42,6 +42,13 @@ CASES = {
     "recompute": "--num-layers 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "slices": "--num-layers 12 --pipeline-model-parallel-size 2 --seq1f1b-slices 4 --hdp-tokens-per-rank 16384",
 }
+SHORTEST = 512
+UPDATES = {
+    "Adam": "--use-distributed-optimizer",
+    "Adam, 16-bit gradients": "--grad-reduce-in-bf16",
+    "SGD": "--optimizer sgd",
+}
+"""Trainings of short documents, whose peak is the update."""
 LAUNCHERS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -86,13 +93,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("byted") / "docs", lengths, copies=1)
 
 
-def peaks_of(settings: str, case: str, corpus: Path) -> list[Peaks]:
-    """Return the peaks of each rank with settings of the allocator."""
-    flags = [*MODEL, *TRAIN, *HDP, *SIZES, *CASES[case].split(), "--data-path", corpus]
+def peaks_of(settings: str, words: str, corpus: Path, steps: int = STEPS) -> list[Peaks]:
+    """Return the peaks of each rank with settings of the allocator and flags."""
+    flags = [*MODEL, *TRAIN, *HDP, *SIZES, *words.split(), "--train-iters", steps, "--data-path", corpus]
     with ranks_on(HOLLOW_GPUS[settings]):
         outcomes = train_ranks(2, *flags, entry=train_and_print_peaks)
     assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-2000:]
-    assert len(re.findall(r"^ run: ", outcomes[-1].text, re.MULTILINE)) == STEPS
+    assert len(re.findall(r"^ run: ", outcomes[-1].text, re.MULTILINE)) == steps
     return [read_peaks(outcome.text) for outcome in outcomes]
 
 
@@ -105,7 +112,8 @@ def read_peaks(text: str) -> Peaks:
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_launchers_settings_reserve_little_more_than_is_used(case: str, corpus: Path) -> None:
-    found = {settings: peaks_of(settings, case, corpus) for settings in HOLLOW_GPUS}
+    words = f"{CASES[case]} --use-distributed-optimizer"
+    found = {settings: peaks_of(settings, words, corpus) for settings in HOLLOW_GPUS}
     for settings, ranks in found.items():
         for rank, peaks in enumerate(ranks):
             print(
@@ -114,6 +122,18 @@ def test_the_launchers_settings_reserve_little_more_than_is_used(case: str, corp
                 f"{peaks.forecast / 1e9:.2f} GB"
             )
     assert all(peaks.ratio <= 1.10 and not peaks.retries for peaks in found["expandable_segments:True"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", UPDATES)
+def test_the_update_is_in_the_forecast(case: str, tmp_path: Path) -> None:
+    """Forecasts are equal to the allocator's peak if an update has it."""
+    short = f"--seq-length {SHORTEST} --max-position-embeddings {SHORTEST} --hdp-tokens-per-rank {SHORTEST}"
+    corpus = write_documents(tmp_path / "docs", [SHORTEST // 2] * DOCUMENTS * 2, copies=1)
+    words = f"--num-layers 2 {short} {UPDATES[case]}"
+    for peaks in peaks_of("expandable_segments:True", words, corpus, steps=2):
+        print(f"{case}: allocated {peaks.allocated / 1e9:.3f} GB, forecast {peaks.forecast / 1e9:.3f} GB")
+        assert peaks.forecast == pytest.approx(peaks.allocated, rel=0.05)
 
 
 def test_the_settings_are_those_of_the_launchers() -> None:

@@ -64,15 +64,16 @@ class PeakMemory:
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the fullest device, on stages of this memory."""
-        return float((self.parts.sum(axis=0).max(axis=1) + np.array(memory.state_bytes)).max())
+        most = np.maximum(self.parts.sum(axis=0).max(axis=1), memory.stage_updates)
+        return float((most + np.array(memory.state_bytes)).max())
 
     def stage_parts(self, memory: StageMemory) -> list[DeviceParts]:
         """Return the bytes by kind of the fullest device of each stage."""
         of_stages = []
-        for stage, states in enumerate(memory.state_bytes):
+        for stage, (states, update) in enumerate(zip(memory.state_bytes, memory.stage_updates, strict=True)):
             of_ranks = self.parts[:, stage]
             activations, keys, sums, working = of_ranks[:, of_ranks.sum(axis=0).argmax()].tolist()
-            of_stages.append(DeviceParts(activations, keys, sums, states, working))
+            of_stages.append(DeviceParts(activations, keys, sums, states, working, update))
         return of_stages
 
     def device_parts(self, memory: StageMemory) -> DeviceParts:
@@ -82,7 +83,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """Bytes of a device at its peak.
+    """Bytes of a device at its peak: in a pass, or in the update, when only model states exist.
 
     Attributes:
         activations: activations, with each slice's own keys.
@@ -90,6 +91,7 @@ class DeviceParts:
         sums: sums of key gradients.
         states: parameters, gradients and optimizer states.
         working: gradients of a layer or logits, and the logits of other slices.
+        update: memory of the update.
     """
 
     activations: float
@@ -97,11 +99,21 @@ class DeviceParts:
     sums: float
     states: float
     working: float
+    update: float = 0.0
+
+    @property
+    def peaks_in_update(self) -> bool:
+        """Whether the update has the peak."""
+        return self.update > self._of_passes
+
+    @property
+    def _of_passes(self) -> float:
+        return self.activations + self.keys + self.sums + self.working
 
     @property
     def total(self) -> float:
-        """Sum of all bytes."""
-        return self.activations + self.keys + self.sums + self.states + self.working
+        """Bytes of the peak."""
+        return self.states + max(self.update, self._of_passes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from bytescale_ext.plan.cost.model_shape import ModelShape, later_layer_weights
@@ -15,6 +15,34 @@ MOMENT_BYTES: Final = 8
 
 MAIN_PARAMETER_BYTES: Final = 4
 """Bytes of the float32 copy of a 16-bit parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes of the gradient and the optimizer's states of one parameter.
+
+    Attributes:
+        gradient: gradient, summed over the micro-batches of a step, as ranks exchange it.
+        main: copy of a 16-bit parameter that the optimizer updates.
+        moments: moments of a parameter.
+        end_moments: moments of a parameter of an embedding or output layer; None: ``moments``.
+        update: memory that the update of all parameters takes until it ends.
+    """
+
+    gradient: float = GRADIENT_BYTES
+    main: float = MAIN_PARAMETER_BYTES
+    moments: float = MOMENT_BYTES
+    end_moments: float | None = None
+    update: float = 0.0
+
+    def optimizer(self, element_bytes: int, is_end: bool = False) -> float:
+        """Return the bytes of the optimizer's states of a parameter; ``is_end``: of an embedding or output layer."""
+        moments = self.end_moments if is_end and self.end_moments is not None else self.moments
+        return moments + (self.main if element_bytes < MAIN_PARAMETER_BYTES else 0)
+
+
+FUSED_ADAM: Final = StateSizes()
+"""Adam with float32 states, of TransformerEngine or Apex."""
 
 
 def num_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
@@ -73,9 +101,4 @@ def state_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int 
 
 def parameter_bytes(element_bytes: int, optimizer_ranks: int) -> float:
     """Return the bytes of one parameter, its gradient and its part of the optimizer; see ``state_bytes``."""
-    return element_bytes + GRADIENT_BYTES + optimizer_bytes(element_bytes) / optimizer_ranks
-
-
-def optimizer_bytes(element_bytes: int) -> int:
-    """Return the bytes of Adam's states of one parameter: two moments and, for 16-bit parameters, a float32 copy."""
-    return MOMENT_BYTES + (MAIN_PARAMETER_BYTES if element_bytes < MAIN_PARAMETER_BYTES else 0)
+    return element_bytes + FUSED_ADAM.gradient + FUSED_ADAM.optimizer(element_bytes) / optimizer_ranks

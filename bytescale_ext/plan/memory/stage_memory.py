@@ -139,6 +139,7 @@ class StageMemory:
         passes: bytes of the passes of other micro-batches; None: ``working_bytes`` hold for all micro-batches.
         rows_multiple: each slice has activations of a multiple of this many rows.
         angle_bytes: bytes of a token's rotary angles, which all layers of a stage use.
+        update_bytes: bytes that the update of each stage takes when no activations exist; empty: none.
     """
 
     layer: LayerBytes
@@ -148,6 +149,7 @@ class StageMemory:
     passes: PassBytes | None = None
     rows_multiple: int = 1
     angle_bytes: float = 0.0
+    update_bytes: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -257,7 +259,12 @@ class StageMemory:
 
     def without_states(self) -> StageMemory:
         """Return the memory without parameters, gradients and optimizer states."""
-        return replace(self, state_bytes=(0.0,) * len(self.num_layers))
+        return replace(self, state_bytes=(0.0,) * len(self.num_layers), update_bytes=())
+
+    @property
+    def stage_updates(self) -> tuple[float, ...]:
+        """Bytes that the update of each stage takes."""
+        return self.update_bytes or (0.0,) * len(self.num_layers)
 
     def token_bytes(self, stage: int) -> float:
         """Return the mean bytes of a token in a layer of a stage."""
@@ -265,8 +272,10 @@ class StageMemory:
 
     def most_bytes(self, layer_bytes: Sequence[float]) -> float:
         """Return the bytes of the fullest stage; ``layer_bytes``: peak bytes in a layer of each stage."""
-        stages = zip(self.state_bytes, self.working_bytes, self.num_layers, layer_bytes, strict=True)
-        return max(states + working + layers * each for states, working, layers, each in stages)
+        stages = zip(
+            self.state_bytes, self.stage_updates, self.working_bytes, self.num_layers, layer_bytes, strict=True
+        )
+        return max(states + max(update, working + layers * each) for states, update, working, layers, each in stages)
 
 
 def head_bytes(

@@ -190,5 +190,5 @@ def setup_of_strategy(task: Task, strategy: Strategy) -> Setup:
         ),
         slicing=AUTO if strategy.chooses_slices else ONE_SLICE,
         policy=Policy(PRICED if strategy.activations == PRICED else "none"),
-        states=States(ties_embeddings=task.ties_embeddings),
+        states=States(ties_embeddings=task.ties_embeddings, sizes=task.state_sizes),
     )

@@ -15,7 +15,13 @@ from bytescale_ext.plan.search.costed import setup_of_strategy
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import DoesNotFit, Task, cluster_of
 from bytescale_ext.plan.setup.forecast import block_bytes, tokens_in_flight
-from bytescale_ext.plan.setup.memory import Parameters, parameters, stage_memory, stage_state_bytes
+from bytescale_ext.plan.setup.memory import (
+    Parameters,
+    parameters,
+    stage_memory,
+    stage_state_bytes,
+    stage_update_bytes,
+)
 from bytescale_ext.plan.setup.setup import Setup
 from bytescale_ext.plan.setup.update import update_of
 
@@ -61,7 +67,7 @@ class Branch:
         slowest = slowest_stage_seconds(cost.shape.num_layers, mesh.num_stages, layer, head)
         (whole,) = parameters(replace(setup, mesh=replace(mesh, stage_layers=(cost.shape.num_layers,))))
         shared = Parameters(whole.count / mesh.num_stages, num_ranks=cluster.num_ranks)
-        update = update_of(cost, shared, cluster, shares_optimizer=True)
+        update = update_of(cost, shared, cluster, True, setup.states.sizes)
         return slowest / len(work) / float(cluster.rank_speeds().sum()) + update.optimizer
 
 
@@ -169,8 +175,10 @@ def fewest_recomputed(setup: Setup) -> int | None:
         setup: setup without recomputation and slices.
     """
     counts = np.arange(max(setup.mesh.stage_layers) + 1)
-    states = np.array(stage_state_bytes(setup))[:, None]
-    fits = np.all(states + block_bytes(setup, counts) <= setup.budget.device_bytes, axis=0)
+    states, update = (
+        np.array(of_stages)[:, None] for of_stages in (stage_state_bytes(setup), stage_update_bytes(setup))
+    )
+    fits = np.all(states + np.maximum(update, block_bytes(setup, counts)) <= setup.budget.device_bytes, axis=0)
     return int(counts[fits][0]) if fits.any() else None
 
 

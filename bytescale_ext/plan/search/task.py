@@ -9,6 +9,7 @@ import numpy as np
 
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.plan.memory.model_states import FUSED_ADAM, StateSizes
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.messages import device_grid
 from bytescale_ext.plan.step.sizes import Cluster
@@ -78,6 +79,7 @@ class Task:
         operators: operators of a layer.
         rows_multiple: multiple of rows in matrix products on one rank.
         ties_embeddings: whether input and output embedding of the model are one matrix.
+        state_sizes: bytes of the model states of a parameter.
     """
 
     cost: ModelCost
@@ -87,6 +89,7 @@ class Task:
     operators: LayerOperators = FUSED
     rows_multiple: int = 1
     ties_embeddings: bool = False
+    state_sizes: StateSizes = FUSED_ADAM
 
     @property
     def batch(self) -> int:

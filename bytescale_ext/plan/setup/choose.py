@@ -17,7 +17,7 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
 from bytescale_ext.plan.setup.costs import slowest_stage
 from bytescale_ext.plan.setup.layers import setup_slice_lengths, stage_settings
-from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes, state_cases
+from bytescale_ext.plan.setup.memory import stage_memory, stage_state_bytes, stage_update_bytes, state_cases
 from bytescale_ext.plan.setup.offload import PlannedOffload, planned_offload
 from bytescale_ext.plan.setup.policy import PolicySlices, StagePolicy, stage_policy
 from bytescale_ext.plan.setup.setup import AUTO, Setup
@@ -119,6 +119,7 @@ def slice_chooser(setup: Setup, link_share: float = 1.0) -> SlicingChoice | Poli
 def check_fits(decision: Decision) -> None:
     """Raise ValueError, which names a sufficient budget, if a decision does not fit on every stage."""
     setup, slices = decision.setup, decision.slices
+    _check_update(decision)
     if isinstance(slices, SlicingChoice):
         slices.check_fits(slowest_stage(setup)[1].both, setup.cluster.tokens_per_rank)
     elif isinstance(slices, PolicySlices):
@@ -128,6 +129,19 @@ def check_fits(decision: Decision) -> None:
             decision.policy(stage).check_fits()
     if slices is None and setup.swaps_keys:
         _check_host_memory(setup)
+
+
+def _check_update(decision: Decision) -> None:
+    """Raise ValueError if the update of the optimizer exceeds the device memory on a stage."""
+    update = stage_update_bytes(decision.setup)
+    over = max(needed - left for needed, left in zip(update, decision.left_bytes, strict=True))
+    if max(update) and over > 0:
+        device_bytes = decision.setup.budget.device_bytes
+        raise ValueError(
+            f"the optimizer's update takes {in_gigabytes(device_bytes + over)} GB of device memory with the model "
+            f"states, and --device-memory-gb is {device_bytes / 1e9:.4g}: give at least that, or install "
+            "TransformerEngine or Apex, whose optimizers need less"
+        )
 
 
 def _check_host_memory(setup: Setup) -> None:

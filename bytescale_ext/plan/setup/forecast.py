@@ -29,6 +29,7 @@ from bytescale_ext.plan.setup.memory import (
     recomputing_memory,
     stage_memory,
     stage_state_bytes,
+    stage_update_bytes,
     state_cases,
 )
 from bytescale_ext.plan.setup.messages import token_seconds
@@ -164,7 +165,7 @@ class Forecast:
         """Update of the process with most parameters."""
         setup = self.setup
         most = max(parameters(setup), key=lambda counted: counted.count)
-        return update_of(setup.cost, most, setup.cluster, setup.mesh.shares_optimizer)
+        return update_of(setup.cost, most, setup.cluster, setup.mesh.shares_optimizer, setup.states.sizes)
 
     @cached_property
     def _token_seconds(self) -> Floats:
@@ -228,23 +229,26 @@ class Forecast:
         pages = [float(case.host_bytes) for case in state_cases(setup)] if setup.states.decided.stage else None
         pages = pages or [0.0] * setup.mesh.num_stages
         if policy is not None and not policy.keeps_all:
-            rows = zip(policy.state_bytes, policy.forecasts, pages, strict=True)
+            rows = zip(policy.state_bytes, policy.update_bytes, policy.forecasts, pages, strict=True)
             return [
-                StageBytes(DeviceParts(predicted.device_bytes, 0.0, 0.0, states, 0.0), predicted.host_bytes, page)
-                for states, predicted, page in rows
+                StageBytes(DeviceParts(held.device_bytes, 0.0, 0.0, states, 0.0, update), held.host_bytes, page)
+                for states, update, held, page in rows
             ]
         if setup.plans_offload:
             policy_of_all = offloading_policy(setup)
             largest = policy_of_all.largest
-            held = forecast(policy_of_all.plan(largest), largest, policy_of_all.machine).device_bytes
-            rows_of = zip(stage_state_bytes(setup), pages, strict=True)
-            return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for states, page in rows_of]
+            most = forecast(policy_of_all.plan(largest), largest, policy_of_all.machine).device_bytes
+            rows_of = zip(stage_state_bytes(setup), stage_update_bytes(setup), pages, strict=True)
+            return [
+                StageBytes(DeviceParts(most, 0.0, 0.0, states, 0.0, update), 0.0, page)
+                for states, update, page in rows_of
+            ]
         if setup.numerics.recompute == BLOCK:
             blocks = zip(self._block_parts(table, slicing), pages, strict=True)
             return [StageBytes(parts, 0.0, page) for parts, page in blocks]
         memory, cost = stage_memory(setup), slowest_stage(setup)[1].both
-        most = peak_memory(table, slicing, cost, memory, setup.mesh.virtual_stages)
-        parts, in_host = most.stage_parts(memory), most.stage_host_bytes(memory)
+        peaks = peak_memory(table, slicing, cost, memory, setup.mesh.virtual_stages)
+        parts, in_host = peaks.stage_parts(memory), peaks.stage_host_bytes(memory)
         return [StageBytes(*row) for row in zip(parts, in_host, pages, strict=True)]
 
     def _block_parts(self, table: ShardTable, slicing: Slicing) -> list[DeviceParts]:
@@ -266,6 +270,7 @@ class Forecast:
             return max(stage.device.total for stage in self.memory(table, ONE_SLICE)), 0.0
         if setup.numerics.recompute == BLOCK:
             held = block_bytes(setup, np.array([setup.numerics.recomputed_layers]))[:, 0]
+            held = np.maximum(held, stage_update_bytes(setup))
             return float(np.max(held + np.array(stage_state_bytes(setup)))), 0.0
         memory = stage_memory(setup).unsliced()
         in_flight = enumerate(tokens_in_flight(setup))
@@ -274,18 +279,19 @@ class Forecast:
     def traffic(self, table: ShardTable, slicing: Slicing) -> Traffic:
         """Return the bytes that processes receive in a step."""
         setup, mesh, numerics = self.setup, self.setup.mesh, self.setup.numerics
+        gradient = setup.states.sizes.gradient
         ranks = table.row_ranks[table.rows]
         tokens = np.bincount(ranks, weights=table.tokens, minlength=table.num_ranks).max()
         shared = mesh.tensor_parallel if mesh.sequence_parallel else 1
         directions = min(2, mesh.num_stages - 1) if mesh.virtual_stages == 1 else 2
         output = setup.shape.hidden * numerics.element_bytes / shared
         others = 1 - 1 / setup.cluster.num_ranks
-        gathered = numerics.element_bytes if mesh.shares_optimizer else numerics.gradient_bytes
+        gathered = numerics.element_bytes if mesh.shares_optimizer else gradient
         from_rings = self.ring_bytes(table, slicing)
         return Traffic(
             rings=max(mesh.stage_layers) * float(from_rings.max()),
             stages=directions * mesh.virtual_stages * float(tokens) * output,
-            update=(numerics.gradient_bytes + gathered) * others * max(counted.dense for counted in parameters(setup)),
+            update=(gradient + gathered) * others * max(counted.dense for counted in parameters(setup)),
             all_rings=float(from_rings.sum()) * sum(mesh.stage_layers),
         )
 

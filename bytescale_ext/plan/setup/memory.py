@@ -7,12 +7,7 @@ from functools import lru_cache
 
 from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.memory.model_states import (
-    expert_parameters,
-    optimizer_bytes,
-    parameter_bytes,
-    stage_parameters,
-)
+from bytescale_ext.plan.memory.model_states import StateSizes, expert_parameters, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.setup.layers import expert_load, stage_settings
@@ -30,12 +25,14 @@ class Parameters:
         experts: parameters of the experts that HDP ranks share.
         expert_holders: HDP ranks with the same experts, of ``num_ranks`` ranks.
         num_ranks: HDP ranks.
+        ends: parameters of the embedding and the output layer, a part of ``dense``.
     """
 
     dense: float
     experts: float = 0.0
     expert_holders: int = 1
     num_ranks: int = 1
+    ends: float = 0.0
 
     @property
     def count(self) -> float:
@@ -47,17 +44,19 @@ class Parameters:
         """Each part with the number of HDP ranks that have the same."""
         return (self.dense, self.num_ranks), (self.experts, self.expert_holders)
 
-    def state_bytes(self, element_bytes: int, shares_optimizer: bool, offloaded_share: float = 0.0) -> float:
+    def updated(self, shares_optimizer: bool) -> float:
+        """Return the number of parameters that one process updates."""
+        return sum(count / ranks for count, ranks in self.parts) if shares_optimizer else self.count
+
+    def state_bytes(self, element_bytes: int, sizes: StateSizes, shares_optimizer: bool, kept_share: float) -> float:
         """Return the device bytes of parameters, gradients and resident optimizer states.
 
-        ``offloaded_share``: share of the optimizer's states that is not on the device.
+        ``kept_share``: share of the optimizer's states that is on the device.
         """
-        total = 0.0
-        for count, ranks in self.parts:
-            holders = ranks if shares_optimizer else 1
-            total += count * parameter_bytes(element_bytes, holders)
-            total -= count * offloaded_share * optimizer_bytes(element_bytes) / holders
-        return total
+        of_ends = sizes.optimizer(element_bytes, is_end=True) - sizes.optimizer(element_bytes)
+        states = self.updated(shares_optimizer) * sizes.optimizer(element_bytes)
+        states += self.ends / (self.num_ranks if shares_optimizer else 1) * of_ends
+        return self.count * (element_bytes + sizes.gradient) + kept_share * states
 
 
 def parameters(setup: Setup) -> list[Parameters]:
@@ -72,6 +71,7 @@ def parameters(setup: Setup) -> list[Parameters]:
             experts=expert_parameters(shape, tensor_of_expert, mesh.expert_parallel),
             expert_holders=holders,
             num_ranks=cluster.num_ranks,
+            ends=_num_ends(setup, stage) * shape.vocab * shape.hidden / mesh.tensor_parallel,
         )
         for stage, (shape, more) in enumerate(zip(setup.shape.stages(mesh.stage_layers), added, strict=True))
     ]
@@ -80,11 +80,21 @@ def parameters(setup: Setup) -> list[Parameters]:
 def _dense_parameters(setup: Setup, stage: int) -> float:
     """Return the parameters of a stage without experts and added parameters. Tied embeddings of a stage count once."""
     mesh, shape = setup.mesh, setup.shape.stages(setup.mesh.stage_layers)[stage]
-    has_embedding, has_head = stage == 0 and not setup.states.embedding_in_host, stage == mesh.last_stage
+    has_embedding, has_head = _has_ends(setup, stage)
+    twice = has_embedding + has_head - _num_ends(setup, stage)
     count = stage_parameters(shape, mesh.tensor_parallel, has_embedding, has_head)
-    if has_embedding and has_head and setup.states.ties_embeddings:
-        count -= shape.vocab * shape.hidden / mesh.tensor_parallel
-    return count
+    return count - twice * shape.vocab * shape.hidden / mesh.tensor_parallel
+
+
+def _has_ends(setup: Setup, stage: int) -> tuple[bool, bool]:
+    """Return whether a stage has the embedding and the output layer on its devices."""
+    return stage == 0 and not setup.states.embedding_in_host, stage == setup.mesh.last_stage
+
+
+def _num_ends(setup: Setup, stage: int) -> int:
+    """Return the number of embeddings and output layers of a stage. Tied embeddings of a stage are one."""
+    has_embedding, has_head = _has_ends(setup, stage)
+    return has_embedding + has_head - (has_embedding and has_head and setup.states.ties_embeddings)
 
 
 @lru_cache(maxsize=256)
@@ -106,6 +116,7 @@ def state_cases(setup: Setup) -> tuple[StateCase, ...]:
             window_layers=option.window_layers if option else 2,
             update_steps=states.update_steps,
             node_ranks=setup.sharing_ranks,
+            update_bytes=states.sizes.update,
         )
         for stage, layers in enumerate(mesh.stage_layers)
     )
@@ -117,9 +128,18 @@ def stage_state_bytes(setup: Setup) -> tuple[float, ...]:
     option = setup.states.decided
     if option.stage:
         return tuple(case.paged_bytes for case in state_cases(setup))
-    element, shares = setup.numerics.element_bytes, setup.mesh.shares_optimizer
-    offloaded = setup.states.offloaded_share
-    return tuple(stage.state_bytes(element, shares, offloaded) for stage in parameters(setup))
+    element, sizes, shares = setup.numerics.element_bytes, setup.states.sizes, setup.mesh.shares_optimizer
+    kept = 1.0 - setup.states.offloaded_share
+    return tuple(stage.state_bytes(element, sizes, shares, kept) for stage in parameters(setup))
+
+
+@lru_cache(maxsize=256)
+def stage_update_bytes(setup: Setup) -> tuple[float, ...]:
+    """Return the device memory that the update of each stage takes in addition, when no activations exist."""
+    if setup.states.decided.stage:  # updates run on the host
+        return (0.0,) * setup.mesh.num_stages
+    each = setup.states.sizes.update * (1.0 - setup.states.offloaded_share)
+    return tuple(each * stage.updated(setup.mesh.shares_optimizer) for stage in parameters(setup))
 
 
 def stage_memory(setup: Setup) -> StageMemory:
@@ -132,7 +152,8 @@ def stage_memory(setup: Setup) -> StageMemory:
         cost = replace(cost, layer_bytes=_layer_bytes(setup))
     settings = stage_settings(setup, mesh.last_stage, ONE_SLICE)
     memory = StageMemory.of(cost, mesh.stage_layers, setup.cluster, settings)
-    memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=stage_state_bytes(setup))
+    states, update = stage_state_bytes(setup), stage_update_bytes(setup)
+    memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=states, update_bytes=update)
     memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
     return _recomputing(setup, memory) if numerics.recompute == FULL else memory
 

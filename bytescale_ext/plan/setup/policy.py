@@ -17,7 +17,7 @@ from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.hdp.table import Place
 from bytescale_ext.plan.setup.layers import setup_slice_lengths, stage_settings
-from bytescale_ext.plan.setup.memory import stage_state_bytes, state_cases
+from bytescale_ext.plan.setup.memory import stage_state_bytes, stage_update_bytes, state_cases
 from bytescale_ext.plan.setup.setup import Policy, Setup
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
@@ -165,6 +165,7 @@ class UnderPolicy:
         virtual: cost of each virtual stage, chunk by chunk.
         forecasts: time and memory of the largest micro-batch of each stage.
         state_bytes: device memory of the model states of each stage.
+        update_bytes: device memory that the update of each stage takes, when no activations exist.
         keeps_all: whether every stage keeps all activations.
     """
 
@@ -173,6 +174,7 @@ class UnderPolicy:
     virtual: tuple[StageCost, ...]
     forecasts: tuple[ActivationForecast, ...]
     state_bytes: tuple[float, ...]
+    update_bytes: tuple[float, ...]
     keeps_all: bool
 
     @property
@@ -183,8 +185,8 @@ class UnderPolicy:
     @property
     def device_bytes(self) -> float:
         """Peak memory of the fullest device, with model states."""
-        pairs = zip(self.state_bytes, self.forecasts, strict=True)
-        return max(states + predicted.device_bytes for states, predicted in pairs)
+        stages = zip(self.state_bytes, self.update_bytes, self.forecasts, strict=True)
+        return max(states + max(update, predicted.device_bytes) for states, update, predicted in stages)
 
     @property
     def host_bytes(self) -> float:
@@ -217,7 +219,8 @@ def under_policy(setup: Setup, slicing: Slicing = ONE_SLICE, link_share: float =
             for stage in range(mesh.num_stages)
         )
     keeps_all = all(plan.is_off for plan in plans)
-    return UnderPolicy(slicing, stages, virtual, tuple(forecasts), stage_state_bytes(setup), keeps_all)
+    states, update = stage_state_bytes(setup), stage_update_bytes(setup)
+    return UnderPolicy(slicing, stages, virtual, tuple(forecasts), states, update, keeps_all)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND, Machine
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import FUSED_ADAM, StateSizes
 from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.states.timeline import (
     ADAM_BYTES_PER_SECOND,
@@ -92,7 +93,6 @@ class Numerics:
         recompute: layers that are recomputed: "none", "full" (all), "block" (the first layers of each stage) or
             "selective" (parts of layers).
         recomputed_layers: number of layers of each stage that "block" recomputes.
-        gradient_bytes: bytes of one element of a gradient that ranks exchange.
         sum_bytes: bytes of one element of a sum of key gradients.
         counts_documents: whether routers exchange the expert loads of documents in rings (``seq_aux_loss``).
     """
@@ -103,7 +103,6 @@ class Numerics:
     rows: int = 1
     recompute: str = NO_RECOMPUTE
     recomputed_layers: int = 0
-    gradient_bytes: int = 4
     sum_bytes: int = 4
     counts_documents: bool = False
 
@@ -201,6 +200,7 @@ class States:
         ties_embeddings: whether input and output embedding are one matrix.
         embedding_in_host: whether the input embedding is a table in host memory.
         added_parameters: further parameters of each stage, such as n-gram tables; empty: none.
+        sizes: bytes of the states of one parameter.
         offloaded_share: share of Adam's states that Megatron itself keeps in host memory (``--optimizer-cpu-offload``).
         shares_node: whether processes of a node may share gradients and parameters in host memory.
         shares_budget: whether pages share ``Budget.host_bytes`` with activations, because the planner chose them.
@@ -216,6 +216,7 @@ class States:
     ties_embeddings: bool = False
     embedding_in_host: bool = False
     added_parameters: tuple[float, ...] = ()
+    sizes: StateSizes = FUSED_ADAM
     offloaded_share: float = 0.0
     shares_node: bool = True
     shares_budget: bool = False

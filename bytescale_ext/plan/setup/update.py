@@ -9,11 +9,7 @@ import numpy as np
 from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.replay import StageReplay
-from bytescale_ext.plan.memory.model_states import (
-    GRADIENT_BYTES,
-    MAIN_PARAMETER_BYTES,
-    MOMENT_BYTES,
-)
+from bytescale_ext.plan.memory.model_states import FUSED_ADAM, MAIN_PARAMETER_BYTES, StateSizes
 from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD
 from bytescale_ext.plan.setup.costs import byte_seconds
 from bytescale_ext.plan.setup.memory import Parameters
@@ -39,21 +35,22 @@ class UpdateTime:
         return max(0.0, self.reduce - last_backward) + max(0.0, self.gather - first_forward) + self.optimizer
 
 
-def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_optimizer: bool) -> UpdateTime:
+def update_of(
+    cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_optimizer: bool, sizes: StateSizes = FUSED_ADAM
+) -> UpdateTime:
     """Return the update of a process with these parameters.
 
     A rank receives ``(D - 1) / D`` of the gradients in a reduce-scatter, and as many parameters in an all-gather; an
-    all-reduce is both, of gradients (Rajbhandari et al. 2020, section 7.1). Adam reads and writes a float32 copy, two
-    moments, the gradient and the parameter at ``MEMORY_BYTES_PER_SECOND``.
+    all-reduce is both, of gradients (Rajbhandari et al. 2020, section 7.1). The optimizer reads and writes a float32
+    copy, moments, the gradient and the parameter at ``MEMORY_BYTES_PER_SECOND``.
     """
     element, parts = cost.element_bytes, parameters.parts
     received = sum(count * (1 - 1 / ranks) for count, ranks in parts) * byte_seconds(cost, cluster)
-    touched = 2 * (MAIN_PARAMETER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + element
-    of_rank = sum(count / ranks for count, ranks in parts) if shares_optimizer else parameters.count
+    touched = 2 * (MAIN_PARAMETER_BYTES + sizes.moments) + sizes.gradient + element
     return UpdateTime(
-        reduce=received * (GRADIENT_BYTES if shares_optimizer else 2 * GRADIENT_BYTES),
+        reduce=received * (sizes.gradient if shares_optimizer else 2 * sizes.gradient),
         gather=received * element if shares_optimizer else 0.0,
-        optimizer=of_rank * touched / MEMORY_BYTES_PER_SECOND,
+        optimizer=parameters.updated(shares_optimizer) * touched / MEMORY_BYTES_PER_SECOND,
     )
 
 

@@ -173,7 +173,8 @@ def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast
     on_host = [option.host_bytes(case) for case in cases]
     in_file = max(option.of(case).file_bytes for case in cases) if option.disk_share else 0
     in_build = max(option.of(case).build_bytes for case in cases) if option.stage else 0.0
-    least = min(machine.device_bytes - max(on_device), machine.host_bytes - max(on_host))
+    update = 0.0 if option.stage else max(case.resident_update_bytes for case in cases)
+    least = min(machine.device_bytes - max(on_device) - update, machine.host_bytes - max(on_host))
     if least < 0 or in_build > machine.device_bytes or in_file > problem.disk_bytes:
         return None
     traffic = [LayerTraffic.of(case, option, problem.speeds) for case in cases]
@@ -200,11 +201,11 @@ def predict_option(problem: StateProblem, option: StateOption) -> OptionForecast
         predicted.step_seconds + stage.end_seconds + end_seconds(stage.case, option, problem.speeds)
         for predicted, stage in zip(fitting, problem.stages, strict=True)
     )
-    update = problem.update_seconds(option)
+    update_seconds = problem.update_seconds(option)
     return OptionForecast(
         option=option,
-        seconds=(problem.num_microbatches + len(cases) - 1) * each + update,
-        update_seconds=update,
+        seconds=(problem.num_microbatches + len(cases) - 1) * each + update_seconds,
+        update_seconds=update_seconds,
         state_bytes=max(on_device),
         state_host_bytes=max(on_host),
         activation_bytes=max(predicted.device_bytes for predicted in fitting),

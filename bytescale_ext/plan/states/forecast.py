@@ -44,6 +44,7 @@ class StateCase:
         window_layers: layers with parameters on the device at a time, in stage 3.
         update_steps: steps that overlap with an update, or 0.
         node_ranks: processes of a node that share gradients and parameters in host memory.
+        update_bytes: device memory of each parameter that a process updates, while resident states are updated.
     """
 
     shape: ModelShape
@@ -57,6 +58,7 @@ class StateCase:
     window_layers: int = 2
     update_steps: int = 0
     node_ranks: int = 1
+    update_bytes: float = 0.0
 
     @property
     def num_parameters(self) -> float:
@@ -80,6 +82,11 @@ class StateCase:
     def resident_bytes(self) -> float:
         """Device memory of parameters, gradients and Adam's states if all are resident."""
         return self.num_parameters * parameter_bytes(self.element_bytes, self.optimizer_ranks)
+
+    @property
+    def resident_update_bytes(self) -> float:
+        """Device memory that the update of resident states takes, when no activations exist."""
+        return self.num_parameters * self.update_bytes / self.optimizer_ranks
 
     @property
     def paged_bytes(self) -> float:

@@ -32,6 +32,7 @@ from bytescale_ext.plan.states.timeline import ADAM_BYTES_PER_SECOND, IN_HOST
 from megatron.bytescale.arguments.layer_settings import Balancing
 from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, stage_layers
 from megatron.bytescale.arguments.operators import operators_of
+from megatron.bytescale.arguments.optimizer import state_sizes_of
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.features.activations.flags import (
     PolicyFlags,
@@ -111,7 +112,8 @@ def mesh_of(args: Any) -> Mesh:
         virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
         expert_parallel=args.expert_model_parallel_size if args.num_experts else 1,
         expert_tensor_parallel=args.expert_tensor_parallel_size if args.num_experts else None,
-        shares_optimizer=args.use_distributed_optimizer,
+        shares_optimizer=args.use_distributed_optimizer
+        or getattr(args, "use_layer_wise_distributed_optimizer", False),  # Muon and Lion
         devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
         stages_before_ranks=args.use_tp_pp_dp_mapping,
     )
@@ -129,7 +131,6 @@ def numerics_of(args: Any) -> Numerics:
         rows=options_of(args, Fp8Options).rows,
         recompute=recompute,
         recomputed_layers=args.recompute_num_layers or 0 if recompute == "block" else 0,
-        gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else element,
         sum_bytes=max(FLOAT_BYTES, element),
         counts_documents=bool(args.num_experts and "seq_aux_loss" in options_of(args, Balancing).ways),
     )
@@ -181,6 +182,7 @@ def states_of(args: Any, options: StateOptions, mesh: Mesh) -> States:
         ties_embeddings=not args.untie_embeddings_and_output_weights,
         embedding_in_host="embedding" in args.host_tables,
         added_parameters=ngram_parameters(args, mesh),
+        sizes=state_sizes_of(args, args.distributed_backend == "nccl"),
         shares_node=not getattr(args, "deterministic_mode", False)
         and getattr(args, "num_distributed_optimizer_instances", 1) == 1,
         offloaded_share=args.optimizer_offload_fraction if getattr(args, "optimizer_cpu_offload", False) else 0.0,

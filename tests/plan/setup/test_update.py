@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.memory.model_states import FUSED_ADAM, StateSizes
+from bytescale_ext.plan.search.costed import setup_of_strategy
+from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.setup.choose import choose
 from bytescale_ext.plan.setup.costs import byte_seconds
-from bytescale_ext.plan.setup.memory import Parameters
+from bytescale_ext.plan.setup.forecast import Forecast
+from bytescale_ext.plan.setup.memory import Parameters, stage_state_bytes, stage_update_bytes
 from bytescale_ext.plan.setup.update import UpdateTime, update_of
 from bytescale_ext.plan.step.sizes import Cluster
-from tests.plan.search.tasks import COST, SHAPE
+from tests.plan.search.tasks import COST, SHAPE, small_task
 
 KEY_BYTES = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
 
@@ -51,5 +57,28 @@ def test_experts_are_reduced_among_the_ranks_that_have_the_same() -> None:
     update = update_of(COST, both, Cluster(8, 1024), True)
     assert update.reduce == pytest.approx(4 * (3e6 * 7 / 8 + 1e6 * 3 / 4) * byte)
     assert update.optimizer == pytest.approx((3e6 / 8 + 1e6 / 4) * 30 / 3.3e12)
-    assert both.state_bytes(2, False) == 4e6 * 18
-    assert both.state_bytes(2, True) == pytest.approx(3e6 * (6 + 12 / 8) + 1e6 * (6 + 12 / 4))
+    assert both.state_bytes(2, FUSED_ADAM, False, 1.0) == 4e6 * 18
+    assert both.state_bytes(2, FUSED_ADAM, True, 1.0) == pytest.approx(3e6 * (6 + 12 / 8) + 1e6 * (6 + 12 / 4))
+
+
+def test_an_optimizer_has_its_own_states() -> None:
+    """Muon keeps one moment of a matrix, and Adam's two of an embedding; a quarter of the parameters are in it."""
+    muon = StateSizes(gradient=2, moments=4, end_moments=8, update=4)
+    both = Parameters(3e6, 1e6, expert_holders=4, num_ranks=8, ends=1e6)
+    assert both.state_bytes(2, muon, False, 1.0) == 4e6 * (2 + 2 + 4 + 4) + 1e6 * 4
+    assert both.state_bytes(2, muon, True, 0.5) == 4e6 * 4 + 0.5 * ((3e6 / 8 + 1e6 / 4) * 8 + 1e6 / 8 * 4)
+    assert both.state_bytes(4, muon, False, 0.0) == 4e6 * 6
+
+
+def test_an_update_that_does_not_fit_is_refused() -> None:
+    """The refusal names a budget that is sufficient, and the forecast of a step is at least the update."""
+    setup = setup_of_strategy(small_task(), Strategy(1, (3, 3), 1024))
+    setup = replace(setup, states=replace(setup.states, sizes=StateSizes(update=4000.0)))
+    tight = replace(setup, budget=replace(setup.budget, device_bytes=max(stage_state_bytes(setup)) + 1e6))
+    with pytest.raises(ValueError, match=r"update takes .* GB of device memory") as error:
+        choose(tight)
+    named = re.search(r"takes (\S+) GB", str(error.value))
+    assert named is not None
+    forecast = Forecast(choose(replace(setup, budget=replace(setup.budget, device_bytes=float(named[1]) * 1e9))))
+    stages = zip(stage_state_bytes(setup), stage_update_bytes(setup), strict=True)
+    assert forecast.full_bytes[0] == max(states + update for states, update in stages)

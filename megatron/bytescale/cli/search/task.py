@@ -50,7 +50,8 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
     memory = args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     devices = Devices(args.ranks, min(args.ranks, args.ranks_per_node), *memory, speeds=args.speeds or ())
     steps = draw_steps(args, batch or args.global_batch_size)
-    return Task(cost, devices, args.seq_length, steps, model.operators, model.rows_multiple, model.ties_embeddings)
+    traits = model.operators, model.rows_multiple, model.ties_embeddings, model.state_sizes
+    return Task(cost, devices, args.seq_length, steps, *traits)
 
 
 def launched_words(flags: str, dtype: str) -> list[str]:

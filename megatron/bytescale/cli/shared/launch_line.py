@@ -201,9 +201,14 @@ def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node:
 
 
 def memory_gb(forecast: Forecast, table: ShardTable, slicing: Slicing) -> list[dict[str, float]]:
-    """Return the GB of each stage in a step, on its fullest HDP rank; ``total`` is device memory."""
+    """Return the GB of each stage in a step, on its fullest HDP rank; ``total`` is device memory.
+
+    ``update`` is shown if it decides a total. Then that total is only ``states`` and ``update``.
+    """
     stages = forecast.memory(table, slicing)
     kinds = [asdict(memory.device) | {"host": memory.host, "pages": memory.pages} for memory in stages]
+    for memory, parts in zip(stages, kinds, strict=True):
+        parts["update"] *= memory.device.peaks_in_update
     shown = [name for name in kinds[0] if name in ("states", "activations") or any(memory[name] for memory in kinds)]
     return [
         {"stage": stage, "layers": layers, **{name: parts[name] / 1e9 for name in shown}, "total": whole}

@@ -12,6 +12,7 @@ from typing import Final
 
 from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import FUSED_ADAM, StateSizes
 from bytescale_ext.plan.setup.setup import Setup
 from megatron.bytescale.arguments.bad_input import Refused, reasons_of
 from megatron.bytescale.arguments.renamed import refuse_words
@@ -47,6 +48,7 @@ class Model:
         dtype: type of the parameters, for example "bfloat16".
         rows_multiple: divisor of the rows of matrix products: 16 or 32 in FP8, else 1.
         ties_embeddings: whether the input and output embedding are one matrix.
+        state_sizes: bytes of the model states of a parameter.
     """
 
     shape: ModelShape
@@ -54,6 +56,7 @@ class Model:
     dtype: str
     rows_multiple: int
     ties_embeddings: bool = False
+    state_sizes: StateSizes = FUSED_ADAM
 
 
 def words_of(flags: str) -> list[str]:
@@ -100,6 +103,7 @@ def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
     _check_sizes(words)
     from megatron.bytescale.arguments.model_shape import model_shape  # Megatron takes seconds to import
     from megatron.bytescale.arguments.operators import operators_of
+    from megatron.bytescale.arguments.optimizer import state_sizes_of
     from megatron.bytescale.arguments.options import options_of
     from megatron.bytescale.features.fp8 import Fp8Options
 
@@ -107,7 +111,8 @@ def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
     dtype = args.params_dtype
     operators = operators_of(args, on_cuda, dtype.itemsize)
     tied, rows = not args.untie_embeddings_and_output_weights, options_of(args, Fp8Options).rows
-    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), rows, tied)
+    sizes = state_sizes_of(args, on_cuda)
+    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), rows, tied, sizes)
 
 
 def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
