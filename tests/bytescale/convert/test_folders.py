@@ -363,7 +363,8 @@ def test_training_begins_with_the_loss_of_transformers(kind: str, found: dict[st
     assert ours.losses == pytest.approx([total / count], rel=1e-5), ours.text[-3000:]
 
 
-def test_the_router_loss_is_that_of_transformers(found: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", sampled(["qwen3_moe", "mixtral", "gpt_oss"], ["qwen3_moe"]))
+def test_the_router_loss_is_that_of_transformers(kind: str, found: dict[str, Any], tmp_path: Path) -> None:
     """All documents are one micro-batch.
 
     Transformers averages loads and probabilities over all layers, so it is asked for one layer at a time. Its loads add
@@ -371,23 +372,19 @@ def test_the_router_loss_is_that_of_transformers(found: dict[str, Any], tmp_path
     """
     import transformers
     from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     data = write_documents(tmp_path / "docs", lengths=LENGTHS, copies=1)
-    words = [*found["qwen3_moe"][0], *TRAIN, *HDP, "--data-path", data, "--seq-length", 256, "--ckpt-format"]
+    words = [*found[kind][0], *TRAIN, *HDP, "--data-path", data, "--seq-length", 256, "--ckpt-format"]
     words += ["torch_dist", "--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1, "--train-iters", 1]
-    words += ["--moe-router-load-balancing-type", "aux_loss", "--hdp-tokens-per-rank", sum(LENGTHS)]
-    load = found["folder"] / "qwen3_moe-megatron"
-    ours = train(1, *words, "--global-batch-size", len(LENGTHS), "--load", load)
-    model = transformers.AutoModelForCausalLM.from_pretrained(found["folder"] / "qwen3_moe", dtype=torch.float32)
+    words += ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", 0.01]
+    words += ["--hdp-tokens-per-rank", sum(LENGTHS), "--global-batch-size", len(LENGTHS)]
+    ours = train(1, *words, "--load", found["folder"] / f"{kind}-megatron")
+    model = transformers.AutoModelForCausalLM.from_pretrained(found["folder"] / kind, dtype=torch.float32)
     documents = [torch.from_numpy(document.astype("int64"))[None] for document in IndexedDataset(str(data))]
     with torch.no_grad():
         routers = [model(tokens, output_router_logits=True).router_logits for tokens in documents]
-    config = model.config
-    losses = [
-        load_balancing_loss_func((torch.cat(layer),), config.num_experts, config.num_experts_per_tok)
-        for layer in zip(*routers, strict=True)
-    ]
+    each, count = model.config.num_experts_per_tok, routers[0][0].shape[-1]
+    losses = [load_balancing_loss_func((torch.cat(layer),), count, each) for layer in zip(*routers, strict=True)]
     (told,) = re.findall(r"load_balancing_loss: (\S+)", ours.text)
-    expected = float(sum(losses)) / len(losses) / config.num_experts_per_tok
-    assert float(told) == pytest.approx(expected, rel=1e-5)
+    assert float(told) == pytest.approx(float(sum(losses)) / len(losses) / each, rel=1e-5)
