@@ -40,17 +40,28 @@ SLICES = [
 ]
 
 
-def trunk() -> Path:
-    """Return the folder of a model after one training step."""
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+).split()
+"""All layers have experts, whose biases a trained model changes in each step."""
+EXPERT_RINGS = [
+    *HDP,
+    *"--hdp-tokens-per-rank 128 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split(),
+]
+
+
+def trunk(model: Sequence[str] = ()) -> Path:
+    """Return the folder of a model after one training step; ``model``: its flags in addition to ``MODEL``."""
 
     def make(folder: Path) -> Path:
-        train(1, *MODEL, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1, "--save", folder)
+        train(1, *MODEL, *model, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1, "--save", folder)
         return folder
 
-    return once(make, "trunk of draft heads")
+    return once(make, f"trunk of draft heads {' '.join(model)}".strip())
 
 
-def heads_of(ranks: int, *flags: object, heads: Sequence[str] = CLOVER) -> SavedRun:
+def heads_of(ranks: int, *flags: object, heads: Sequence[str] = CLOVER, model: Sequence[str] = ()) -> SavedRun:
     """Return a run of two steps on the trunk, with a checkpoint of the last step or, on one rank, of both steps."""
-    steps = ["--train-iters", 2, "--save-interval", 1 if ranks == 1 else 2, "--pretrained-checkpoint", trunk()]
-    return train_once(ranks, *MODEL, *COMMON, "--data-path", documents(), *heads, *steps, *flags)
+    steps = ["--train-iters", 2, "--save-interval", 1 if ranks == 1 else 2, "--pretrained-checkpoint", trunk(model)]
+    return train_once(ranks, *MODEL, *model, *COMMON, "--data-path", documents(), *heads, *steps, *flags)

@@ -45,15 +45,16 @@ if TYPE_CHECKING:
 
 ONE_PROCESS = {
     "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1, "expert_model_parallel_size": 1, "sequence_parallel": False,
-    "tensor_parallel_num_weight_shards": None,
+    "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+    "sequence_parallel": False, "moe_token_dispatcher_type": "alltoall",
+    "tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None,
     "overlap_p2p_comm": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
     "gradient_accumulation_fusion": False, "pipeline_model_parallel_layout": None,
     "mtp_num_layers": None,  # the model decodes without these layers (DeepSeek-V3, section 2.2)
 }  # fmt: skip
 """Training arguments that decoding overrides."""
 CANNOT = {
-    "num_experts": "mixtures of experts", "window_size": "sliding windows",
+    "window_size": "sliding windows",
     "multi_latent_attention": "latent attention", "ngram_layers": "n-gram memory",
     "heterogeneous_layers_config_path": "layers of unlike shapes", "heterogeneous_layers_config_encoded_json":
     "layers of unlike shapes",
@@ -149,9 +150,12 @@ class TrunkArguments:
     normalization: str | None = None
     position_embedding_type: str | None = None
     swiglu: bool | None = None
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
 
     def shape(self) -> dict[str, object]:
-        """Return shapes and vocabulary size by name."""
+        """Return shapes and vocabulary size by name; dense models have none of experts."""
+        experts = {"num_experts": self.num_experts, "moe_ffn_hidden_size": self.moe_ffn_hidden_size}
         shares_keys = self.group_query_attention and self.num_query_groups is not None
         return {
             "num_layers": self.num_layers,
@@ -166,6 +170,7 @@ class TrunkArguments:
             "normalization": self.normalization,
             "position_embedding_type": self.position_embedding_type,
             "swiglu": self.swiglu,
+            **(experts if self.num_experts else {}),
         }
 
 
@@ -244,8 +249,9 @@ def process_count() -> int:
 
 def check_cut(shape: Mapping[str, object], ranks: int) -> None:
     """Raise ValueError for a model that cannot be split over ``ranks`` tensor-parallel ranks."""
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "padded_vocab_size"):
-        if int(str(shape[name])) % ranks:
+    cut = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size", "padded_vocab_size")
+    for name in cut:
+        if int(str(shape.get(name) or 0)) % ranks:
             raise ValueError(f"{ranks} processes cannot share this model: its {name} is {shape[name]}")
 
 
@@ -293,9 +299,12 @@ def _model_of(args: argparse.Namespace, heads: DraftConfig | None, device: torch
     from megatron.bytescale.arguments.model_config import model_config
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
     from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
-    from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, with_core_attention
+    from megatron.bytescale.core.models.gpt.gpt_layer_specs import (
+        dense_layer_spec,
+        document_layer_spec,
+        with_core_attention,
+    )
     from megatron.bytescale.core.models.gpt.trunk import HEADS
-    from megatron.bytescale.core.transformer.spec_utils import layers_of
     from megatron.bytescale.inference.cache import CachedAttention
     from megatron.bytescale.runtime import Runtime
 
@@ -312,7 +321,7 @@ def _model_of(args: argparse.Namespace, heads: DraftConfig | None, device: torch
         )
     model: GPTModel = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if heads is not None:
-        layer = layers_of(model.transformer_layer_spec)[0]
+        layer = dense_layer_spec(model.transformer_layer_spec, args.transformer_impl == "transformer_engine")
         model.add_module(HEADS, DraftHeads(model.config, heads, layer))
     use_document_positions([model])
     return model.to(device=device, dtype=args.params_dtype).eval()

@@ -388,3 +388,31 @@ def test_the_router_loss_is_that_of_transformers(kind: str, found: dict[str, Any
     losses = [load_balancing_loss_func((torch.cat(layer),), count, each) for layer in zip(*routers, strict=True)]
     (told,) = re.findall(r"load_balancing_loss: (\S+)", ours.text)
     assert float(told) == pytest.approx(float(sum(losses)) / len(losses) / each, rel=1e-5)
+
+
+def decoded(rank: int, world: int, load: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Return the likeliest tokens after each prompt, token by token."""
+    from bytescale_ext.decode.sampler import Sampler
+    from megatron.bytescale.inference.engine import GenerationRequest
+    from megatron.bytescale.inference.load import open_decoder
+
+    decoder, _ = open_decoder(load, None, on_cpu=True)
+    request = GenerationRequest(num_tokens, Sampler(0.0, VOCAB), None, batch=2)
+    return [one.tokens for one in decoder.generate_all(prompts, request)]
+
+
+DECODED = {"qwen3_moe": 1, "glm4_moe": 1, "mixtral": 2}
+"""Family with experts -> tensor-parallel ranks."""
+
+
+@pytest.mark.parametrize("kind", sampled(DECODED, ["mixtral"]))
+def test_experts_are_decoded_as_by_transformers(kind: str, found: dict[str, Any]) -> None:
+    import transformers
+
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [27], [18, 28, 18]]
+    ranks, load = DECODED[kind], found["folder"] / f"{kind}-megatron"
+    ours = run_ranks(decoded, ranks, load, prompts, 12, init_group=ranks > 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(found["folder"] / kind, dtype=torch.float32)
+    texts = [model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0] for prompt in prompts]
+    assert ours[0] == [text[len(prompt) :].tolist() for text, prompt in zip(texts, prompts, strict=True)]
+    assert all(one == ours[0] for one in ours)

@@ -13,7 +13,7 @@ import torch
 from megatron.bytescale.inference.engine import Generation, described
 from megatron.bytescale.inference.export import export_heads
 from tests.e2e.corpora import VOCAB, documents
-from tests.e2e.drafts import COMMON, LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.drafts import COMMON, EXPERTS, LAYOUTS, ONE, heads_of, trunk
 from tests.e2e.oracle import train_with_named_weights
 from tests.e2e.training import MODEL, train_once
 from tests.harness import run_ranks
@@ -173,6 +173,17 @@ def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> Non
     assert found[1:] == found[:1] * 3
     cut = run_ranks(tokens_of, 2, [(trunk(), exported), (saved[1], None)])  # read by two ranks
     assert cut == [found[:2]] * 2
+
+
+@pytest.mark.full
+def test_drafts_of_a_model_with_experts_change_nothing() -> None:
+    save = heads_of(1, *ONE, model=EXPERTS).save
+    (plain,) = run_ranks(decode_alone, 1, [trunk(EXPERTS)], init_group=False)
+    for ranks in (1, 2):
+        for found in run_ranks(tokens_of, ranks, [(save, None)], init_group=ranks > 1):
+            (texts,) = found
+            assert texts[: len(plain[0])] == plain[0]
+            assert sum(map(sum, texts[len(plain[0]) :])) > 0  # accepted guesses
 
 
 def test_figures_of_texts() -> None:

@@ -58,7 +58,6 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     case("legacy", empty / "legacy", None)
     case("no heads", model, model)
     case("another model", model, heads, change=wider)
-    case("experts", model, None, change=lambda folder, args: vars(args).update(num_experts=4))
     path = {"heterogeneous_layers_config_path": "/etc/passwd"}
     case("a file elsewhere", model, None, change=lambda folder, args: vars(args).update(path))
     case("heads are missing", model, None, change=claims_heads)
@@ -93,7 +92,6 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         "legacy": "only checkpoints of --ckpt-format torch_dist can be read",
         "no heads": "this checkpoint has no draft heads",
         "another model": "heads of another model: its hidden_size is 64, not 32",
-        "experts": "models with mixtures of experts cannot decode here",
         "a file elsewhere": "models with layers of unlike shapes cannot decode here",
         "heads are missing": "the tensors of its draft heads are missing",
         "a layer is missing": "tensors are missing, such as draft_heads.layer1.",

@@ -11,7 +11,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.e2e.corpora import documents
-from tests.e2e.drafts import CLOVER, COMMON, HEADS, LAYOUTS, ONE, RINGS, SLICES, TOGETHER, heads_of, trunk
+from tests.e2e.drafts import (
+    CLOVER,
+    COMMON,
+    EXPERT_RINGS,
+    EXPERTS,
+    HEADS,
+    LAYOUTS,
+    ONE,
+    RINGS,
+    SLICES,
+    TOGETHER,
+    heads_of,
+    trunk,
+)
 from tests.e2e.oracle import gradients, relative_error, shard_of
 from tests.e2e.training import MODEL, Outcome, SavedRun, train
 from tests.sample import sampled
@@ -80,6 +93,28 @@ def test_rings_of_a_model_that_is_trained_too() -> None:
     compare(found, expected, *FIGURES, HIDDEN, "lm loss")
     of_trunk = {name for name in gradients(expected.save) if not name.startswith("draft_heads.")}
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= of_trunk
+
+
+def test_heads_of_a_model_with_experts_are_dense() -> None:
+    expected, found = heads_of(1, *ONE, model=EXPERTS), heads_of(2, *EXPERT_RINGS, model=EXPERTS)
+    compare(found, expected, *FIGURES, HIDDEN)
+    assert not any("experts" in name or "router" in name for name in gradients(expected.save))
+    before, after = tensors(trunk(EXPERTS) / "iter_0000001"), tensors(found.save / "iter_0000002")
+    frozen = [name for name in before if not name.startswith("optimizer.")]
+    assert any(name.endswith("router.expert_bias") for name in frozen)
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+
+
+@pytest.mark.full
+def test_experts_are_trained_with_their_heads() -> None:
+    expected, found = (
+        heads_of(1, *ONE, heads=TOGETHER, model=EXPERTS),
+        heads_of(2, *EXPERT_RINGS, heads=TOGETHER, model=EXPERTS),
+    )
+    for name in (*FIGURES, HIDDEN, "lm loss", "load_balancing_loss"):
+        wanted = figures(expected.outcomes[-1], name)
+        assert len(wanted) == 2
+        assert figures(found.outcomes[-1], name) == pytest.approx(wanted, rel=TOLERANCE), name
 
 
 @pytest.mark.full

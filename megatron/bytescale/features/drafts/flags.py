@@ -149,7 +149,6 @@ _FROZEN = "remove it, or train the model too: --draft-train-trunk"
 
 REFUSALS = (
     refuse("--mtp-num-layers", "drafts", "choose one: both predict later tokens"),
-    refuse("--num-experts", "drafts", "train heads of dense models"),
     refuse("--draft-hidden-weight in slices", "drafts", "remove one: the states to compare with are in the next slice",
            IS_CUT & given("draft_hidden_weight")),
     refuse("--hdp-swapped-keys", "drafts", "remove it: keys of heads stay on the device"),
@@ -158,6 +157,8 @@ REFUSALS = (
     refuse("--record-memory-plan", "drafts", "remove it: it counts the model without heads"),
     refuse("--recompute-granularity", "drafts", f"{_FROZEN}; a frozen model saves no activations",
            given("recompute_granularity") & ~given("draft_train_trunk")),
+    refuse("--moe-dts-steps", "drafts", f"{_FROZEN}; a gate that starts dense would change a frozen model",
+           given("moe_dts_steps") & ~given("draft_train_trunk")),
     refuse("--state-policy", "drafts", "remove it: only the heads have states", ~equals("state_policy", "resident")),
     refuse("--sculpt-windows", "drafts", "train heads on documents"),
     refuse("--num-layers-per-virtual-pipeline-stage", "drafts", "remove it: heads train without virtual stages"),

@@ -55,7 +55,7 @@ REFUSED = {
     "clover --load {in}/heads --num-draft-heads 0": "--num-draft-heads 0 must be at least 1",
 }
 CONFLICTS = {
-    "--num-experts 2": "train heads of dense models",
+    "--num-experts 2 --moe-dts-steps 4": "a gate that starts dense would change a frozen model",
     "--seq1f1b-slices 2 --draft-hidden-weight 1": "the states to compare with are in the next slice",
     "--seq1f1b-slices 2 --hdp-swapped-keys 64 --host-memory-gb 0.1": "keys of heads stay on the device",
     "--seq1f1b-zero-bubble --pipeline-model-parallel-size 2": "are not split",

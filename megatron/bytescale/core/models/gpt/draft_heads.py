@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -63,6 +64,8 @@ class DraftHeads(MegatronModule):
             built = build_module(layer, config=config, layer_number=config.num_layers, add_layer_offset=False)
             if isinstance(built, PlannedTransformerLayer):
                 built.run_as(config.num_layers + 1 + index)
+            if config.num_moe_experts:
+                begin_without_mlp(built, f"layer{index}", config.gated_linear_unit)
             self.add_module(f"layer{index}", built)
         self.norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
         if settings.kind == "clover":
@@ -106,6 +109,24 @@ class DraftHeads(MegatronModule):
             return state, self.head_norm(self.first(state))
         state = self.step(state, embedded)
         return state, self.head_norm(self.later(torch.cat((state, embedded), dim=-1)))
+
+
+def begin_without_mlp(layer: torch.nn.Module, name: str, is_gated: bool) -> None:
+    """Initialize the MLP of a layer: its output is zero, and its first product has small noise.
+
+    Weights of a model's experts fit no dense MLP. The noise depends only on the name, so that all parallel layouts
+    start with equal weights.
+    """
+    first, last = (layer.get_submodule(f"mlp.linear_fc{number}") for number in (1, 2))
+    rank, ranks = (getattr(get_tensor_model_parallel_group(), kind)() for kind in ("rank", "size"))
+    assert isinstance(first.weight, torch.nn.Parameter), f"{first=}"
+    assert isinstance(last.weight, torch.nn.Parameter), f"{last=}"
+    (rows, width), parts = first.weight.shape, 2 if is_gated else 1
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = torch.empty(ranks, rows, width).uniform_(-NOISE, NOISE, generator=generator)
+    with torch.no_grad():
+        first.weight.copy_(whole.view(parts, ranks, rows // parts, width)[:, rank].flatten(0, 1))
+        last.weight.zero_()
 
 
 def replicated(config: TransformerConfig, inputs: int, name: str) -> torch.nn.Linear:

@@ -23,10 +23,10 @@ from bytescale_ext.data.samples.future import no_future
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
 from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
 from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads, embed_by_output
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import dense_layer_spec
 from megatron.bytescale.core.models.gpt.later_states import LaterStates, later_states
 from megatron.bytescale.core.models.gpt.trunk import HEADS, Trunk, begin_as_last_layer, without_heads
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
-from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.runtime import LabelShares, Runtime
 
 if TYPE_CHECKING:
@@ -39,13 +39,19 @@ Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def add_draft_heads(
     settings: DraftConfig, chunk_tokens: int | None, runtime: Runtime, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Hook in ``ModelConfig.pre_wrap_hooks``: freeze the model and add heads to the chunk with the output layer."""
+    """Hook in ``ModelConfig.pre_wrap_hooks``: freeze the model and add heads to the chunk with the output layer.
+
+    Their layers are dense. Biases of experts are no parameters, so a frozen model keeps them by steps of size 0.
+    """
     for chunk in model_chunks:
         trunk, model = Trunk(chunk, not settings.train_trunk), _as_gpt(chunk)
         model.hide_loss_modules = partial(without_heads, chunk)
+        if trunk.is_frozen:
+            model.config.moe_router_bias_update_rate = 0.0
         if not model.post_process:
             continue
-        heads = DraftHeads(model.config, settings, layers_of(model.transformer_layer_spec)[0])
+        has_engine = model.config.transformer_impl == "transformer_engine"
+        heads = DraftHeads(model.config, settings, dense_layer_spec(model.transformer_layer_spec, has_engine))
         chunk.add_module(HEADS, heads)
         chunk.register_load_state_dict_pre_hook(begin_as_last_layer)
         loss = DraftLoss(trunk, heads, chunk_tokens, runtime)

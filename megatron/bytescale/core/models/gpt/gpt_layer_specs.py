@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -95,6 +97,32 @@ def with_core_attention(
     for layer in layers_of(spec):
         layer.submodules.self_attention.submodules.core_attention = attention
     return spec
+
+
+def has_experts(layer: ModuleSpec) -> bool:
+    """Return whether a layer's spec has experts, with hook points or without."""
+    kind = getattr(layer.submodules.mlp, "func", None)
+    return isinstance(kind, type) and issubclass(kind, MoELayer)
+
+
+def dense_layer_spec(spec: ModuleSpec | TransformerBlockSubmodules, has_engine: bool) -> ModuleSpec:
+    """Return the spec of a dense layer of a model: its first dense layer, or its first layer with a dense MLP."""
+    layers = layers_of(spec)
+    dense = [layer for layer in layers if not has_experts(layer)]
+    if dense:
+        return dense[0]
+    if not has_engine:
+        return _with_mlp(layers[0], get_mlp_module_spec_for_backend(LocalSpecProvider()))
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    # TransformerEngine's first product of an MLP has the norm inside.
+    return _with_mlp(layers[0], get_mlp_module_spec_for_backend(TESpecProvider()), pre_mlp_layernorm=IdentityOp)
+
+
+def _with_mlp(layer: ModuleSpec, mlp: object, **modules: object) -> ModuleSpec:
+    changed = copy.copy(layer)
+    changed.submodules = replace(layer.submodules, mlp=mlp, **modules)
+    return changed
 
 
 def with_split_products(spec: TransformerBlockSubmodules, runtime: Runtime) -> TransformerBlockSubmodules:

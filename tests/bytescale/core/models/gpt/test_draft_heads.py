@@ -160,3 +160,29 @@ def test_embeddings_by_an_output_layer_that_is_cut(scatter: bool) -> None:
     for rank, part in enumerate(parts):
         assert not part.requires_grad
         assert torch.equal(part, wanted.chunk(2)[rank] if scatter else wanted)
+
+
+def begun(rank: int, world: int, is_gated: bool) -> torch.Tensor:
+    """Return the weight of the first product of a layer that begins without its MLP, [8 / ranks, 3]."""
+    from megatron.core import parallel_state
+
+    from megatron.bytescale.core.models.gpt.draft_heads import begin_without_mlp
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    layer = torch.nn.Module()
+    layer.mlp = torch.nn.ModuleDict(
+        {"linear_fc1": torch.nn.Linear(3, 8 // world), "linear_fc2": torch.nn.Linear(4 // world, 3)}
+    )
+    begin_without_mlp(layer, "layer0", is_gated)
+    assert not layer.get_submodule("mlp.linear_fc2").weight.any()  # type: ignore[operator, union-attr]
+    weight: torch.Tensor = layer.get_submodule("mlp.linear_fc1").weight  # type: ignore[assignment]
+    return weight.detach()
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_layers_begin_alike_on_tensor_parallel_ranks(is_gated: bool) -> None:
+    (whole,) = run_ranks(begun, 1, is_gated)
+    assert whole.std() > 0
+    parts = zip(*(half.chunk(2) for half in (whole.chunk(2) if is_gated else [whole])), strict=True)
+    for found, expected in zip(run_ranks(begun, 2, is_gated), parts, strict=True):
+        assert torch.equal(found, torch.cat(expected))
