@@ -80,6 +80,7 @@ def is_overload(node: ast.FunctionDef) -> bool:
     return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
+@cache
 def array_functions(name: str) -> list[tuple[str, str]]:
     """Return (name, docstring) of each public function and method that takes or returns an array."""
     tree = tree_of(name)
@@ -88,6 +89,7 @@ def array_functions(name: str) -> list[tuple[str, str]]:
         for node in tree.body
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
+        and not node.targets[0].id.isupper()  # a constant
         and re.search(ARRAY_TYPE, ast.unparse(node.value))
     ]
     imported = [module.rpartition(".")[2] for module in imports_of(name)]

@@ -95,6 +95,7 @@ def test_rings_of_a_model_that_is_trained_too() -> None:
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= of_trunk
 
 
+@pytest.mark.full
 def test_heads_of_a_model_with_experts_are_dense() -> None:
     expected, found = heads_of(1, *ONE, model=EXPERTS), heads_of(2, *EXPERT_RINGS, model=EXPERTS)
     compare(found, expected, *FIGURES, HIDDEN)

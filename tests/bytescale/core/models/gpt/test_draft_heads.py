@@ -186,3 +186,29 @@ def test_layers_begin_alike_on_tensor_parallel_ranks(is_gated: bool) -> None:
     parts = zip(*(half.chunk(2) for half in (whole.chunk(2) if is_gated else [whole])), strict=True)
     for found, expected in zip(run_ranks(begun, 2, is_gated), parts, strict=True):
         assert torch.equal(found, torch.cat(expected))
+
+
+def layers_below(rank: int, world: int) -> tuple[list[bool], list[str]]:
+    """Return which layers have experts, and the dense layers of a model of experts and of a model with both kinds."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from megatron.bytescale.core.models.gpt.gpt_layer_specs import dense_layer_spec, has_experts
+    from megatron.bytescale.core.transformer.transformer_layer import _with_hook_points
+
+    sparse, dense = (
+        ModuleSpec(module=torch.nn.Module, submodules=get_gpt_layer_local_submodules(num_experts=count))
+        for count in (2, None)
+    )
+    sparse.submodules = _with_hook_points(sparse.submodules)
+    both = TransformerBlockSubmodules(layer_specs=[sparse, dense])
+    found = [dense_layer_spec(sparse, False), dense_layer_spec(both, False)]
+    assert found[1] is dense
+    assert found[0].submodules.self_attention is sparse.submodules.self_attention
+    kinds = [one.submodules.mlp.func.__qualname__ for one in found]
+    return [has_experts(one) for one in (sparse, dense, *found)], kinds
+
+
+def test_layers_of_heads_are_dense() -> None:
+    assert run_ranks(layers_below, 1) == [([True, False, False, False], ["MLP.as_mlp_submodule"] * 2)]
