@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from bytescale_ext.measure import expert_speed, speeds
 from bytescale_ext.measure.expert_speed import (
+    LENGTHS_ON_CUDA,
     REPEATS,
     ExpertSize,
     agreed_cost,
     all_to_all_seconds,
     link_seconds,
+    timed_token_counts,
     token_seconds,
 )
 from bytescale_ext.measure.speeds import Timer
@@ -104,3 +106,10 @@ def slowest(rank: int, world: int) -> ExpertCost:
 @pytest.mark.ranks
 def test_the_slowest_rank_counts_everywhere() -> None:
     assert run_ranks(slowest, 3) == [ExpertCost(2.0, 5.0, 3.0)] * 3
+
+
+def test_numbers_of_timed_tokens() -> None:
+    """On CPU the larger number keeps a pass short."""
+    assert timed_token_counts(1 << 30, on_cuda=True) == LENGTHS_ON_CUDA
+    assert timed_token_counts(1 << 30, on_cuda=False) == (16, 64)
+    assert timed_token_counts(1, on_cuda=False) == (256, 1024)

@@ -97,3 +97,11 @@ def test_rates_are_those_of_the_growth() -> None:
     rates = rates_of(SHAPE, 1, lengths, noisy)
     assert rates.products == pytest.approx(3 * products * 300 / 1.0)
     assert rates.attention_forward == pytest.approx(attention * 300 * 300 / 0.5)
+
+
+def test_a_run_ends_with_the_work_that_it_starts_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("wait"))
+    for kind in ("cpu", "cuda"):
+        assert speeds.run_seconds(lambda: waits.append("run"), torch.device(kind)) >= 0
+    assert waits == ["run", "run", "wait"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from bytescale_ext.data.ray import actors
 from bytescale_ext.data.ray.server import PLACE, TokenCache
 from tests.data.ray.files import SEQ_LENGTH, samples_of, server
 from tests.data.text_files import LocalText
@@ -63,3 +65,12 @@ def test_a_line_without_text_is_named(text: Path) -> None:
     text.write_text('{"text": "a"}\n{"body": "b"}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:2: no text under the key 'text'"):
         server(text).index(0, 0, 1 << 40)
+
+
+def test_a_run_ends_the_ray_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr(actors, "ray_module", lambda: SimpleNamespace(shutdown=lambda: ends.append("shutdown")))
+    servers = object.__new__(actors.RemoteServers)  # without actors
+    servers.close()
+    servers.close()
+    assert ends == ["shutdown"] * 2

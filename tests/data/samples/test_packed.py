@@ -1,9 +1,10 @@
 """Rows of one rank: tokens, labels, masks and positions."""
 
+import numpy as np
 import pytest
 import torch
 
-from bytescale_ext.data.samples.packed import pack_micro_batch
+from bytescale_ext.data.samples.packed import lengths_of, pack_micro_batch
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from tests.data.sources import MemorySource
 
@@ -73,3 +74,18 @@ def test_to_a_device_keeps_all_values() -> None:
             assert tensor.shape == (8,)
             if device != "meta":
                 assert torch.equal(tensor.cpu(), getattr(packed, name))
+
+
+class CountingSource(MemorySource):
+    """A source that finds many lengths at once."""
+
+    def lengths(self, indices: object) -> np.ndarray:
+        assert isinstance(indices, np.ndarray)
+        return np.array([self.length(i) for i in indices.tolist()], dtype=np.int64)
+
+
+@pytest.mark.parametrize("source", [MemorySource([8, 3, 5]), CountingSource([8, 3, 5])])
+def test_lengths_of_numbers_and_of_a_range(source: MemorySource) -> None:
+    assert lengths_of(source, [2, 0]).tolist() == [5, 8]
+    assert lengths_of(source, range(0, 3, 2)).tolist() == [8, 5]
+    assert lengths_of(source, range(0)).dtype == np.int64

@@ -11,7 +11,7 @@ from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, Strategy
-from bytescale_ext.plan.setup.forecast import coupling
+from bytescale_ext.plan.setup.forecast import Forecast, coupling
 from bytescale_ext.plan.setup.messages import message_seconds
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from tests.plan.search.tasks import COST, small_task
@@ -107,3 +107,24 @@ def test_recomputed_first_layers_lie_between_none_and_all(slicing: Slicing, chun
     assert list(held) == sorted(held, reverse=True)
     assert none[0] < full[0]
     assert none[1] > full[1]
+
+
+def test_passes_on_a_slow_stage_take_longer() -> None:
+    forecast = CostedStrategy.of(TASK, Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True)).forecast
+    num_ranks = forecast.setup.cluster.num_ranks
+    table = ShardTable.of(plan_naive([700] * 2 * num_ranks, num_ranks, 1024))
+    speeds = ((1.0,) * num_ranks, (0.5,) * num_ranks)
+    slow = LearnedCosts(speeds=(0.5,) * num_ranks, stage_speeds=speeds)
+    equal, unequal = (forecast.replay(table, ONE_SLICE, learned) for learned in (UNLEARNED, slow))
+    ratios = (unequal.stops - unequal.starts) / (equal.stops - equal.starts)
+    assert ratios[..., 0] == pytest.approx(1.0)
+    assert ratios[..., 1] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [((4, 4), 2), ((3, 3), 1), ((4, 3), 1)])
+def test_virtual_stages_of_unlike_layers_are_replayed_as_whole_stages(layers: tuple[int, int], chunks: int) -> None:
+    decision = CostedStrategy.of(TASK, Strategy(1, (LAYERS, LAYERS), 1024, shares_optimizer=True)).forecast.decision
+    mesh = replace(decision.setup.mesh, stage_layers=layers, virtual_stages=2)
+    forecast = Forecast(replace(decision, setup=replace(decision.setup, mesh=mesh)))
+    assert forecast.num_chunks(ONE_SLICE) == chunks
+    assert forecast.num_chunks(Slicing(2)) == 1
