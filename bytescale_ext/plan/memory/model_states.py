@@ -26,7 +26,7 @@ class StateSizes:
         main: copy of a 16-bit parameter that the optimizer updates.
         moments: moments of a parameter.
         end_moments: moments of a parameter of an embedding or output layer; None: ``moments``.
-        update: memory that the update of all parameters takes until it ends.
+        update: memory of the optimizer's update, until the update of all parameters ends.
     """
 
     gradient: float = GRADIENT_BYTES

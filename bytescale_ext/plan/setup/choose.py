@@ -139,8 +139,8 @@ def _check_update(decision: Decision) -> None:
         device_bytes = decision.setup.budget.device_bytes
         raise ValueError(
             f"the optimizer's update takes {in_gigabytes(device_bytes + over)} GB of device memory with the model "
-            f"states, and --device-memory-gb is {device_bytes / 1e9:.4g}: give at least that, or install "
-            "TransformerEngine or Apex, whose optimizers need less"
+            f"states, and --device-memory-gb is {device_bytes / 1e9:.4g}: give at least that, or share the optimizer "
+            "among more ranks (--use-distributed-optimizer)"
         )
 
 

@@ -118,7 +118,8 @@ def begin_without_mlp(layer: torch.nn.Module, name: str, is_gated: bool) -> None
     start with equal weights.
     """
     first, last = (layer.get_submodule(f"mlp.linear_fc{number}") for number in (1, 2))
-    rank, ranks = (getattr(get_tensor_model_parallel_group(), kind)() for kind in ("rank", "size"))
+    group = get_tensor_model_parallel_group()
+    rank, ranks = group.rank(), group.size()
     assert isinstance(first.weight, torch.nn.Parameter), f"{first=}"
     assert isinstance(last.weight, torch.nn.Parameter), f"{last=}"
     (rows, width), parts = first.weight.shape, 2 if is_gated else 1
