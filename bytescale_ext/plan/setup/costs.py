@@ -40,8 +40,13 @@ def _with_padded_experts(setup: Setup, cost: StageCost, num_layers: int, has_hea
 
 
 def cost_source(setup: Setup) -> str:
-    """Return the origin of a setup's costs in words."""
-    return f"--cost-file, measured on {setup.cost.device}" if setup.measured else setup.cost.source
+    """Return the origin of a setup's costs in words. Files of earlier versions have no costs of blocks of rings."""
+    if not setup.measured:
+        return setup.cost.source
+    one = setup.cost.forward
+    lacks_blocks = setup.cluster.num_ranks > 1 and not (one.h or one.m or one.e)
+    note = ", where the blocks of a ring cost nothing: profile again" if lacks_blocks else ""
+    return f"--cost-file, measured on {setup.cost.device}{note}"
 
 
 @lru_cache(maxsize=256)

@@ -11,9 +11,12 @@ from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import expert_share
 from bytescale_ext.plan.schedule.slices import layer_cost
+from bytescale_ext.plan.search.costed import setup_of_strategy
+from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.costs import (
     byte_seconds,
     cost_of_file,
+    cost_source,
     equal_cost,
     exchange_seconds,
     slowest_stage,
@@ -24,7 +27,7 @@ from bytescale_ext.plan.setup.memory import stage_memory
 from bytescale_ext.plan.setup.setup import Mesh
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from tests.config.runs import SHAPE, hdp_of, run_of
-from tests.plan.search.tasks import COST, SPARSE
+from tests.plan.search.tasks import COST, SPARSE, small_task
 
 CLUSTER = Cluster(8, 1024, 4)
 
@@ -103,3 +106,16 @@ def test_costs_have_the_exchange_of_experts_and_cost_files_have_not(recompute: s
     )
     file, second = cost_of_file(setup), sparse.forward.b if recompute == "full" else 0.0
     assert [file.forward.b, file.backward.b + second] == pytest.approx([sparse.forward.b, sparse.backward.b])
+
+
+def test_a_file_without_costs_of_blocks_is_named() -> None:
+    setup = replace(setup_of_strategy(small_task(), Strategy(1, (6,), 1024)), measured=True)
+    assert setup.cluster.num_ranks > 1
+    note = ", where the blocks of a ring cost nothing: profile again"
+    source = f"--cost-file, measured on {COST.device}"
+    for costs, told in (({}, note), ({"h": 1e-9}, ""), ({"m": 1e-9}, ""), ({"e": 1e-9}, "")):
+        forward = replace(COST.forward, **{"h": 0.0, "m": 0.0, "e": 0.0, **costs})
+        cost = replace(COST, forward=forward)
+        assert cost_source(replace(setup, cost=cost)) == source + told
+    alone = replace(setup, cost=COST, cluster=replace(setup.cluster, num_ranks=1))
+    assert cost_source(alone) == source
