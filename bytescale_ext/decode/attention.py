@@ -7,10 +7,14 @@ results are joined by their log-sum-exp.
 A GPU computes one tile of queries of a head with one of its multiprocessors, so a few new tokens over a long cache
 would use few of them. There the cache is divided into pieces, which are documents of one kernel call with the same
 queries, and their results are joined as well (Flash-Decoding, Dao et al. 2023).
+
+In a layer with a window, only the end of the cache counts. A slice is one causal block with a window. The scores of a
+tree and of the end of the cache are computed together.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Final
@@ -22,6 +26,7 @@ from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import merge_
+from bytescale_ext.attention.sink import add_sink_
 
 MOST_NEW_TOKENS: Final = 64
 """Largest number of new tokens over a divided cache; more tokens fill a GPU without pieces."""
@@ -30,8 +35,25 @@ PIECE_KEYS: Final = 1024
 MOST_PIECES: Final = 16
 
 
+@dataclass(frozen=True)
+class CachedLayer:
+    """Attention of a layer.
+
+    Attributes:
+        kernel: attention kernel from the table.
+        scale: factor of the scores.
+        window: the most keys before its own key that a query sees; None: all.
+        sink: attention sink of each head, ``[heads]`` (``attention/sink.py``), or None.
+    """
+
+    kernel: Kernel
+    scale: float
+    window: int | None = None
+    sink: torch.Tensor | None = None
+
+
 def cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, kernel: Kernel, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, layer: CachedLayer
 ) -> torch.Tensor:
     """Return the attention [t, heads, dim] of new tokens.
 
@@ -40,10 +62,21 @@ def cached_attention(
         k: keys of the cache, then keys of the new tokens, [length + t, kv_heads, dim].
         v: values in the same order and shape as ``k``.
         visible: new tokens that each new token attends to, bool [t, t]; None for causal attention.
-        kernel: attention kernel from the table.
-        scale: factor of the scores.
+        layer: attention of the layer.
     """
-    num_new = q.shape[0]
+    find = _attention if layer.window is None else _attention_in_window
+    out, lse = find(q, k, v, visible, layer)
+    if layer.sink is not None:
+        out = out.to(lse.dtype)
+        add_sink_(out, lse, layer.sink)
+    return out.to(q.dtype)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, layer: CachedLayer
+) -> Output:
+    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of queries that see the whole cache."""
+    num_new, kernel, scale = q.shape[0], layer.kernel, layer.scale
     length = k.shape[0] - num_new
     new = CuSeqlens((0, num_new))
     if visible is None:
@@ -51,11 +84,45 @@ def cached_attention(
     else:
         out, lse = tree_attention(q, k[length:], v[length:], visible, scale)
     if not length:
-        return out
+        return out, lse
     total = out.to(accumulation_dtype(q.dtype))
     num_pieces = num_cache_pieces(num_new, length) if q.is_cuda else 1
     merge_(total, lse, *cache_attention(q, k[:length], v[:length], kernel, scale, num_pieces))
-    return total.to(q.dtype)
+    return total, lse
+
+
+def _attention_in_window(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, layer: CachedLayer
+) -> Output:
+    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of queries that see the keys of their window."""
+    assert layer.window is not None, f"{layer=}"
+    num_new = q.shape[0]
+    num_keys = min(layer.window, k.shape[0] - num_new) + num_new
+    k, v = k[-num_keys:], v[-num_keys:]
+    if visible is None:
+        block = _block_in_window(num_new, num_keys, layer.window, layer.scale)
+        return layer.kernel.forward(q, k, v, block)
+    return tree_attention(q, k, v, visible_in_window(visible, num_keys - num_new, layer.window), layer.scale)
+
+
+def visible_in_window(visible: torch.Tensor, num_cached: int, window: int) -> torch.Tensor:
+    """Return the last keys of the cache, and the nodes of a tree, that each node sees: bool [t, num_cached + t].
+
+    ``visible``: nodes that each node would see without a window, itself included: bool [t, t].
+    """
+    depths = visible.sum(1) - 1
+    behind = torch.arange(num_cached, 0, -1, device=visible.device)  # distance to the root of the tree
+    of_cache = depths[:, None] + behind <= window
+    of_tree = visible & (depths[:, None] - depths <= window)
+    return torch.cat((of_cache, of_tree), dim=1)
+
+
+@lru_cache(maxsize=256)
+def _block_in_window(num_new: int, num_keys: int, window: int, scale: float) -> AttentionBlock:
+    """Return the causal block of new tokens at the end of these keys, with a window if it hides any."""
+    limits = num_keys > num_new or num_keys > window + 1
+    cu_q, cu_k = CuSeqlens((0, num_new)), CuSeqlens((0, num_keys))
+    return AttentionBlock(cu_q, cu_k, causal=True, scale=scale, window=window if limits else None)
 
 
 def num_cache_pieces(num_new: int, length: int) -> int:
@@ -99,7 +166,7 @@ def _block_of_pieces(num_new: int, length: int, num_pieces: int, scale: float) -
 def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> Output:
     """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of attention between the nodes of a tree.
 
-    ``q``: [t, heads, dim]; ``k, v``: [t, kv_heads, dim]; ``visible``: nodes that each node attends to, bool [t, t], at
+    ``q``: [t, heads, dim]; ``k, v``: [n, kv_heads, dim]; ``visible``: keys that each node attends to, bool [t, n], at
     least one per row.
     """
     dtype = accumulation_dtype(q.dtype)

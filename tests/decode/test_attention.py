@@ -11,20 +11,30 @@ from bytescale_ext.attention.kernels.contract import Output
 from bytescale_ext.attention.kernels.table import choose_kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
-from bytescale_ext.decode.attention import cache_attention, cached_attention, num_cache_pieces, tree_attention
+from bytescale_ext.decode.attention import (
+    CachedLayer,
+    cache_attention,
+    cached_attention,
+    num_cache_pieces,
+    tree_attention,
+)
 from bytescale_ext.decode.tree import TokenTree
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, sink: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return attention [t, heads, dim], computed for one query and head at a time; ``visible``: [t, keys]."""
     out = torch.zeros_like(q)
     for row in range(q.shape[0]):
         for head in range(HEADS):
             keys = visible[row].nonzero().flatten()
             group = head // (HEADS // KV_HEADS)
-            weights = (k[keys, group] @ q[row, head] * SCALE).softmax(0)
+            scores = k[keys, group] @ q[row, head] * SCALE
+            more = [] if sink is None else [sink[head : head + 1]]
+            weights = torch.cat((scores, *more)).softmax(0)[: len(keys)]
             out[row, head] = weights @ v[keys, group]
     return out
 
@@ -47,7 +57,7 @@ def test_a_tree_over_a_cache(tree: TokenTree, length: int, name: str | None) -> 
     num_new = len(tree.tokens)
     q, k, v = inputs(num_new, length)
     seen = torch.cat((torch.ones(num_new, length, dtype=torch.bool), tree.visible()), dim=1)
-    found = cached_attention(q, k, v, tree.visible(), kernel, SCALE)
+    found = cached_attention(q, k, v, tree.visible(), CachedLayer(kernel, SCALE))
     torch.testing.assert_close(found, dense(q, k, v, seen), rtol=1e-10, atol=1e-10)
 
 
@@ -56,8 +66,28 @@ def test_a_slice_of_a_prompt_over_a_cache(length: int) -> None:
     kernel = choose_kernel("cpu", torch.float64, DIM)[0]
     q, k, v = inputs(7, length)
     seen = torch.ones(7, length + 7, dtype=torch.bool).tril(length)
-    found = cached_attention(q, k, v, None, kernel, SCALE)
+    found = cached_attention(q, k, v, None, CachedLayer(kernel, SCALE))
     torch.testing.assert_close(found, dense(q, k, v, seen), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 36, 100])
+@pytest.mark.parametrize("length", [0, 1, 37])
+@pytest.mark.parametrize("tree", [None, *TREES], ids=lambda tree: str(tree and len(tree.tokens)))
+def test_windows_and_sinks(tree: TokenTree | None, length: int, window: int | None, with_sink: bool) -> None:
+    """A node at depth d of a tree has the position ``length + d``."""
+    num_new = len(tree.tokens) if tree else 7
+    q, k, v = inputs(num_new, length)
+    depths = torch.tensor(tree.depths) if tree else torch.arange(num_new)
+    visible = tree.visible() if tree else torch.ones(num_new, num_new, dtype=torch.bool).tril()
+    positions = torch.cat((torch.arange(length), length + depths))
+    seen = torch.cat((torch.ones(num_new, length, dtype=torch.bool), visible), dim=1)
+    if window is not None:
+        seen &= (length + depths)[:, None] - positions <= window
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64) if with_sink else None
+    layer = CachedLayer(choose_kernel("cpu", torch.float64, DIM, windows=True)[0], SCALE, window, sink)
+    found = cached_attention(q, k, v, visible if tree else None, layer)
+    torch.testing.assert_close(found, dense(q, k, v, seen, sink), rtol=1e-10, atol=1e-10)
 
 
 def test_the_log_sum_exp_of_a_tree() -> None:

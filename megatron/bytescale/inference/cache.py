@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bytescale_ext.decode.attention import cached_attention
+from bytescale_ext.decode.attention import CachedLayer, cached_attention
 from bytescale_ext.parallel.upload import upload
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
@@ -88,7 +88,8 @@ class CachedAttention(DocumentAttention):
         of_parts = zip(params.parts, *(tensor[:, 0].split(counts) for tensor in (query, key, value)), strict=True)
         outputs, kernel = [], self.runtime.parts.kernel
         assert kernel is not None, "the build of the model chooses the kernel"
+        layer = CachedLayer(kernel, self.scale, self.window, self.softmax_offset)
         for part, q, k, v in of_parts:
             keys, values = part.cache.append(self, k, v)
-            outputs.append(cached_attention(q, keys, values, part.visible, kernel, self.scale))
+            outputs.append(cached_attention(q, keys, values, part.visible, layer))
         return torch.cat(outputs).flatten(1)[:, None]

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 ONE_PROCESS = {
     "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
-    "sequence_parallel": False, "moe_token_dispatcher_type": "alltoall",
+    "context_parallel_size": 1, "sequence_parallel": False, "moe_token_dispatcher_type": "alltoall",
     "tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None,
     "overlap_p2p_comm": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
     "gradient_accumulation_fusion": False, "pipeline_model_parallel_layout": None,
@@ -54,7 +53,6 @@ ONE_PROCESS = {
 }  # fmt: skip
 """Training arguments that decoding overrides."""
 CANNOT = {
-    "window_size": "sliding windows",
     "multi_latent_attention": "latent attention", "ngram_layers": "n-gram memory",
     "heterogeneous_layers_config_path": "layers of unlike shapes", "heterogeneous_layers_config_encoded_json":
     "layers of unlike shapes",
@@ -255,6 +253,16 @@ def check_cut(shape: Mapping[str, object], ranks: int) -> None:
             raise ValueError(f"{ranks} processes cannot share this model: its {name} is {shape[name]}")
 
 
+def split_of(args: argparse.Namespace, ranks: int) -> dict[str, int | None]:
+    """Return how ranks share a model. Each has a part of all experts or, because Megatron splits no expert with biases,
+    some whole experts.
+    """
+    has_biases = getattr(args, "num_experts", None) and args.add_bias_linear
+    experts = (ranks, 1) if has_biases and args.num_experts % ranks == 0 else (1, None)
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    return dict(zip(names, (ranks, *experts), strict=True))
+
+
 def join_processes(on_cpu: bool) -> None:
     """Join the processes that torchrun has started, or create a group of one process."""
     backend = "gloo" if on_cpu else "nccl"
@@ -278,10 +286,10 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
     if not torch.distributed.is_initialized():
         join_processes(on_cpu)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    sizes = split_of(args, ranks)
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-    of_process = {"tensor_model_parallel_size": ranks, "world_size": ranks, "rank": rank}
-    vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu, **of_process)
+        parallel_state.initialize_model_parallel(**sizes)
+    vars(args).update({**ONE_PROCESS, **sizes}, use_cpu_initialization=on_cpu, world_size=ranks, rank=rank)
     model_parallel_cuda_manual_seed(1)
     try:
         return _model_of(args, heads, device)
@@ -310,7 +318,7 @@ def _model_of(args: argparse.Namespace, heads: DraftConfig | None, device: torch
 
     config = model_config(args)
     head_dim = config.transformer.kv_channels
-    kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
+    kernel = choose_kernel(device, args.params_dtype, head_dim, windows=args.window_size is not None)[0]
     runtime = Runtime.alone(model_shape(args), args.params_dtype, device, kernel)
     layers = document_layer_spec(runtime)
     config.transformer_layer_spec = layers
