@@ -27,7 +27,14 @@ from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.convert.library import library
 from megatron.bytescale.convert.source import FOLDER, add_source, copy_source, source_of
 from megatron.bytescale.convert.weights import FolderWeights
-from megatron.bytescale.inference.load import Heads, build_model, checkpoint_arguments, checkpoint_at, read_weights
+from megatron.bytescale.inference.load import (
+    Heads,
+    build_model,
+    check_gate,
+    checkpoint_arguments,
+    checkpoint_at,
+    read_weights,
+)
 from megatron.bytescale.inference.new_folder import new_folder
 from megatron.bytescale.launch import TRACKER
 
@@ -127,6 +134,7 @@ def to_folder(load: Path, output: Path) -> Converted:
         for name in EXTRAS:
             if getattr(args, name, None):
                 raise ValueError(f"--load {load}: a model with {name} cannot be converted")
+        check_gate(load, checkpoint, args)
         tokenizer = options_of(args, TokenizerFolder)
         source = source_of([load, tokenizer.load_folder(), tokenizer.folder()])
         derived = configuration(options_of(args, TrainedModel))

@@ -29,6 +29,7 @@ from megatron.bytescale.checkpoints import (
     names_in,
     one_line_if_damaged,
     sharded_at,
+    step_of,
 )
 from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
@@ -119,6 +120,16 @@ def check_arguments(args: argparse.Namespace, elements: int) -> None:
     for first, second in products:
         if sizes[first] * sizes[second] > elements:
             raise ValueError(f"its {first} {sizes[first]} and {second} {sizes[second]} need more than its tensors hold")
+
+
+def check_gate(load: Path, checkpoint: Path, args: argparse.Namespace) -> None:
+    """Raise ValueError if a gate still chose the experts at the step of a checkpoint, not Megatron's router."""
+    steps, step = getattr(args, "moe_dts_steps", None) or 0, step_of(checkpoint)
+    if step is not None and step < steps:
+        raise ValueError(
+            f"--load {load}: its gate starts dense and ends at step {steps} (--moe-dts-steps), and this is step "
+            f"{step}: train it further"
+        )
 
 
 def heads_of(args: argparse.Namespace, checkpoint: Path) -> DraftConfig | None:
@@ -229,6 +240,7 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
     for name, kind in CANNOT.items():
         if getattr(args, name, None):
             raise ValueError(f"--load {load}: models with {kind} cannot decode here")
+    check_gate(load, checkpoint, args)
     if draft is None:
         heads = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
     else:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.ranks
 def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> dict[str, str]:
     """Return the error of each case; ``empty`` has folders of heads, one of them without a tensor."""
     folder, shorter = empty / "folder", empty / "shorter"
+    from megatron.bytescale.convert import folders as conversion
     from megatron.bytescale.inference import load
 
     arguments_of = load.checkpoint_arguments
@@ -38,7 +39,7 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
             change(checkpoint.parent, args)
             return args
 
-        load.checkpoint_arguments = changed
+        load.checkpoint_arguments = conversion.checkpoint_arguments = changed
         try:
             load.open_decoder(*folders, True)  # type: ignore[arg-type, misc]
         except ValueError as error:
@@ -50,6 +51,9 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     def claims_heads(folder: Path, args: Any) -> None:
         args.draft_heads, args.num_draft_heads, args.draft_layers, args.draft_decay = "clover", 3, 1, 0.7
 
+    def dense_gate(folder: Path, args: Any) -> None:
+        args.num_experts, args.moe_dts_steps = 4, 9
+
     def more_heads(folder: Path, args: Any) -> None:
         args.draft_layers = 2
 
@@ -60,6 +64,10 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     case("another model", model, heads, change=wider)
     path = {"heterogeneous_layers_config_path": "/etc/passwd"}
     case("a file elsewhere", model, None, change=lambda folder, args: vars(args).update(path))
+    case("a dense gate", model, None, change=dense_gate)
+    with pytest.raises(ValueError, match=r".") as caught:
+        conversion.to_folder(model, empty / "converted")
+    found["a dense gate, converted"] = str(caught.value)
     case("heads are missing", model, None, change=claims_heads)
     case("a layer is missing", heads, None, change=more_heads)
     case("folder of another model", model, folder, change=lambda one, args: vars(args).update(vocab_size=7))
@@ -93,6 +101,9 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         "no heads": "this checkpoint has no draft heads",
         "another model": "heads of another model: its hidden_size is 64, not 32",
         "a file elsewhere": "models with layers of unlike shapes cannot decode here",
+        **dict.fromkeys(
+            ("a dense gate", "a dense gate, converted"), "ends at step 9 (--moe-dts-steps), and this is step 1"
+        ),
         "heads are missing": "the tensors of its draft heads are missing",
         "a layer is missing": "tensors are missing, such as draft_heads.layer1.",
         "folder of another model": "folder: heads of another model: its vocab_size is 61, not 7",
