@@ -45,7 +45,7 @@ class Parameters:
         return (self.dense, self.num_ranks), (self.experts, self.expert_holders)
 
     def updated(self, shares_optimizer: bool) -> float:
-        """Return the number of parameters that one process updates."""
+        """Return the number of parameters that a process updates."""
         return sum(count / ranks for count, ranks in self.parts) if shares_optimizer else self.count
 
     def state_bytes(self, element_bytes: int, sizes: StateSizes, shares_optimizer: bool, kept_share: float) -> float:
