@@ -55,6 +55,7 @@ def test_texts_side_by_side_attend_to_their_own_caches() -> None:
     attention = CachedAttention.__new__(CachedAttention)
     torch.nn.Module.__init__(attention)
     attention.runtime, attention.scale = runtime_of(kernel=choose_kernel("cpu", torch.float64, 4)[0]), 0.5
+    attention.window = attention.softmax_offset = None
     torch.manual_seed(0)
     visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     counts, seen, together, alone = (2, 3), (None, visible), [KeyValueCache(9) for _ in "ab"], []
