@@ -23,7 +23,7 @@ import torch
 
 from bytescale_ext.attention.kernels.contract import Output, accumulation_dtype
 from bytescale_ext.attention.kernels.table import Kernel
-from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.blocks import AttentionBlock, PlacedBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import merge_
 from bytescale_ext.attention.sink import add_sink_
@@ -120,9 +120,7 @@ def visible_in_window(visible: torch.Tensor, num_cached: int, window: int) -> to
 @lru_cache(maxsize=256)
 def _block_in_window(num_new: int, num_keys: int, window: int, scale: float) -> AttentionBlock:
     """Return the causal block of new tokens at the end of these keys, with a window if it hides any."""
-    limits = num_keys > num_new or num_keys > window + 1
-    cu_q, cu_k = CuSeqlens((0, num_new)), CuSeqlens((0, num_keys))
-    return AttentionBlock(cu_q, cu_k, causal=True, scale=scale, window=window if limits else None)
+    return PlacedBlock.in_window([(0, num_new)], [(0, num_keys)], window).attention(scale)
 
 
 def num_cache_pieces(num_new: int, length: int) -> int:

@@ -379,6 +379,8 @@ def copy_heads(module: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> No
     Raises:
         ValueError: a tensor is missing or has another shape.
     """
+    from megatron.bytescale.core.models.gpt.draft_heads import part_of_rank
+
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     for its_name, parameter in module.named_parameters():
         name = norms_apart(its_name)
@@ -386,9 +388,8 @@ def copy_heads(module: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> No
             raise ValueError(f"--draft: the heads have no tensor {name}")
         value, dim = whole[name], getattr(parameter, "partition_dim", -1)
         if getattr(parameter, "tensor_model_parallel", False) and dim >= 0:
-            is_gated = "linear_fc1" in name and module.config.gated_linear_unit  # type: ignore[union-attr]
-            parts = [half.chunk(ranks, dim)[rank] for half in (value.chunk(2, dim) if is_gated else (value,))]
-            value = torch.cat(parts, dim)
+            is_gated = "linear_fc1" in name and bool(module.config.gated_linear_unit)  # type: ignore[union-attr]
+            value = part_of_rank(value, dim, is_gated, rank, ranks)
         if value.shape != parameter.shape:
             raise ValueError(f"--draft: the tensor {name} has the shape {tuple(whole[name].shape)}")
         with torch.no_grad():

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -28,6 +27,7 @@ from bytescale_ext.activation.store import ActivationStore
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 from megatron.bytescale.core.transformer.multi_latent_attention import DocumentLatentAttention, DocumentLatentCore
+from megatron.bytescale.core.transformer.spec_utils import has_experts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import Attention
@@ -234,7 +234,7 @@ def _with_hook_points(layer: TransformerLayerSubmodules) -> TransformerLayerSubm
         names = ("linear_qkv", "core_attention", "linear_proj")
         inside = replace(inside, **{name: with_hook_point(getattr(inside, name)) for name in names})
     mlp: MegatronModule = layer.mlp
-    if getattr(mlp, "func", None) is MoELayer:
+    if has_experts(layer):
         mlp = with_hook_point(mlp)
     elif mlp is not IdentityOp:
         dense = mlp.keywords["submodules"]

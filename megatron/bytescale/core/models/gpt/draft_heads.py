@@ -122,12 +122,21 @@ def begin_without_mlp(layer: torch.nn.Module, name: str, is_gated: bool) -> None
     rank, ranks = group.rank(), group.size()
     assert isinstance(first.weight, torch.nn.Parameter), f"{first=}"
     assert isinstance(last.weight, torch.nn.Parameter), f"{last=}"
-    (rows, width), parts = first.weight.shape, 2 if is_gated else 1
+    rows, width = first.weight.shape
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    whole = torch.empty(ranks, rows, width).uniform_(-NOISE, NOISE, generator=generator)
+    whole = torch.empty(ranks * rows, width).uniform_(-NOISE, NOISE, generator=generator)
     with torch.no_grad():
-        first.weight.copy_(whole.view(parts, ranks, rows // parts, width)[:, rank].flatten(0, 1))
+        first.weight.copy_(part_of_rank(whole, 0, is_gated, rank, ranks))
         last.weight.zero_()
+
+
+def part_of_rank(whole: torch.Tensor, dim: int, is_gated: bool, rank: int, ranks: int) -> torch.Tensor:
+    """Return a tensor-parallel rank's part of a tensor of any shape, cut along ``dim``.
+
+    A rank has a part of each half of the first product of a gated MLP (``is_gated``).
+    """
+    halves = whole.chunk(2, dim) if is_gated else (whole,)
+    return torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim)
 
 
 def replicated(config: TransformerConfig, inputs: int, name: str) -> torch.nn.Linear:

@@ -12,7 +12,6 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -31,7 +30,7 @@ from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.moe.slice_router import SampleRouter
 from megatron.bytescale.core.transformer.multi_latent_attention import DocumentLatentAttention
 from megatron.bytescale.core.transformer.norm import LocalNorm
-from megatron.bytescale.core.transformer.spec_utils import layers_of
+from megatron.bytescale.core.transformer.spec_utils import has_experts, layers_of
 
 if TYPE_CHECKING:
     import torch
@@ -99,16 +98,10 @@ def with_core_attention(
     return spec
 
 
-def has_experts(layer: ModuleSpec) -> bool:
-    """Return whether a layer's spec has experts, with hook points or without."""
-    kind = getattr(layer.submodules.mlp, "func", None)
-    return isinstance(kind, type) and issubclass(kind, MoELayer)
-
-
 def dense_layer_spec(spec: ModuleSpec | TransformerBlockSubmodules, has_engine: bool) -> ModuleSpec:
     """Return the spec of a dense layer of a model: its first dense layer, or its first layer with a dense MLP."""
     layers = layers_of(spec)
-    dense = [layer for layer in layers if not has_experts(layer)]
+    dense = [layer for layer in layers if not has_experts(layer.submodules)]
     if dense:
         return dense[0]
     if not has_engine:
@@ -132,7 +125,7 @@ def with_split_products(spec: TransformerBlockSubmodules, runtime: Runtime) -> T
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = column, row
         mlp: ModuleSpec = layer.submodules.mlp
-        if getattr(mlp, "func", None) is not MoELayer:
+        if not has_experts(layer.submodules):
             dense = replace(mlp.keywords["submodules"], linear_fc1=column, linear_fc2=row)
             layer.submodules.mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": dense})
     return spec
@@ -147,7 +140,7 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Runtime, h
         layer.self_attention.module = DocumentLatentAttention
         layer.self_attention.params = {**layer.self_attention.params, "runtime": runtime}
     mlp: ModuleSpec = layer.mlp
-    if getattr(mlp, "func", None) is MoELayer:
+    if has_experts(layer):
         router = SampleRouter if runtime.run.find(HdpConfig) is None else DocumentRouter
         modules = replace(mlp.keywords["submodules"], router=partial(router, runtime=runtime))
         experts: ModuleSpec = modules.experts

@@ -189,12 +189,13 @@ def test_layers_begin_alike_on_tensor_parallel_ranks(is_gated: bool) -> None:
 
 
 def layers_below(rank: int, world: int) -> tuple[list[bool], list[str]]:
-    """Return which layers have experts, and the dense layers of a model of experts and of a model with both kinds."""
+    """Return whether each layer has experts, and the MLPs of heads on a model of experts and on one with both kinds."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from megatron.bytescale.core.models.gpt.gpt_layer_specs import dense_layer_spec, has_experts
+    from megatron.bytescale.core.models.gpt.gpt_layer_specs import dense_layer_spec
+    from megatron.bytescale.core.transformer.spec_utils import has_experts
     from megatron.bytescale.core.transformer.transformer_layer import _with_hook_points
 
     sparse, dense = (
@@ -207,7 +208,7 @@ def layers_below(rank: int, world: int) -> tuple[list[bool], list[str]]:
     assert found[1] is dense
     assert found[0].submodules.self_attention is sparse.submodules.self_attention
     kinds = [one.submodules.mlp.func.__qualname__ for one in found]
-    return [has_experts(one) for one in (sparse, dense, *found)], kinds
+    return [has_experts(one.submodules) for one in (sparse, dense, *found)], kinds
 
 
 def test_layers_of_heads_are_dense() -> None:
