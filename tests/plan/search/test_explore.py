@@ -171,6 +171,7 @@ def test_nothing_beats_the_frontier_by_more_than_the_least_gain(seed: int) -> No
     assert not any(one.chooses_slices for one in strategies)
 
 
+@pytest.mark.slow
 def test_what_is_slower_for_sure_is_not_replayed() -> None:
     scored = waiting = 0
     for seen in map(opened, range(5)):
