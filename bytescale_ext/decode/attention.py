@@ -64,34 +64,44 @@ def cached_attention(
         visible: new tokens that each new token attends to, bool [t, t]; None for causal attention.
         layer: attention of the layer.
     """
-    find = _attention if layer.window is None else _attention_in_window
-    out, lse = find(q, k, v, visible, layer)
+    find = _attention if layer.window is None else attention_in_window
+    return with_sink(*find(q, k, v, visible, layer), layer, q.dtype)
+
+
+def with_sink(out: torch.Tensor, lse: torch.Tensor, layer: CachedLayer, dtype: torch.dtype) -> torch.Tensor:
+    """Return the output [t, heads, dim] in a dtype, with the layer's sink if it has one; ``lse``: [heads, t]."""
     if layer.sink is not None:
         out = out.to(lse.dtype)
         add_sink_(out, lse, layer.sink)
-    return out.to(q.dtype)
+    return out.to(dtype)
 
 
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, layer: CachedLayer
 ) -> Output:
     """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of queries that see the whole cache."""
-    num_new, kernel, scale = q.shape[0], layer.kernel, layer.scale
+    num_new = q.shape[0]
     length = k.shape[0] - num_new
-    new = CuSeqlens((0, num_new))
-    if visible is None:
-        out, lse = kernel.forward(q, k[length:], v[length:], AttentionBlock(new, new, causal=True, scale=scale))
-    else:
-        out, lse = tree_attention(q, k[length:], v[length:], visible, scale)
+    out, lse = new_attention(q, k[length:], v[length:], visible, layer)
     if not length:
         return out, lse
     total = out.to(accumulation_dtype(q.dtype))
     num_pieces = num_cache_pieces(num_new, length) if q.is_cuda else 1
-    merge_(total, lse, *cache_attention(q, k[:length], v[:length], kernel, scale, num_pieces))
+    merge_(total, lse, *cache_attention(q, k[:length], v[:length], layer.kernel, layer.scale, num_pieces))
     return total, lse
 
 
-def _attention_in_window(
+def new_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, layer: CachedLayer
+) -> Output:
+    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of new tokens over each other, without a window."""
+    if visible is not None:
+        return tree_attention(q, k, v, visible, layer.scale)
+    new = CuSeqlens((0, q.shape[0]))
+    return layer.kernel.forward(q, k, v, AttentionBlock(new, new, causal=True, scale=layer.scale))
+
+
+def attention_in_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, layer: CachedLayer
 ) -> Output:
     """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of queries that see the keys of their window."""
@@ -161,14 +171,22 @@ def _block_of_pieces(num_new: int, length: int, num_pieces: int, scale: float) -
     return AttentionBlock(cu_q, CuSeqlens(tuple(accumulate(sizes, initial=0))), causal=False, scale=scale)
 
 
-def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> Output:
-    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of attention between the nodes of a tree.
+def tree_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float
+) -> Output:
+    """Return ``out [t, heads, value_dim]`` and ``lse [heads, t]`` of attention between the nodes of a tree.
 
-    ``q``: [t, heads, dim]; ``k, v``: [n, kv_heads, dim]; ``visible``: keys that each node attends to, bool [t, n], at
-    least one per row.
+    Args:
+        q: queries, [t, heads, dim].
+        k: keys, [n, kv_heads, dim].
+        v: values, [n, kv_heads, value_dim].
+        visible: keys that each node attends to, bool [t, n], at least one per row; None: all.
+        scale: factor of the scores.
     """
     dtype = accumulation_dtype(q.dtype)
-    keys, values = (tensor.to(dtype).repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), keys) * scale
-    scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1)
+    grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("qkgd,nkd->kgqn", grouped, k.to(dtype)) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    out = torch.einsum("kgqn,nkd->qkgd", scores.softmax(-1), v.to(dtype)).flatten(1, 2)
+    return out.to(q.dtype), scores.logsumexp(-1).flatten(0, 1)

@@ -45,17 +45,29 @@ EXPERTS = (
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
 ).split()
 """All layers have experts, whose biases a trained model changes in each step."""
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 12 --rope-type rope"
+).split()
+"""Queries and keys are made from latents."""
+WINDOWS = "--window-size 20,0 --softmax-type learnable".split()
 EXPERT_RINGS = [
     *HDP,
     *"--hdp-tokens-per-rank 128 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split(),
 ]
 
 
+def with_flags(model: Sequence[str]) -> list[str]:
+    """Return the flags of ``MODEL`` with more flags; latent attention has no groups of queries."""
+    groups = MODEL.index("--group-query-attention")
+    return [*(MODEL[:groups] + MODEL[groups + 3 :] if model is LATENT else MODEL), *model]
+
+
 def trunk(model: Sequence[str] = ()) -> Path:
     """Return the folder of a model after one training step; ``model``: its flags in addition to ``MODEL``."""
 
     def make(folder: Path) -> Path:
-        train(1, *MODEL, *model, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1, "--save", folder)
+        train(1, *with_flags(model), *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1, "--save", folder)
         return folder
 
     return once(make, f"trunk of draft heads {' '.join(model)}".strip())
@@ -64,4 +76,4 @@ def trunk(model: Sequence[str] = ()) -> Path:
 def heads_of(ranks: int, *flags: object, heads: Sequence[str] = CLOVER, model: Sequence[str] = ()) -> SavedRun:
     """Return a run of two steps on the trunk, with a checkpoint of the last step or, on one rank, of both steps."""
     steps = ["--train-iters", 2, "--save-interval", 1 if ranks == 1 else 2, "--pretrained-checkpoint", trunk(model)]
-    return train_once(ranks, *MODEL, *model, *COMMON, "--data-path", documents(), *heads, *steps, *flags)
+    return train_once(ranks, *with_flags(model), *COMMON, "--data-path", documents(), *heads, *steps, *flags)

@@ -21,6 +21,7 @@ from bytescale_ext.errors import one_line
 from bytescale_ext.new_file import write_text
 from megatron.bytescale.arguments import parse
 from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.checkpoints import elements_in
 from megatron.bytescale.convert.arguments import TrainedModel, configuration
 from megatron.bytescale.convert.config_file import ONLY_THIS_FOLDER, completed, config_in, write_config
 from megatron.bytescale.convert.families import layout_of, model_flags
@@ -109,7 +110,7 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> Converte
         ]
         words += _dtype_flags(dtype or config["dtype"])
         args = _settled(words)
-        model = build_model(args, None, on_cpu=True)
+        model = build_model(args, None, on_cpu=True, stored=weights.num_bytes)
         tensors = to_megatron(layout_of(config), weights.read)
         _fill(model, tensors, args.params_dtype)
         _save(model, args, part)
@@ -140,7 +141,7 @@ def to_folder(load: Path, output: Path) -> Converted:
         derived = configuration(options_of(args, TrainedModel))
         config: HuggingFaceConfig = derived if source is None else completed(derived, source)
         later = getattr(args, "mtp_num_layers", None)  # ``build_model`` removes these layers from the arguments
-        model = build_model(args, None, on_cpu=True)
+        model = build_model(args, None, on_cpu=True, stored=elements_in(checkpoint))
         read_weights(model, checkpoint, Heads(checkpoint, None, {}))
         tensors = to_hugging_face(layout_of(derived), without_padding(model.state_dict(), config["vocab_size"]))
         _write_shards(tensors, part)

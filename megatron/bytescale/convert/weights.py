@@ -53,13 +53,18 @@ class FolderWeights:
         else:
             raise ValueError(f"--input {source}: there is neither {WHOLE} nor {INDEX}")
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum((self._source / file).stat().st_size for file in self._files)
+
     def check_sizes(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError for a configuration of a model that the folder's files cannot hold."""
         for name in SIZES:
             value = config.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"--input {self._source / 'config.json'}: {name} is {str(value)[:40]}")
-        num_bytes = sum((self._source / file).stat().st_size for file in self._files)
+        num_bytes = self.num_bytes
         layers, hidden, vocab = (config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
         if layers > len(self._places) or hidden * vocab > num_bytes:
             raise ValueError(

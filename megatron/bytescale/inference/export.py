@@ -49,11 +49,21 @@ class LayerArguments:
     rotary_percent: float
     rotary_interleaved: bool
     max_position_embeddings: int
+    num_layers: int
+    softmax_type: str = "vanilla"
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | list[int] | None = None
 
 
 def layer_settings(layers: LayerArguments) -> dict[str, object]:
-    """Return the settings of the layers' computation, without shapes: norms, activation and rotary positions."""
+    """Return the settings of the layers' computation, without shapes: norms, activation, rotary positions, attention.
+
+    The layers below the heads have the window of the model's last layer.
+    """
+    from megatron.core.transformer.utils import is_layer_window_attention
+
     activation = "silu" if layers.swiglu else "relu2" if layers.squared_relu else "gelu"
+    has_window = is_layer_window_attention(layers.window_size, layers.window_attn_skip_freq, layers.num_layers)
     return {
         "dtype": str(layers.params_dtype).removeprefix("torch."),
         "norm_epsilon": layers.layernorm_epsilon,
@@ -62,6 +72,8 @@ def layer_settings(layers: LayerArguments) -> dict[str, object]:
         "rotary_percent": layers.rotary_percent,
         "rotary_interleaved": layers.rotary_interleaved,
         "max_position_embeddings": layers.max_position_embeddings,
+        "softmax_type": layers.softmax_type,
+        "window": layers.window_size[0] if has_window and layers.window_size is not None else None,
     }
 
 

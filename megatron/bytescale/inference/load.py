@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,8 @@ import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.errors import one_line
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
 from megatron.bytescale import cpu
 from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
@@ -34,6 +35,7 @@ from megatron.bytescale.checkpoints import (
 from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
+    TENSORS,
     is_folder_of_heads,
     norms_apart,
     read_config,
@@ -54,15 +56,16 @@ ONE_PROCESS = {
 }  # fmt: skip
 """Training arguments that decoding overrides."""
 CANNOT = {
-    "multi_latent_attention": "latent attention", "ngram_layers": "n-gram memory",
-    "heterogeneous_layers_config_path": "layers of unlike shapes", "heterogeneous_layers_config_encoded_json":
-    "layers of unlike shapes",
+    "ngram_layers": "n-gram memory", "heterogeneous_layers_config_path": "layers of unlike shapes",
+    "heterogeneous_layers_config_encoded_json": "layers of unlike shapes",
 }  # fmt: skip
 
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "max_position_embeddings",
          "ffn_hidden_size", "kv_channels", "num_query_groups", "seq_length")  # fmt: skip
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+MAY_BE_ZERO = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size",
+               "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # fmt: skip
 KINDS: dict[object, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool, int, str)}
 """Type of a flag -> types of its values in checkpoints."""
 
@@ -107,11 +110,12 @@ def check_arguments(args: argparse.Namespace, elements: int) -> None:
                 continue
             raise ValueError(f"its argument {action.dest} is {str(item)[:40]!r}, not of type {kind.__name__}")
     sizes: dict[str, int] = {}
-    for name in SIZES:
+    for name in (*SIZES, *MAY_BE_ZERO):
         size = getattr(args, name, None)
         if size is None and name not in NEEDED:
             size = 1
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
+        least = 0 if name in MAY_BE_ZERO else 1
+        if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= MOST:
             raise ValueError(f"its argument {name} is {str(size)[:40]!r}")
         sizes[name] = size
     products = [("num_layers", "hidden_size"), ("hidden_size", "padded_vocab_size")]
@@ -120,6 +124,20 @@ def check_arguments(args: argparse.Namespace, elements: int) -> None:
     for first, second in products:
         if sizes[first] * sizes[second] > elements:
             raise ValueError(f"its {first} {sizes[first]} and {second} {sizes[second]} need more than its tensors hold")
+
+
+def check_size(shape: ModelShape, heads: DraftConfig | None, stored: int) -> None:
+    """Raise ValueError for a model that needs more than twice the ``stored`` numbers of its files.
+
+    Twice, because the shape does not tell which tensors are shared.
+    """
+    needed = num_parameters(shape) + expert_parameters(shape)
+    if heads is not None:
+        layer = replace(shape.part(1), num_expert_layers=0, vocab=0)
+        needed += heads.num_layers * num_parameters(layer)
+        needed += (heads.num_heads if heads.kind == "medusa" else 0) * shape.hidden**2
+    if needed > 2 * stored:
+        raise ValueError(f"these settings make a model of {needed:,.0f} parameters; its files hold {stored:,} numbers")
 
 
 def check_gate(load: Path, checkpoint: Path, args: argparse.Namespace) -> None:
@@ -161,10 +179,17 @@ class TrunkArguments:
     swiglu: bool | None = None
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     def shape(self) -> dict[str, object]:
-        """Return shapes and vocabulary size by name; dense models have none of experts."""
+        """Return shapes and vocabulary size by name; only models with experts or latents have sizes of these."""
         experts = {"num_experts": self.num_experts, "moe_ffn_hidden_size": self.moe_ffn_hidden_size}
+        latents = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         shares_keys = self.group_query_attention and self.num_query_groups is not None
         return {
             "num_layers": self.num_layers,
@@ -180,6 +205,7 @@ class TrunkArguments:
             "position_embedding_type": self.position_embedding_type,
             "swiglu": self.swiglu,
             **(experts if self.num_experts else {}),
+            **({name: getattr(self, name) for name in latents} if self.multi_latent_attention else {}),
         }
 
 
@@ -207,6 +233,10 @@ class Heads:
     settings: DraftConfig | None
     trunk: dict[str, object]
     on_their_own: bool = False
+
+    def elements(self) -> int:
+        """Return the numbers in files of heads that are not in the model's checkpoint, at least."""
+        return (self.folder / TENSORS).stat().st_size if self.on_their_own else elements_in(self.folder)
 
 
 def open_heads(draft: Path) -> Heads:
@@ -247,7 +277,10 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
         heads = open_heads(draft)
     check_trunk(draft, heads.trunk, options_of(args, TrunkArguments).shape())
     check_cut(options_of(args, TrunkArguments).shape(), process_count())
-    model = build_model(args, heads.settings, stand_ins is not None)
+    try:
+        model = build_model(args, heads.settings, stand_ins is not None, elements_in(checkpoint) + heads.elements())
+    except ValueError as error:
+        raise ValueError(f"--load {load}: {error}") from None
     read_weights(model, checkpoint, heads)
     return Decoder(model, getattr(model, "draft_heads", None), args.max_position_embeddings), args
 
@@ -286,10 +319,11 @@ def join_processes(on_cpu: bool) -> None:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:
+def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: bool, stored: int) -> GPTModel:
     """Build Megatron's model from training arguments, with heads but without weights. Call it once per process.
 
-    Raises ValueError if the arguments make no model.
+    ``stored``: numbers in the files of the weights. Raises ValueError if the arguments make no model, or a model that
+    the files cannot fill.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -304,6 +338,7 @@ def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: boo
     vars(args).update({**ONE_PROCESS, **sizes}, use_cpu_initialization=on_cpu, world_size=ranks, rank=rank)
     model_parallel_cuda_manual_seed(1)
     try:
+        check_size(model_shape(args), heads, stored)
         return _model_of(args, heads, device)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         reason = one_line(error, 200) or type(error).__name__  # Megatron and torch raise many types for bad sizes
@@ -319,26 +354,18 @@ def _model_of(args: argparse.Namespace, heads: DraftConfig | None, device: torch
     from megatron.bytescale.arguments.model_config import model_config
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
     from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
-    from megatron.bytescale.core.models.gpt.gpt_layer_specs import (
-        dense_layer_spec,
-        document_layer_spec,
-        with_core_attention,
-    )
+    from megatron.bytescale.core.models.gpt.gpt_layer_specs import dense_layer_spec, document_layer_spec
     from megatron.bytescale.core.models.gpt.trunk import HEADS
-    from megatron.bytescale.inference.cache import CachedAttention
+    from megatron.bytescale.inference.cache import with_cached_attention
     from megatron.bytescale.runtime import Runtime
 
     config = model_config(args)
-    head_dim = config.transformer.kv_channels
-    kernel = choose_kernel(device, args.params_dtype, head_dim, windows=args.window_size is not None)[0]
-    runtime = Runtime.alone(model_shape(args), args.params_dtype, device, kernel)
+    shape, windows = model_shape(args), args.window_size is not None
+    inputs = device, args.params_dtype, shape.head_dim
+    kernel = choose_kernel(*inputs, windows=windows, value_dim=shape.value_dim)[0]
+    runtime = Runtime.alone(shape, args.params_dtype, device, kernel)
     layers = document_layer_spec(runtime)
-    config.transformer_layer_spec = layers
-    if not args.multi_latent_attention:  # latent attention builds its own core and cannot decode
-        attention = partial(CachedAttention, runtime=runtime)
-        config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(
-            layers(config, vp_stage), attention
-        )
+    config.transformer_layer_spec = lambda config, vp_stage: with_cached_attention(layers(config, vp_stage), runtime)
     model: GPTModel = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if heads is not None:
         layer = dense_layer_spec(model.transformer_layer_spec, args.transformer_impl == "transformer_engine")

@@ -191,6 +191,11 @@ def with_another_shape(copy: Path) -> None:
     (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
 
 
+def with_wide_heads(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "head_dim": 1 << 28}))
+
+
 REFUSED: dict[str, Callable[[Path], object]] = {
     "no folder": lambda copy: shutil.rmtree(copy),
     "bad json": lambda copy: (copy / "config.json").write_text("{"),
@@ -198,6 +203,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "cut short": lambda copy: (copy / "model.safetensors").write_bytes(b"short"),
     "a tensor is missing": without_a_tensor,
     "another shape": with_another_shape,
+    "wide heads": with_wide_heads,
 }
 MESSAGES = {
     "no folder": "config.json: No such file",
@@ -205,6 +211,7 @@ MESSAGES = {
     "no tensors": "there is neither model.safetensors nor model.safetensors.index.json",
     "cut short": "model.safetensors: ",
     "a tensor is missing": "the tensor model.norm.weight is missing",
+    "wide heads": "parameters; its files hold ",
     "another shape": "has the shape [192, 64], not [160, 64], as config.json says",
 }
 
@@ -401,11 +408,14 @@ def decoded(rank: int, world: int, load: Path, prompts: list[list[int]], num_tok
     return [one.tokens for one in decoder.generate_all(prompts, request)]
 
 
-DECODED = {"qwen3_moe": 1, "glm4_moe": 1, "mixtral": 2, "mistral": 1, "gpt_oss": 2}
-"""Family with experts, windows or sinks -> tensor-parallel ranks."""
+DECODED = {
+    "qwen3_moe": 1, "glm4_moe": 1, "mixtral": 2, "mistral": 1, "gpt_oss": 2, "deepseek_v2_lite": 1, "deepseek_v2": 2,
+    "deepseek_v3": 2,
+}  # fmt: skip
+"""Family with experts, windows, sinks or latent attention -> tensor-parallel ranks."""
 
 
-@pytest.mark.parametrize("kind", sampled(DECODED, ["gpt_oss"]))
+@pytest.mark.parametrize("kind", sampled(DECODED, ["gpt_oss", "deepseek_v3"]))
 def test_texts_are_those_of_transformers(kind: str, found: dict[str, Any]) -> None:
     """Some prompts are shorter and some are longer than a window of 16."""
     import transformers

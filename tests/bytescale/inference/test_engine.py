@@ -13,7 +13,7 @@ import torch
 from megatron.bytescale.inference.engine import Generation, described
 from megatron.bytescale.inference.export import export_heads
 from tests.e2e.corpora import VOCAB, documents
-from tests.e2e.drafts import COMMON, EXPERTS, LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.drafts import COMMON, EXPERTS, LATENT, LAYOUTS, ONE, WINDOWS, heads_of, trunk
 from tests.e2e.oracle import train_with_named_weights
 from tests.e2e.training import MODEL, train_once
 from tests.harness import run_ranks
@@ -176,9 +176,10 @@ def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_drafts_of_a_model_with_experts_change_nothing() -> None:
-    save = heads_of(1, *ONE, model=EXPERTS).save
-    (plain,) = run_ranks(decode_alone, 1, [trunk(EXPERTS)], init_group=False)
+@pytest.mark.parametrize("model", [EXPERTS, LATENT, WINDOWS], ids=["experts", "latent attention", "windows"])
+def test_drafts_of_other_models_change_nothing(model: list[str]) -> None:
+    save = heads_of(1, *ONE, model=model).save
+    (plain,) = run_ranks(decode_alone, 1, [trunk(model)], init_group=False)
     for ranks in (1, 2):
         for found in run_ranks(tokens_of, ranks, [(save, None)], init_group=ranks > 1):
             (texts,) = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from megatron.bytescale.inference.export import LayerArguments, export_heads, heads_in, layer_settings
 from megatron.bytescale.inference.heads_folder import read_config, read_tensors
-from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.drafts import LATENT, LAYOUTS, ONE, WINDOWS, heads_of, trunk
 from tests.e2e.oracle import shard_of
 from tests.harness import run_ranks
 
@@ -50,6 +51,19 @@ def test_heads_of_any_layout_are_whole(tmp_path: Path) -> None:
         assert all(torch.equal(part[name], shard_of(whole[name], name, part[name], rank, 2)) for name in whole)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("model", [LATENT, WINDOWS], ids=["latent attention", "windows and sinks"])
+def test_heads_with_other_attention_are_whole(model: list[str], tmp_path: Path) -> None:
+    save, folder = heads_of(1, *ONE, model=model).save, tmp_path / "heads"
+    export_heads(save, folder)
+    whole, stored = read_tensors(folder, read_config(folder)[1]), heads_in(save / "iter_0000002")
+    assert whole.keys() == stored.keys()
+    assert all(torch.equal(whole[name], stored[name]) for name in stored)
+    for rank, part in enumerate(run_ranks(held, 2, trunk(model), folder)):
+        assert part.keys() == whole.keys()
+        assert all(torch.equal(part[name], shard_of(whole[name], name, part[name], rank, 2)) for name in whole)
+
+
 def test_a_checkpoint_without_heads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this checkpoint has no draft heads"):
         export_heads(trunk(), tmp_path / "heads")
@@ -64,7 +78,8 @@ def test_a_checkpoint_without_heads_is_refused(tmp_path: Path) -> None:
 def test_what_layers_compute_with(swiglu: bool, squared: bool, activation: str) -> None:
     layers = LayerArguments(
         swiglu=swiglu, squared_relu=squared, params_dtype=torch.bfloat16, layernorm_epsilon=1e-6, rotary_base=10_000,
-        rotary_percent=0.5, rotary_interleaved=False, max_position_embeddings=4096,
+        rotary_percent=0.5, rotary_interleaved=False, max_position_embeddings=4096, num_layers=3,
+        softmax_type="learnable", window_size=(128, 0), window_attn_skip_freq=[1, 0, 1],
     )  # fmt: skip
     found = layer_settings(layers)
     assert found.pop("activation") == activation
@@ -75,5 +90,9 @@ def test_what_layers_compute_with(swiglu: bool, squared: bool, activation: str) 
         "rotary_percent": 0.5,
         "rotary_interleaved": False,
         "max_position_embeddings": 4096,
+        "softmax_type": "learnable",
+        "window": 128,
     }
     assert json.loads(json.dumps(found)) == found
+    assert layer_settings(replace(layers, num_layers=2))["window"] is None
+    assert layer_settings(replace(layers, window_size=None))["window"] is None

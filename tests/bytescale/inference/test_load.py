@@ -57,6 +57,12 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     def more_heads(folder: Path, args: Any) -> None:
         args.draft_layers = 2
 
+    def larger(**sizes: object) -> Callable[[Path, Any], None]:
+        return lambda folder, args: vars(args).update(sizes)
+
+    case("many experts", model, None, change=larger(num_experts=1 << 30, moe_ffn_hidden_size=1 << 20))
+    case("wide keys", model, None, change=larger(kv_channels=1 << 30))
+    case("many layers of heads", heads, None, change=larger(draft_layers=1 << 20))
     case("no folder", empty / "none", None)
     case("empty", empty, None)
     case("legacy", empty / "legacy", None)
@@ -95,6 +101,9 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
     shorten(tmp_path / "shorter", "head_norm.weight")
     (found,) = run_ranks(refusals, 1, trunk(), heads_of(1, *ONE).save, tmp_path, init_group=False)
     expected = {
+        "many experts": "parameters; its files hold ",
+        "wide keys": "parameters; its files hold ",
+        "many layers of heads": "parameters; its files hold ",
         "no folder": "none: there is no checkpoint",
         "empty": "there is no checkpoint",
         "legacy": "only checkpoints of --ckpt-format torch_dist can be read",

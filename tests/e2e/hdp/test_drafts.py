@@ -17,11 +17,13 @@ from tests.e2e.drafts import (
     EXPERT_RINGS,
     EXPERTS,
     HEADS,
+    LATENT,
     LAYOUTS,
     ONE,
     RINGS,
     SLICES,
     TOGETHER,
+    WINDOWS,
     heads_of,
     trunk,
 )
@@ -93,6 +95,14 @@ def test_rings_of_a_model_that_is_trained_too() -> None:
     compare(found, expected, *FIGURES, HIDDEN, "lm loss")
     of_trunk = {name for name in gradients(expected.save) if not name.startswith("draft_heads.")}
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= of_trunk
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [LATENT, WINDOWS], ids=["latent attention", "windows and sinks"])
+def test_rings_and_slices_of_other_attention(model: list[str]) -> None:
+    compare(heads_of(4, *RINGS, model=model), heads_of(1, *ONE, model=model), *FIGURES, HIDDEN)
+    slices = heads_of(2, *ONE, *"--pipeline-model-parallel-size 2 --seq1f1b-slices 3".split(), heads=HEADS, model=model)
+    compare(slices, heads_of(1, *ONE, heads=HEADS, model=model), *FIGURES)
 
 
 @pytest.mark.full

@@ -116,7 +116,6 @@ REFUSED: Final[Mapping[str, tuple[str, ...]]] = {
     "zero bubble": ("draft heads",),
     "learned positions, or none": ("multi-token prediction",),
     "YaRN, or scaled rope": ("latent attention", "multi-token prediction"),
-    "sliding windows": ("draft heads",),
     "multi-token prediction": ("draft heads", "embedding in host memory"),
     "chats": ("windows of related documents", "draft heads"),
     "windows of related documents": ("batches by tokens, or that grow", "draft heads", "n-gram memory"),

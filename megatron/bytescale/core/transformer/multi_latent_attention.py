@@ -39,13 +39,16 @@ class DocumentLatentAttention(MLASelfAttention):
 
     rotary_pos_emb: DocumentRotary
 
-    def __init__(self, *args: object, runtime: Runtime, **kwargs: object) -> None:
+    def __init__(
+        self, *args: object, runtime: Runtime, core: type[DocumentLatentCore] | None = None, **kwargs: object
+    ) -> None:
+        """Build the layer. ``core``: class of ``core_attention``; None: ``DocumentLatentCore``."""
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = DocumentRotary(self.rotary_pos_emb)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
             for parameter in self.q_layernorm.parameters():  # its gradient is whole; Megatron would sum it
                 parameter.average_gradients_across_tp_domain = True
-        self.core_attention = DocumentLatentCore(
+        self.core_attention = (core or DocumentLatentCore)(
             self.config, self.layer_number, runtime=runtime, softmax_scale=self.softmax_scale
         )
 
@@ -219,10 +222,7 @@ class DocumentLatentCore(DocumentAttention):
         (content_dim + value_dim), key_rank].
         """
         if key.dim() == 2:
-            position_dim = key.shape[-1] - value.shape[-1]
-            content_dim = query.shape[-1] - position_dim
-            sizes = content_dim, value.shape[0] // query.shape[1] - content_dim
-            expansion = Expansion(value, sizes, position_dim)
+            expansion = expansion_of(query, key, value)
             return self._attended(query.contiguous(), *latent_halves(key), packed_seq_params, expansion)
         widths, layout = (key.shape[-1], value.shape[-1]), packed_seq_params.layout
         if widths[0] == widths[1] or (isinstance(layout, AttentionLayout) and not layout.all_passes):
@@ -243,3 +243,10 @@ class DocumentLatentCore(DocumentAttention):
         given = (q, k, v, params, expansion)
         out = self.attend(*given) if self.hook is None else self.hook(self.attend, *given)
         return out.flatten(1)[:, None]
+
+
+def expansion_of(query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor) -> Expansion:
+    """Return the expansion of latents [t, key_rank + position_dim] for queries [t, heads, dim] by a weight."""
+    position_dim = latents.shape[-1] - weight.shape[-1]
+    content_dim = query.shape[-1] - position_dim
+    return Expansion(weight, (content_dim, weight.shape[0] // query.shape[1] - content_dim), position_dim)

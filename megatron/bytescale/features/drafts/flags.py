@@ -168,7 +168,6 @@ REFUSALS = (
            given("use_distributed_optimizer") & above("pipeline_model_parallel_size", 1) & ~given("draft_train_trunk")),
     refuse("--ckpt-format", "drafts", "use torch_dist, which can load a model with another layout",
            ~equals("ckpt_format", "torch_dist")),
-    refuse("--window-size", "drafts", "train heads of models with full attention"),
 )  # fmt: skip
 
 DRAFTS = Feature(

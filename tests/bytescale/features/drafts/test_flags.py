@@ -65,7 +65,6 @@ CONFLICTS = {
     "--use-distributed-optimizer --pipeline-model-parallel-size 2": "stages of a frozen model have no states",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "only the heads have parameters",
     "--ckpt-format torch": "use torch_dist",
-    "--window-size 8,0": "full attention",
     "--num-virtual-stages-per-pipeline-rank 2": "without virtual stages",
     "--memory-plan plan.json": "the model without heads",
 }
