@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -89,7 +88,10 @@ def leaves_the_process_alone() -> Iterator[None]:
     They would change torch in this process. Commands set variables for the processes that they start.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    with mock.patch.dict(os.environ):
-        yield
+    environment = dict(os.environ)
+    yield
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
     assert not cpu.installed(), "this test left the stand-ins for torch.cuda in place"
     assert signal.getsignal(signal.SIGTERM) == handler, "this test left another handler of SIGTERM in place"

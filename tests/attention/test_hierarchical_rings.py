@@ -93,6 +93,7 @@ def count_links(comm: MailboxComm, links: Counter[tuple[int, int]]) -> None:
     comm.exchange = counted  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_all_links_between_nodes_carry_the_same() -> None:
     """A ring of 8 on 2 nodes of 4 sends as many bytes as the plain ring, 1/7 on the busiest link between nodes."""
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from bytescale_ext.decode.attention import (
 from bytescale_ext.decode.tree import TokenTree
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
+chosen_kernel = cache(choose_kernel)
 
 
 def dense(
@@ -53,7 +55,7 @@ TREES = [TokenTree((0,), (-1,)), TokenTree((0, 1, 2, 3, 4, 5), (-1, 0, 0, 1, 1, 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(len(tree.tokens)))
 @pytest.mark.parametrize("name", [None, "reference"])
 def test_a_tree_over_a_cache(tree: TokenTree, length: int, name: str | None) -> None:
-    kernel = choose_kernel("cpu", torch.float64, DIM, name)[0]
+    kernel = chosen_kernel("cpu", torch.float64, DIM, name)[0]
     num_new = len(tree.tokens)
     q, k, v = inputs(num_new, length)
     seen = torch.cat((torch.ones(num_new, length, dtype=torch.bool), tree.visible()), dim=1)
@@ -63,7 +65,7 @@ def test_a_tree_over_a_cache(tree: TokenTree, length: int, name: str | None) -> 
 
 @pytest.mark.parametrize("length", [0, 5])
 def test_a_slice_of_a_prompt_over_a_cache(length: int) -> None:
-    kernel = choose_kernel("cpu", torch.float64, DIM)[0]
+    kernel = chosen_kernel("cpu", torch.float64, DIM)[0]
     q, k, v = inputs(7, length)
     seen = torch.ones(7, length + 7, dtype=torch.bool).tril(length)
     found = cached_attention(q, k, v, None, CachedLayer(kernel, SCALE))
@@ -85,7 +87,7 @@ def test_windows_and_sinks(tree: TokenTree | None, length: int, window: int | No
     if window is not None:
         seen &= (length + depths)[:, None] - positions <= window
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64) if with_sink else None
-    layer = CachedLayer(choose_kernel("cpu", torch.float64, DIM, windows=True)[0], SCALE, window, sink)
+    layer = CachedLayer(chosen_kernel("cpu", torch.float64, DIM, windows=True)[0], SCALE, window, sink)
     found = cached_attention(q, k, v, visible if tree else None, layer)
     torch.testing.assert_close(found, dense(q, k, v, seen, sink), rtol=1e-10, atol=1e-10)
 
@@ -99,7 +101,7 @@ def test_the_log_sum_exp_of_a_tree() -> None:
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 3, 37])
 def test_pieces_of_a_cache_are_joined(num_pieces: int) -> None:
-    kernel = choose_kernel("cpu", torch.float64, DIM)[0]
+    kernel = chosen_kernel("cpu", torch.float64, DIM)[0]
     q, k, v = inputs(5, 37)
     expected, expected_lse = kernel.forward(q, k[:37], v[:37], one_block(5, 37))
     out, lse = cache_attention(q, k[:37], v[:37], kernel, SCALE, num_pieces)
@@ -118,7 +120,7 @@ def test_only_few_tokens_over_a_long_cache_are_divided() -> None:
 
 def test_layers_share_the_offsets_of_a_block() -> None:
     seen = []
-    reference = choose_kernel("cpu", torch.float64, DIM, "reference")[0]
+    reference = chosen_kernel("cpu", torch.float64, DIM, "reference")[0]
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
         seen.append(block)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from bytescale_ext.decode.latent import latent_attention
 from bytescale_ext.decode.tree import TokenTree
 
 HEADS, CONTENT, VALUE, POSITION, RANK = 4, 6, 5, 2, 7
+chosen_kernel = cache(choose_kernel)
 TREE = TokenTree((0, 1, 2, 3, 4, 5), (-1, 0, 0, 1, 1, 4))
 
 
@@ -33,7 +36,7 @@ def test_latents_are_keys_and_values(
     q, latents, weight = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     expansion = Expansion(weight, (CONTENT, VALUE), POSITION)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64) if with_sink else None
-    kernel = choose_kernel("cpu", torch.float64, CONTENT + POSITION, windows=True, value_dim=VALUE)[0]
+    kernel = chosen_kernel("cpu", torch.float64, CONTENT + POSITION, windows=True, value_dim=VALUE)[0]
     layer = CachedLayer(kernel, 0.3, window, sink)
     found = latent_attention(q, latents, visible, layer, expansion)
     expected = cached_attention(q, *expansion.expand(*latent_halves(latents)), visible, layer)

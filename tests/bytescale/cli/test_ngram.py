@@ -24,6 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_row_for_each_policy_and_size(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--data", prefix, "--cache-rows", "0.1", "1", "--staleness", "5", "--plot", str(tmp_path / "hits.png"))
     lines = printed(capsys, *words).splitlines()

@@ -81,6 +81,7 @@ def test_the_order_of_files_changes_nothing(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_similarity_is_verified(tmp_path: Path) -> None:
     """With few hashes all similar texts are candidates, but only texts above the similarity limit are dropped."""
     half = text(1, 100)

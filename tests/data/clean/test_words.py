@@ -47,6 +47,7 @@ def test_hashes_are_equal_in_every_process() -> None:
 SPACED = st.characters(blacklist_categories=("Mn", "Mc", "Me", "Cf", "Lo", "Nl"))
 
 
+@pytest.mark.slow
 @given(st.text(SPACED, max_size=40))
 def test_words_are_those_of_the_pattern(text: str) -> None:
     found = re.findall(r"\w+", text)

@@ -133,6 +133,7 @@ def test_the_replay_reaches_the_planned_peak() -> None:
         check_covers(TwoLevelPlan({"forward": level}, plan_memory(blocks)), requests)
 
 
+@pytest.mark.slow
 def test_a_plan_is_no_worse_than_an_allocator_that_does_not_know_the_future() -> None:
     dice = random.Random(5)
     better = 0

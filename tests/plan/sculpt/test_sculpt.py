@@ -38,6 +38,7 @@ def test_each_mode_does_what_it_says() -> None:
     assert all(one.fill > 0.9 for one in quality.values())
 
 
+@pytest.mark.slow
 def test_windows_are_more_related_than_concatenated_ones() -> None:
     pieces, *_ = corpus(800)
     ours = quality_of(sculpt(pieces, SculptSettings(CONTEXT)).table, pieces, CONTEXT)

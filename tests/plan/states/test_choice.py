@@ -191,6 +191,7 @@ def test_more_memory_is_never_slower(name: str) -> None:
     assert changed >= 3
 
 
+@pytest.mark.slow
 def test_what_fits_resident_stays_resident() -> None:
     """With memory for all states and activations, resident states are fastest. With less, the reason names the need."""
     for what in problems()[:5]:

@@ -68,6 +68,7 @@ def test_the_report_as_text(prefix: Path, tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "map.png").exists()
 
 
+@pytest.mark.slow
 def test_windows_as_documents_of_a_new_data_set(prefix: Path, tmp_path: Path) -> None:
     assert sculpt(prefix, tmp_path / "a", "--materialise") == 0
     corpus, windows = open_tokens(str(prefix)), open_tokens(str(tmp_path / "a.windows"))
