@@ -47,6 +47,7 @@ UPDATES = {
     "Adam": "--use-distributed-optimizer",
     "Adam, 16-bit gradients": "--grad-reduce-in-bf16",
     "SGD": "--optimizer sgd",
+    "Muon": "--optimizer muon",
 }
 """Trainings of short documents, whose peak is the update."""
 LAUNCHERS = Path(__file__).resolve().parents[2] / "scripts"

@@ -27,6 +27,9 @@ class StateSizes:
         moments: moments of a parameter.
         end_moments: moments of a parameter of an embedding or output layer; None: ``moments``.
         update: memory of the optimizer's update, until the update of all parameters ends.
+        end_update: the same for a parameter of an embedding or output layer only.
+        matrix_update: memory of the update of the largest matrix, for each of its numbers; updates of matrices follow
+            one another, and the update of embedding and output layer is apart.
     """
 
     gradient: float = GRADIENT_BYTES
@@ -34,6 +37,8 @@ class StateSizes:
     moments: float = MOMENT_BYTES
     end_moments: float | None = None
     update: float = 0.0
+    end_update: float = 0.0
+    matrix_update: float = 0.0
 
     def optimizer(self, element_bytes: int, is_end: bool = False) -> float:
         """Return the bytes of the optimizer's states of a parameter; ``is_end``: of an embedding or output layer."""
@@ -83,6 +88,18 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
     width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
     of_layer = shape.num_experts * _matrices(shape) * width
     return num_layers * of_layer / expert_parallel / tensor_parallel
+
+
+def largest_matrix(shape: ModelShape, tensor_parallel: int = 1, expert_tensor_parallel: int = 1) -> float:
+    """Return the numbers of the largest matrix of a layer on one rank. Each expert has matrices of its own."""
+    gated = 2 if shape.gated else 1
+    dense = shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0
+    projections = shape.num_heads * max(shape.head_dim, shape.value_dim)
+    widest = max(projections, gated * max(dense, shape.shared_ffn_hidden)) / tensor_parallel
+    if not shape.num_expert_layers:
+        return shape.hidden * widest
+    expert = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
+    return shape.hidden * max(widest, gated * expert / expert_tensor_parallel)
 
 
 def _matrices(shape: ModelShape) -> int:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.memory.model_states import StateSizes, expert_parameters, stage_parameters
+from bytescale_ext.plan.memory.model_states import StateSizes, expert_parameters, largest_matrix, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.setup.layers import expert_load, stage_settings
@@ -48,6 +48,10 @@ class Parameters:
         """Return the number of parameters that a process updates."""
         return sum(count / ranks for count, ranks in self.parts) if shares_optimizer else self.count
 
+    def updated_ends(self, shares_optimizer: bool) -> float:
+        """Return the number of parameters of the embedding and the output layer that a process updates."""
+        return self.ends / (self.num_ranks if shares_optimizer else 1)
+
     def state_bytes(self, element_bytes: int, sizes: StateSizes, shares_optimizer: bool, kept_share: float) -> float:
         """Return the device bytes of parameters, gradients and resident optimizer states.
 
@@ -55,7 +59,7 @@ class Parameters:
         """
         of_ends = sizes.optimizer(element_bytes, is_end=True) - sizes.optimizer(element_bytes)
         states = self.updated(shares_optimizer) * sizes.optimizer(element_bytes)
-        states += self.ends / (self.num_ranks if shares_optimizer else 1) * of_ends
+        states += self.updated_ends(shares_optimizer) * of_ends
         return self.count * (element_bytes + sizes.gradient) + kept_share * states
 
 
@@ -138,8 +142,16 @@ def stage_update_bytes(setup: Setup) -> tuple[float, ...]:
     """Return the device memory that the update of each stage takes in addition, when no activations exist."""
     if setup.states.decided.stage:  # updates run on the host
         return (0.0,) * setup.mesh.num_stages
-    each = setup.states.sizes.update * (1.0 - setup.states.offloaded_share)
-    return tuple(each * stage.updated(setup.mesh.shares_optimizer) for stage in parameters(setup))
+    sizes, mesh, kept = setup.states.sizes, setup.mesh, 1.0 - setup.states.offloaded_share
+    matrix = largest_matrix(setup.shape, mesh.tensor_parallel, mesh.expert_tensor_parallel or mesh.tensor_parallel)
+    return tuple(
+        kept
+        * (
+            sizes.update * stage.updated(mesh.shares_optimizer)
+            + max(sizes.end_update * stage.updated_ends(mesh.shares_optimizer), sizes.matrix_update * matrix)
+        )
+        for stage in parameters(setup)
+    )
 
 
 def stage_memory(setup: Setup) -> StageMemory:

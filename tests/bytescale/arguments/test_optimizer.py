@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,8 @@ PRECISE = {
     **BF16, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16,
     "exp_avg_sq_dtype": torch.uint8, "accumulate_allreduce_grads_in_fp32": False,
 }  # fmt: skip
-MUON = {**BF16, "optimizer": "muon"}
+MUON = {**BF16, "optimizer": "muon", "muon_scalar_optimizer": "adam", "muon_nesterov": False}
+MUON_SIZES = StateSizes(moments=4, end_moments=8, end_update=4, matrix_update=12)
 
 ON_GPUS = {
     "torch's Adam": (BF16, StateSizes(update=4)),
@@ -35,8 +38,11 @@ ON_GPUS = {
         {**BF16, "optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}, StateSizes(moments=0)
     ),
     "Lion": ({**BF16, "optimizer": "lion"}, StateSizes(moments=4)),
-    "Muon": ({**MUON, "muon_scalar_optimizer": "adam"}, StateSizes(moments=4, end_moments=8)),
-    "Muon with Lion": ({**MUON, "muon_scalar_optimizer": "lion"}, StateSizes(moments=4, end_moments=4)),
+    "Muon": (MUON, MUON_SIZES),
+    "Muon with Nesterov's momentum": ({**MUON, "muon_nesterov": True}, replace(MUON_SIZES, matrix_update=16)),
+    "Muon with Lion": (
+        {**MUON, "muon_scalar_optimizer": "lion"}, StateSizes(moments=4, end_moments=4, matrix_update=12)
+    ),
 }  # fmt: skip
 
 
