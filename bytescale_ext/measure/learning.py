@@ -246,6 +246,7 @@ def state_of(learner: Learner, hardware: str) -> dict[str, object]:
         "speeds": list(learner.costs.speeds),
         "stage_speeds": [list(speeds) for speeds in learner.costs.stage_speeds],
         "scale": learner.scale,
+        "is_settling": learner.is_settling,
         "sums": learner.statistics.to_vector().tolist(),
     }
 
@@ -274,7 +275,8 @@ def learner_of_state(state: Mapping[str, object], fresh: Learner, hardware: str)
     fits = len(speeds) in (0, num_ranks) and len(stages) in (0, num_stages)
     if is_same and fits and all(len(one) == num_ranks for one in stages):
         statistics = fresh.statistics.with_vector(np.array(sums))
-        return Learner(LearnedCosts(factors, speeds, stages), statistics, scale), ""
+        is_settling = state.get("is_settling") is True
+        return Learner(LearnedCosts(factors, speeds, stages), statistics, scale, is_settling), ""
     text = "the learned speeds of ranks are dropped, because the checkpoint has other ranks or hardware"
     return replace(fresh, costs=LearnedCosts(factors), scale=scale), text
 

@@ -196,11 +196,13 @@ def _watch(topology: Topology, groups: QuotaGroups, launch: Launch, ranks: Seque
         for number, rank in enumerate(ranks):
             groups.release_helpers(number, rank.pid)
         if not is_limited and launch.quota_after in launch.log(0).read_text(errors="replace"):
-            groups.limit(topology.cores_per_rank)
+            groups.limit(topology.cores(1))
             is_limited = True
         done = launch.log(topology.num_ranks - 1).read_text(errors="replace").count(STEP_TEXT)
         if done > num_steps:
             num_steps = done
+            if topology.slow is not None:
+                groups.limit(topology.cores(num_steps + 1))
             samples.append(take_sample(topology, groups))
         if any(codes) or all(code == 0 for code in codes):
             steps = samples[:-1]  # threads may have ended before the last sample

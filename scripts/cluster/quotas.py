@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PERIOD_US = 10_000
@@ -44,10 +45,10 @@ class QuotaGroups:
         name, least = ("cpu.shares", 2) if self.is_v1 else ("cpu.weight", 1)
         (self.helpers / name).write_text(str(least))
 
-    def limit(self, cores: float) -> None:
-        """Limit every rank to this share of a core."""
-        quota = max(1000, round(cores * PERIOD_US))
-        for folder in self.folders:
+    def limit(self, cores: Sequence[float]) -> None:
+        """Limit each rank to its share of a core."""
+        for folder, share in zip(self.folders, cores, strict=True):
+            quota = max(1000, round(share * PERIOD_US))
             if self.is_v1:
                 (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (folder / "cpu.cfs_quota_us").write_text(str(quota))

@@ -25,6 +25,22 @@ _BURST_BYTES = 64 << 10  # bytes at full speed after a pause, which token bucket
 
 
 @dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Some ranks that are slow for some steps.
+
+    Attributes:
+        ranks: the slow ranks.
+        speed: their share of the other ranks' share of a core.
+        first, last: first and last slow step, from 1.
+    """
+
+    ranks: tuple[int, ...]
+    speed: float
+    first: int = 1
+    last: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """An emulated cluster.
 
@@ -34,6 +50,7 @@ class Topology:
         latency_us: delay of each packet between ranks, in microseconds.
         cores_per_rank: share of a core of each rank.
         name: prefix of every namespace and control group; a later start finds leftovers by it.
+        slow: ranks with a smaller share of a core, or None.
     """
 
     num_nodes: int
@@ -43,6 +60,7 @@ class Topology:
     latency_us: float = 0.0
     cores_per_rank: float = 0.2
     name: str = "bytescale"
+    slow: Slowdown | None = None
 
     def __post_init__(self) -> None:
         if not (1 <= self.num_nodes <= 200 and 1 <= self.ranks_per_node <= 200):
@@ -60,6 +78,15 @@ class Topology:
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
+
+    def cores(self, step: int) -> list[float]:
+        """Return the share of a core of each rank in a step, from 1."""
+        slow = self.slow
+        is_slow = slow is not None and slow.first <= step <= slow.last
+        return [
+            self.cores_per_rank * (slow.speed if slow is not None and is_slow and rank in slow.ranks else 1.0)
+            for rank in range(self.num_ranks)
+        ]
 
     @property
     def switch(self) -> str:

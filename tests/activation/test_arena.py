@@ -102,6 +102,7 @@ class Runtime:
         return 0
 
 
+@pytest.mark.slow
 def test_freed_memory_is_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view keeps the registration. The system reuses freed addresses, so the next block can be registered there."""
     runtime = Runtime()

@@ -36,6 +36,7 @@ def test_two_layers_have_buffers_and_a_third_waits_for_one() -> None:
     assert (buffers.num_taken, buffers.num_refused) == (3, 1)
 
 
+@pytest.mark.slow
 def test_layers_come_back_through_buffers_with_equal_gradients() -> None:
     for name in ("swap-only", "memo-0.4", "priced-three-shares"):
         plain = make_store(PLANS[name])

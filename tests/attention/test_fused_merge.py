@@ -50,6 +50,7 @@ def test_joins_as_torch_does(fused: JoinFunction, dtype: torch.dtype, dim: int, 
         assert_joins(fused, (out.to(of_totals), lse), part, rows)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4), st.integers(1, 40), st.integers(0, 99))
 @settings(max_examples=25)
 def test_any_rows(lengths: list[tuple[int, int]], dim: int, seed: int) -> None:

@@ -108,6 +108,7 @@ def test_rings_of_latents(case: Case, name: str, dtype: torch.dtype, tolerance: 
     assert (total - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "named",
     [

@@ -30,6 +30,7 @@ def test_blocks_of_keys_join_to_the_whole() -> None:
     torch.testing.assert_close(total_lse, lse, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 9), st.permutations(range(6)))
 @settings(max_examples=40, deadline=None)
 def test_any_cut_of_the_keys_in_any_order(sizes: list[int], num_queries: int, order: list[int]) -> None:

@@ -36,6 +36,7 @@ def test_cpu_flash(window: int, dtype: torch.dtype, tolerance: float) -> None:
     assert_matches(case, results, tolerance, dtype)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 7), st.integers(1, 60), st.integers(1, 60))
 @settings(max_examples=examples(60), deadline=None)
 def test_any_width_length_and_window(width: int, length: int, window: int) -> None:

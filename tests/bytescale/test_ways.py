@@ -136,6 +136,7 @@ def test_training_and_search_decide_alike(
     assert_decided_alike(trained, searched)
 
 
+@pytest.mark.slow
 def test_plan_and_simulate_decide_like_training(cost: tuple[ModelCost, Path]) -> None:
     """The commands know neither the operators nor the optimizer of a model, so training gets fused ones."""
     options = (

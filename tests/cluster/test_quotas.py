@@ -16,9 +16,9 @@ def test_quotas_are_written(tmp_path: Path) -> None:
     groups = QuotaGroups(NAME, 2)
     groups.create()
     try:
-        groups.limit(0.25)
+        groups.limit([0.25, 0.125])
         name = "cpu.cfs_quota_us" if groups.is_v1 else "cpu.max"
-        assert {(folder / name).read_text().split()[0] for folder in groups.folders} == {"2500"}
+        assert {(folder / name).read_text().split()[0] for folder in groups.folders} == {"2500", "1250"}
     finally:
         groups.remove()
 
@@ -46,8 +46,8 @@ def test_version_2_groups(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpu io memory\n")
     groups = QuotaGroups("bstest", 2, tmp_path)
     groups.create()
-    groups.limit(0.5)
-    assert [(folder / "cpu.max").read_text() for folder in groups.folders] == ["5000 10000"] * 2
+    groups.limit([0.5, 0.25])
+    assert [(folder / "cpu.max").read_text() for folder in groups.folders] == ["5000 10000", "2500 10000"]
     assert (groups.helpers / "cpu.weight").read_text() == "1"
     assert (groups.top / "cgroup.subtree_control").read_text() == "+cpu"
 

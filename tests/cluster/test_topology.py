@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.cluster.topology import Topology, network_commands
+from scripts.cluster.topology import Slowdown, Topology, network_commands
 
 
 def test_ranks_of_a_node_share_a_subnet() -> None:
@@ -16,6 +16,12 @@ def test_ranks_of_a_node_share_a_subnet() -> None:
     ]  # fmt: skip
     assert [topology.subnet(rank) for rank in (0, 2, 3, 5)] == ["10.77.0.0/24"] * 2 + ["10.77.1.0/24"] * 2
     assert topology.num_ranks == 6
+
+
+def test_some_ranks_are_slow_for_some_steps() -> None:
+    topology = Topology(1, 3, cores_per_rank=0.4, slow=Slowdown((1, 2), 0.5, 2, 3))
+    assert [topology.cores(step) for step in (1, 2, 3, 4)] == [[0.4] * 3, *[[0.4, 0.2, 0.2]] * 2, [0.4] * 3]
+    assert Topology(1, 2).cores(7) == [0.2, 0.2]
 
 
 def test_every_rank_has_one_interface_at_the_bridge() -> None:

@@ -88,6 +88,7 @@ def test_nothing_is_not_drawn(message: str, tmp_path: Path) -> None:
         NOTHING[message](tmp_path / "picture.png")
 
 
+@pytest.mark.slow
 def test_times_of_policies_are_drawn_beside_the_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[str, list[tuple[float, float]]]] = []
     draw_line = activations.draw_line

@@ -140,6 +140,7 @@ def test_each_template_ends_in_one_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_plain_template_is_read(tokenizer: Any) -> None:
     assert result(tokenizer, PLAIN) == READ
 

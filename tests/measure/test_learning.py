@@ -95,10 +95,10 @@ def test_exchanges_are_agreed() -> None:
 def test_a_checkpoint_continues() -> None:
     statistics = Statistics.none(2)
     statistics.squares[0, 0, 0] = 3.0
-    learner = Learner(LearnedCosts((1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 0.5)), statistics, 2.0)
+    learner = Learner(LearnedCosts((1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 0.5)), statistics, 2.0, is_settling=True)
     state = json.loads(json.dumps(state_of(learner, "H100")))
     again, text = learner_of_state(state, Learner.new(2), "H100")
-    assert (again.costs, again.scale, text) == (learner.costs, 2.0, "")
+    assert (again.costs, again.scale, again.is_settling, text) == (learner.costs, 2.0, True, "")
     assert (again.statistics.to_vector() == statistics.to_vector()).all()
     for fresh, hardware in ((Learner.new(3), "H100"), (Learner.new(2), "A100")):
         again, text = learner_of_state(state, fresh, hardware)

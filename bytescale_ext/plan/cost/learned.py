@@ -64,6 +64,11 @@ class LearnedCosts:
         """Return the speed of each HDP rank on a pipeline stage; empty: all are 1."""
         return self.stage_speeds[stage] if self.stage_speeds else self.speeds
 
+    def all_speeds(self, like: Floats) -> Floats:
+        """Return the speed of each HDP rank on each stage, in the shape of ``like`` [stages, ranks]."""
+        rows = [self.speeds_on(stage) or (1.0,) * like.shape[1] for stage in range(len(like))]
+        return np.array(rows)
+
     def with_rates(self, rates: Floats) -> LearnedCosts:
         """Return the costs with the speeds of measured rates.
 
@@ -329,11 +334,13 @@ class Learner:
         costs: present corrections.
         statistics: faded sums of all earlier passes of all ranks.
         scale: measured over predicted time of the median rank, part of all factors.
+        is_settling: whether the speeds of ranks have just changed, so that the last passes counted in no fit.
     """
 
     costs: LearnedCosts
     statistics: Statistics
     scale: float = 1.0
+    is_settling: bool = False
 
     @classmethod
     def new(cls, num_ranks: int, num_stages: int = 1, costs: LearnedCosts | None = None) -> Learner:
@@ -348,21 +355,32 @@ class Learner:
     def learn(self, added: Statistics) -> Learner:
         """Return the state after these passes of all ranks, with new costs if they predict the held-out passes better.
 
-        If ranks have become slower or faster, their rings slowed others too. Then only the speeds change, and the
-        passes count in no fit. Sums that are not finite are dropped.
+        If ranks have become slower or faster, their rings slowed others too. Then only the speeds and the scale change,
+        and the passes count in no fit. The next passes count, even if speeds change again: they never cease to, where
+        ranks share a host. Sums that are not finite are dropped.
         """
         if not np.isfinite(added.to_vector()).all():
             return self
-        statistics, shape = self.statistics.faded() + added, self.shape
-        if statistics.counts.sum() >= LEAST_PASSES and statistics.counts.min() > 0:
-            fitted = fit(statistics, shape)
-            if statistics.error(fitted) < statistics.error(shape):
-                shape = fitted
-        rates = rank_rates(added, shape)
-        costs = self.costs.with_rates(rates)
-        if costs != self.costs:
-            return replace(self, costs=costs)
+        statistics = self.statistics.faded() + added
+        shape = self._fitted(statistics)
+        costs = self.costs.with_rates(rank_rates(added, shape))
+        is_settling = costs != self.costs and not self.is_settling
+        if is_settling:
+            statistics, shape = self.statistics, self.shape
+            costs = self.costs.with_rates(rank_rates(added, shape))
+        rates = (
+            rank_rates(added, shape) * self.costs.all_speeds(added.rank_seconds) / costs.all_speeds(added.rank_seconds)
+        )
         known = rates[np.isfinite(rates)]
         scale = 1.0 / float(np.median(known)) if len(known) else self.scale
         factors = tuple(float(f"{factor:.6g}") for factor in scale * shape)
-        return Learner(replace(costs, factors=factors), statistics, scale)
+        return Learner(replace(costs, factors=factors), statistics, scale, is_settling)
+
+    def _fitted(self, statistics: Statistics) -> Floats:
+        """Return factors without their scale that fit the passes, or the present ones if those predict better."""
+        shape = self.shape
+        if statistics.counts.sum() >= LEAST_PASSES and statistics.counts.min() > 0:
+            fitted = fit(statistics, shape)
+            if statistics.error(fitted) < statistics.error(shape):
+                return fitted
+        return shape

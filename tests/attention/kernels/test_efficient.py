@@ -153,6 +153,7 @@ def test_agrees_with_the_reference(operators: OperatorsOnCpu, block: AttentionBl
     assert_agrees(block, dtype)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=6), st.booleans())
 def test_any_documents(lengths: list[tuple[int, int]], causal: bool) -> None:
     lengths_q = [one for one, _ in lengths]
@@ -161,6 +162,7 @@ def test_any_documents(lengths: list[tuple[int, int]], causal: bool) -> None:
         assert_agrees(block_of(lengths_q, lengths_q if causal else [other for _, other in lengths], causal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [8, 12])
 def test_rings(operators: OperatorsOnCpu, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     """Blocks of a ring are joined by their sums, and their gradients add up."""
@@ -184,6 +186,7 @@ def test_groups_hold_each_document_once_and_waste_little(lengths: list[int]) -> 
     assert len(groups) <= 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operator_takes_these_shapes_without_a_wait(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Run torch's own operator on a fake device with grouped documents. Torch cannot fake its backward pass."""

@@ -140,6 +140,7 @@ def test_versions_are_called_by_name(
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_custom_operators_are_called_by_name() -> None:
     @torch.library.custom_op("bytescale_test::call_by_name", mutates_args=())
     def operator(q: torch.Tensor, unknown: torch.Tensor | None, scale: float, other: int = 3) -> torch.Tensor:

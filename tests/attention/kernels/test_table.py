@@ -383,6 +383,7 @@ def test_a_gpu_is_probed_at_the_edges_of_tiles_and_with_a_long_document() -> Non
     assert {63, 64, 65, 127, 128, 129, 1025} <= lengths
 
 
+@pytest.mark.slow
 def test_the_blocks_for_gpus_fit_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = table.probe_blocks(16**-0.5, True, True)
     monkeypatch.setattr(table, "probe_blocks", lambda scale, windows, on_gpu: blocks)

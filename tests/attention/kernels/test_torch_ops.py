@@ -130,6 +130,7 @@ def test_windows_agree_with_the_reference(block: AttentionBlock, dtype: torch.dt
     assert_agrees(block, dtype, tolerance)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=4),
     st.integers(1, 50),

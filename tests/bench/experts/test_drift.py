@@ -23,6 +23,7 @@ def test_loads_are_uneven_and_drift() -> None:
     assert near > 0.9 > far
 
 
+@pytest.mark.slow
 def test_flexmoe_follows_with_few_moves() -> None:
     static, flexmoe, eplb = drift.figures(0.1, steps=60, seeds=1)
     assert static["ratio_mean"] > 2

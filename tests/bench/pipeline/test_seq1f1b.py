@@ -75,6 +75,7 @@ def test_1f1b_is_one_slice_by_our_code() -> None:
     assert features.enabled(args) == []
 
 
+@pytest.mark.slow
 def test_the_overhead_of_slices_on_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_seq1f1b.main(["--device", "cpu", "--json"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])

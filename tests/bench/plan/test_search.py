@@ -29,6 +29,7 @@ def test_the_recipe_fills_a_node_first() -> None:
     assert recipe(TASK).strategy == Strategy(8, (8,), 4096, shares_optimizer=True)
 
 
+@pytest.mark.slow
 def test_samples_of_one_length_run_on_one_rank() -> None:
     case = fixed_length(TASK)
     assert case.strategy.tokens_per_rank == 4096

@@ -78,6 +78,7 @@ def test_experts_are_said_to_be_left_alone(capsys: pytest.CaptureFixture[str]) -
     assert "MLP first output" not in out
 
 
+@pytest.mark.slow
 def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model-flags", LLAMA, "--json", "--activation-policy", "priced", "--chunked-cross-entropy", 1024) == 0
     value = json.loads(capsys.readouterr().out)
@@ -93,6 +94,7 @@ def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["lengths"][-1]["plan"] is None  # a million tokens do not fit
 
 
+@pytest.mark.slow
 def test_a_cost_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shape_of_flags(LLAMA)
     write_cost(tmp_path / "cost.json", cost_of_rates(shape, 1e12, 1e12, 1e12))

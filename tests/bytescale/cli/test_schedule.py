@@ -56,6 +56,7 @@ def test_explicit_slices_and_one_slice(capsys: pytest.CaptureFixture[str]) -> No
     assert [row["name"] for row in rows] == ["1F1B"]
 
 
+@pytest.mark.slow
 def test_the_schedule_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["schedule", "--pipeline-parallel", "2", "--micro-batches", "2", "--plot", f"{tmp_path}/a.svg"]
     assert shown(words, capsys).endswith(f"wrote {tmp_path}/a.svg\n")

@@ -51,6 +51,7 @@ def test_json_of_all_schedulers(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--sampler", "github", *SMALL, "--pipeline-parallel", 2, "--schedulers", "ours,megatron-hybrid") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -148,6 +149,7 @@ def test_ranks_of_unlike_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert ratios["1x4,0.5x4"] > 1.2 * ratios["1x8"]
 
 
+@pytest.mark.slow
 def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cost.json").write_text(json.dumps(COST.to_json()))
     words = ("--cost-file", tmp_path / "cost.json", "--plot", tmp_path / "bars.png", "--schedulers", "static,naive")
@@ -173,6 +175,7 @@ def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> N
     assert " - " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--sampler",
@@ -195,6 +198,7 @@ def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> No
     assert value["schedulers"]["ours"]["device_bytes"]["worst"] <= 60e9
 
 
+@pytest.mark.slow
 def test_swapped_keys_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     slices = "--pipeline-parallel 2 --schedulers ours --slices 3 --kept-keys 0".split()
     words = ("--sampler", "github", *SMALL, *ONE_STEP, *slices)

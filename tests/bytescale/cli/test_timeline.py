@@ -35,6 +35,7 @@ def measured(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_measured(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--from", measured, "--output", tmp_path / "out") == 0
     out = capsys.readouterr().out.splitlines()
@@ -45,6 +46,7 @@ def test_measured(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_measured_figures_as_json(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--from", measured, "--step", 4, "--output", tmp_path / "out", "--json") == 0
     value = json.loads(capsys.readouterr().out)
@@ -52,6 +54,7 @@ def test_measured_figures_as_json(measured: Path, tmp_path: Path, capsys: pytest
     assert value["ranks"][1] == {"rank": 1, "busy": 1.0, "busy_share": pytest.approx(1 / 3), "finish": 1.0}
 
 
+@pytest.mark.slow
 def test_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_naive([70, 30, 5], 5, 20)
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))

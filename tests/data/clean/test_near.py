@@ -54,6 +54,7 @@ def kept_texts(work: Path, tasks: int) -> set[str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_of_each_cluster_stays_over_all_sources(tmp_path: Path) -> None:
     recipe = corpus(tmp_path)
     run_recipe(recipe, tmp_path / "work")

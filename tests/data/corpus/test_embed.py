@@ -58,6 +58,7 @@ def test_texts_without_spaces_are_as_near_as_with_spaces(script: str) -> None:
     assert min(shares) > 0.95
 
 
+@pytest.mark.slow
 def test_a_text_with_blanks_between_its_words_gives_these_words() -> None:
     def features(text: str) -> set[int]:
         return set(word_counts([text]).indices.tolist())

@@ -73,6 +73,7 @@ def test_the_number_of_tasks_changes_no_byte(tmp_path: Path, monkeypatch: pytest
     assert quality_of(made[0][0], pieces, 1000).relevance > 0.9 * together.relevance
 
 
+@pytest.mark.slow
 def test_windows_have_documents_of_one_pass(tmp_path: Path) -> None:
     made = texts(60)[0]
     corpus = write_texts(tmp_path / "docs", [*made, *made[:30]])
@@ -84,6 +85,7 @@ def test_windows_have_documents_of_one_pass(tmp_path: Path) -> None:
     assert report["documents"] == 90
 
 
+@pytest.mark.slow
 def test_similar_documents_are_neighbours_in_their_window(tmp_path: Path) -> None:
     jobs = [dataclasses.replace(job_of(tmp_path, name=order), order=order) for order in ("corpus", "related")]
     (plain, _), (related, _) = map(run, jobs)
@@ -98,6 +100,7 @@ def test_similar_documents_are_neighbours_in_their_window(tmp_path: Path) -> Non
     assert load_windows(jobs[1].output)[1].order == "related"
 
 
+@pytest.mark.slow
 def test_a_partition_that_cannot_be_split_is_made_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sculpting, "_SHARD_DOCUMENTS", 70)
     monkeypatch.setattr(sculpting, "_PARTITION_WINDOWS", 1)
@@ -115,6 +118,7 @@ def test_a_partition_that_cannot_be_split_is_made_in_blocks(tmp_path: Path, monk
     check_windows(table, corpus.lengths, 150, "none")
 
 
+@pytest.mark.slow
 def test_the_sample_fits_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents beyond the sample have vectors, too."""
     monkeypatch.setattr(sculpting, "FITTED", 60)

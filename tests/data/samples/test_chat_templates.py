@@ -90,6 +90,7 @@ def test_answers_have_the_context_of_inference_and_an_end(name: str, kind: str) 
         assert f"answers of 1 chats found by {method}" in encode.notes()
 
 
+@pytest.mark.slow
 def test_marks_give_the_mask_of_transformers() -> None:
     model = tokenizer(TEMPLATES["marks"])
     (tokens, mask), *more = TemplateEncoder(model)(Conversation(WITH_TOOLS, {"tools": TOOLS}))

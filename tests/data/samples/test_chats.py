@@ -91,6 +91,7 @@ def encoded(tokenizer: Any, messages: list[Message]) -> list[Encoded]:
     return TemplateEncoder(tokenizer)(Conversation(messages))
 
 
+@pytest.mark.slow
 def test_answers_are_what_a_template_writes_after_its_prompt() -> None:
     tokens, answers = encoded(Letters(), chat("hi", "yes", "so", "no!"))[0]
     text = "[u]hi.[a]yes.[u]so.[a]no!."

@@ -115,6 +115,7 @@ def test_operations_that_nothing_interrupts_are_killed(monkeypatch: pytest.Monke
         render("{% x %}")
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_parent() -> None:
     """The parent may be killed, so that nothing ends its process."""
     context = multiprocessing.get_context("fork")

@@ -77,6 +77,7 @@ def test_priced_is_the_best_of_all_shares() -> None:
     assert found > 20
 
 
+@pytest.mark.slow
 def test_auto_is_no_slower_than_any_policy_that_fits() -> None:
     dice = random.Random(3)
     for _ in range(100):

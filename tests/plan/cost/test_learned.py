@@ -41,22 +41,28 @@ def plan_table() -> ShardTable:
 
 
 def synthetic(
-    factors: tuple[float, ...], num_ranks: int, pace: dict[int, float] | None = None, shape: Floats | None = None
+    factors: tuple[float, ...],
+    num_ranks: int,
+    pace: dict[int, float] | None = None,
+    shape: Floats | None = None,
+    speeds: tuple[float, ...] = (),
 ) -> Statistics:
     """Return the statistics of passes whose kinds of work take ``factors`` times as long, on ranks of any pace.
 
-    ``shape``: factors that are known before, without their scale: [kinds].
+    ``shape``: factors that are known before, without their scale: [kinds]. ``speeds``: speeds that are known before.
     """
     random, total = np.random.default_rng(1), Statistics.none(num_ranks)
     known = np.ones(len(KINDS)) if shape is None else shape
     for rank in range(num_ranks):
         work = random.random((40, len(KINDS)))
         seconds = work @ np.array(factors) * (pace or {}).get(rank, 1.0)
+        work /= speeds[rank] if speeds else 1.0
         passes = Passes((0, rank), work, seconds, np.ones(40, dtype=np.bool_))
         total += Statistics.none(num_ranks).with_passes(passes, np.arange(40) % 4 == 3, known)
     return total
 
 
+@pytest.mark.slow
 def test_kinds_of_work_add_up_to_the_corrected_cost() -> None:
     """Exchange counts where it is not hidden, as in the cost model, on any nodes."""
     table = plan_table()
@@ -66,6 +72,7 @@ def test_kinds_of_work_add_up_to_the_corrected_cost() -> None:
         assert (work[:, KINDS.index("exchange")] > 0).any()
 
 
+@pytest.mark.slow
 def test_a_ring_takes_as_long_as_its_slowest_micro_batch() -> None:
     table = plan_table()
     seconds = table.row_costs(COST)
@@ -107,6 +114,21 @@ def test_slow_ranks_get_a_speed_and_distort_no_fit() -> None:
     learner = Learner.new(5).learn(synthetic((1.0,) * 5, 5, {3: 2.0}))
     assert learner.costs == LearnedCosts(speeds=(1.0, 1.0, 1.0, 0.5, 1.0))
     assert learner.statistics.counts.sum() == 0, "rings of the slow rank slowed others too"
+
+
+def test_ranks_whose_speeds_never_settle_stop_no_fit() -> None:
+    """Passes count in every other exchange. The scale follows in each, so predicted times are those of the ranks."""
+    factors, learner = (4.0, 2.0, 2.0, 2.0, 2.0), Learner.new(4)
+    for number, slow in enumerate((2.0, 2.6, 2.0, 2.6)):
+        speeds = learner.costs.speeds
+        added = synthetic(factors, 4, {0: slow, 1: slow}, learner.shape, speeds)
+        learner = learner.learn(added)
+        assert learner.is_settling == (number % 2 == 0)
+        assert learner.costs.speeds != speeds
+        work = added.rank_work[0] * np.array([speeds or np.ones(4)]).T / np.array([learner.costs.speeds]).T
+        assert work @ np.array(learner.costs.factors) == pytest.approx(added.rank_seconds[0], rel=0.1)
+    assert learner.costs.factors[0] / learner.costs.factors[1] == pytest.approx(2.0, rel=0.1)
+    assert not learner.learn(Statistics.none(4)).is_settling
 
 
 def test_speeds() -> None:

@@ -42,6 +42,7 @@ def test_what_no_plan_can_hold_is_refused() -> None:
         lower_bounds([], Cluster(4, 20), [STAGE])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 3), st.sampled_from([0.0, 0.4, 3.0]))
 def test_no_schedule_is_faster(lengths: list[int], num_ranks: int, c: float) -> None:

@@ -49,6 +49,7 @@ def test_the_fastest_option_at_equal_cost_is_the_fastest_by_hand() -> None:
     assert planned(1.0, 1.0, 1.0).slicing == OPTIONS[int(np.argmin(by_hand))] != ONE_SLICE
 
 
+@pytest.mark.slow
 def test_what_the_policy_costs_decides() -> None:
     assert planned(1.0, 3.0, 3.0).slicing == ONE_SLICE
     assert planned(3.0, 1.0, 3.0).slicing == OPTIONS[1]
@@ -72,6 +73,7 @@ def test_a_step_keeps_the_nodes_of_its_cluster() -> None:
         assert one.stages == (COSTS[-1].on(nodes),) * STAGES
 
 
+@pytest.mark.slow
 def test_steps_that_are_placed_alike_are_placed_once() -> None:
     """Options with length limits beyond the longest sequence of the step differ only in their budgets."""
     seen: list[Problem] = []

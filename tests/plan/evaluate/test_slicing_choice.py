@@ -121,6 +121,7 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
     SlicingChoice(MEMORY, 80e9).check_fits(COSTS[0].both, CLUSTER.tokens_per_rank)
 
 
+@pytest.mark.slow
 def test_a_stage_in_the_middle_may_hold_most() -> None:
     """With half of all layers, the third stage stores fewer slices than the first stage, but in more layers."""
     uneven = replace(MEMORY, num_layers=(4, 4, 20, 4))

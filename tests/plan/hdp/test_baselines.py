@@ -28,6 +28,7 @@ def test_naive_plans_keep_every_law(data: st.DataObject) -> None:
         assert len(ring) == -(-lengths[seq] // capacity)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_static_plans_keep_every_law(data: st.DataObject) -> None:

@@ -176,6 +176,7 @@ def test_dp_is_near_the_lower_bound(name: str, context: int, num_ranks: int) -> 
         assert bound <= replay(plan, STAGE.both).makespan <= 1.01 * bound
 
 
+@pytest.mark.slow
 def test_pp_beats_algorithm_2_with_pipelines() -> None:
     lengths = sample_lengths("github", 1 << 18, 64 << 16, 0).tolist()
     planner = HdpPlanner(Cluster(64, 8192, 8), (STAGE,) * 4, balance="pp")
@@ -308,6 +309,7 @@ def slot_seconds(plan: StepPlan, stage: StageCost) -> float:
     return sum(max(cost[slot] for cost in costs if slot < len(cost)) for slot in range(slots))
 
 
+@pytest.mark.slow
 def test_plans_follow_the_load_of_experts() -> None:
     """Uneven experts raise the cost of tokens relative to attention. Each of two plans is faster at its own load."""
     planner = HdpPlanner(Cluster(4, 4096), (STAGE,), balance="pp", aligned=True, expert_share=0.8)

@@ -66,6 +66,7 @@ def test_bad_rows_are_marked_and_long_plans_are_cut() -> None:
     assert lines[-1] == "   and 58 more"
 
 
+@pytest.mark.slow
 def test_any_block_moved_onto_a_neighbour_is_noticed() -> None:
     """Against a comparison of all pairs, byte by byte."""
     dice = random.Random(3)

@@ -11,6 +11,7 @@ from bytescale_ext.plan.memory.plan import Request
 from tests.plan.memory.traces import layer_trace, random_requests
 
 
+@pytest.mark.slow
 def test_placements_are_valid_and_not_below_the_bound() -> None:
     dice = random.Random(0)
     for _ in range(200):

@@ -62,6 +62,7 @@ def test_cuts_are_accepted(slicing: Slicing, multiple: int, cost: CostModel | No
         check_document_slices({rank: row}, LENGTHS, slicing, multiple)
 
 
+@pytest.mark.slow
 def test_random_cuts_are_accepted() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):

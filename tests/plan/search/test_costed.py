@@ -37,6 +37,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow
 def test_a_step_without_pipelines_is_the_replay_of_its_plan() -> None:
     case = CostedStrategy.of(TASK, WHOLE)
     figures = case.run(STEPS[0])
@@ -184,6 +185,7 @@ def test_full_micro_batches_take_what_the_search_assumes(strategy: Strategy) -> 
     assert 0.8 * one_less <= less <= one_less + 1, "the last stage may then be the fullest"
 
 
+@pytest.mark.slow
 def test_a_policy_without_work_takes_what_layers_take_that_keep_all() -> None:
     plain, policy = (CostedStrategy.of(TASK, one) for one in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=1e3)))
     assert policy.forecast.whole is not None

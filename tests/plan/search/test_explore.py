@@ -107,6 +107,7 @@ def test_sizes_of_steps_compete_by_the_time_of_all_documents(seed: int) -> None:
         assert seen.found[0] == by_document[0]
 
 
+@pytest.mark.slow
 def test_branches_stay_closed_whose_bounds_are_above_what_is_found() -> None:
     space = Space(activations=(KEEP,), pipelines=("whole",))
     found = last(TASK, space, 1)

@@ -22,6 +22,7 @@ from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
 TASK = small_task()
 
 
+@pytest.mark.slow
 def test_every_strategy_is_valid_and_none_comes_twice() -> None:
     found = list(Space().strategies(TASK))
     assert len(set(found)) == len(found) > 100

@@ -206,6 +206,7 @@ def test_what_fits_resident_stays_resident() -> None:
         assert re.search(r"\(resident takes \d+\.\d{3} GB of device memory\): stage \d", found.described())
 
 
+@pytest.mark.slow
 def test_the_least_device_memory_of_resident_states() -> None:
     for what in problems():
         found = chosen(what)
@@ -216,6 +217,7 @@ def test_the_least_device_memory_of_resident_states() -> None:
             assert (predict_option(sized, StateOption()) is not None) is fits
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_least_that_would_is_named() -> None:
     what = replace(problem(0), machine=Machine(1e6, 1e6, 55e9))
     with pytest.raises(ValueError, match=r"do not fit in 0\.001 GB of device memory") as caught:

@@ -2,6 +2,7 @@
 # DeepSeek-V2-Lite: multi-latent attention with YaRN; all layers except the first have 64 experts, 6 for each token, and
 # 2 shared experts, balanced over single documents (its configuration: seq_aux). Documents of up to 32K tokens on 8 GPUs
 # of 80 GB, which share the experts of each layer.
+# Sizes and losses: config.json of deepseek-ai/DeepSeek-V2-Lite, and DeepSeek-V2 (arXiv 2405.04434, appendix B).
 export VOCAB=102400 PARAMETERS=15706484224
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=64 SAMPLER=github
 export MODEL_FLAGS="

@@ -2,6 +2,7 @@
 # The shape of DeepSeek-V3 with the losses of its report (arXiv 2412.19437, sections 2.1, 2.2 and 4.2): 256 experts, 8 for
 # each token out of 4 of 8 groups, a bias in place of most of the balancing loss, which is over single documents, and one
 # depth of multi-token prediction. Documents of up to 32K tokens (section 4.3) on 256 GPUs of 80 GB. Not its FP8.
+# Sizes: config.json of deepseek-ai/DeepSeek-V3.
 export VOCAB=129280 PARAMETERS=671026404352
 export NODES=32 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=4096 BATCH=512 SAMPLER=github
 export MODEL_FLAGS="

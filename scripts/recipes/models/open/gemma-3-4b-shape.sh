@@ -2,6 +2,7 @@
 # The shape of Gemma-3 4B: windows of 1,024 tokens in five of six layers, wide heads, tied embeddings. Not its
 # weights: Megatron has no norms after attention and MLP, no scaled embeddings, one base of RoPE for all layers, and
 # SwiGLU in place of GeGLU.
+# Sizes: config.json of google/gemma-3-4b-pt; report: arXiv 2503.19786.
 export VOCAB=262144 PARAMETERS=3879925248
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=131072 TOKENS_PER_RANK=16384 BATCH=32 SAMPLER=github
 export MODEL_FLAGS="

@@ -2,6 +2,7 @@
 # The shape of GLM-4.5-Air with the losses of its report (arXiv 2508.06471, sections 2.1 and 2.4): 128 experts, 8 for each
 # token, balanced by a bias and by a small loss over single documents, one depth of multi-token prediction, and positions
 # in half of each head. Documents of up to 32K tokens on 64 GPUs of 80 GB.
+# Sizes: config.json of zai-org/GLM-4.5-Air.
 export VOCAB=151552 PARAMETERS=106852245504
 export NODES=8 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=128 SAMPLER=github
 export MODEL_FLAGS="

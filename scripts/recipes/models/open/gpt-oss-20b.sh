@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # gpt-oss-20b: 32 experts, 4 for each token, attention sinks, windows of 128 tokens in every other layer, YaRN, biases
 # in all linear layers; documents of up to 128K tokens on 16 GPUs of 80 GB.
+# Sizes: config.json of openai/gpt-oss-20b; model card: arXiv 2508.10925, which tells no balancing loss: 1e-2 is ours.
 export VOCAB=201088 PARAMETERS=20914757184
 export NODES=2 GPUS_PER_NODE=8 SEQ_LENGTH=131072 TOKENS_PER_RANK=16384 BATCH=64 SAMPLER=github
 export MODEL_FLAGS="

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Llama-3.1 70B on documents of up to 128K tokens: 128 GPUs of 80 GB, tensor parallelism 8, pipelines of 4 stages
 # in 4 slices.
+# Sizes: config.json of meta-llama/Llama-3.1-70B; report: arXiv 2407.21783.
 export VOCAB=128256 PARAMETERS=70553706496
 export NODES=16 GPUS_PER_NODE=8 SEQ_LENGTH=131072 TOKENS_PER_RANK=32768 BATCH=32 SAMPLER=github
 export MODEL_FLAGS="

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Llama-3.1 8B on documents of up to 128K tokens: 16 GPUs of 80 GB, tensor parallelism 2, each document on 1 to 8
 # HDP ranks.
+# Sizes: config.json of meta-llama/Llama-3.1-8B; report: arXiv 2407.21783.
 export VOCAB=128256 PARAMETERS=8030261248
 export NODES=2 GPUS_PER_NODE=8 SEQ_LENGTH=131072 TOKENS_PER_RANK=16384 BATCH=64 SAMPLER=github
 export MODEL_FLAGS="

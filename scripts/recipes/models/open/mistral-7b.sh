@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Mistral-7B v0.1, windows of 4,096 tokens in all layers, on documents of up to 64K tokens: 8 GPUs of 80 GB.
+# Sizes: config.json of mistralai/Mistral-7B-v0.1; report: arXiv 2310.06825.
 export VOCAB=32000 PARAMETERS=7241732096
 export NODES=1 GPUS_PER_NODE=8 SEQ_LENGTH=65536 TOKENS_PER_RANK=8192 BATCH=64 SAMPLER=github
 export MODEL_FLAGS="

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B: 128 experts, 8 for each token, balanced over whole steps (Qwen3, arXiv 2505.09388, section 2), on
 # documents of up to 32K tokens: 32 GPUs of 80 GB, 8 of which share the experts of each layer.
+# Sizes and the weight of the balancing loss: config.json of Qwen/Qwen3-30B-A3B.
 export VOCAB=151936 PARAMETERS=30532122624
 export NODES=4 GPUS_PER_NODE=8 SEQ_LENGTH=32768 TOKENS_PER_RANK=8192 BATCH=128 SAMPLER=github
 export MODEL_FLAGS="

@@ -78,6 +78,7 @@ def test_a_run_that_failed_goes_on(docs: Path, tmp_path: Path, capsys: pytest.Ca
     assert bad.read_bytes() == b"\0"
 
 
+@pytest.mark.slow
 def test_bad_calls_are_one_line_before_any_work(
     docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

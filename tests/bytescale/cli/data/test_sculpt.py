@@ -102,6 +102,7 @@ def test_a_text_is_no_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "in.txt: neither a data set nor a file of JSON or Parquet with documents" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_data_sets_and_an_interrupted_run(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

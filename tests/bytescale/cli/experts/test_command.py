@@ -39,6 +39,7 @@ def test_a_row_for_each_placement(words: list[str], tmp_path: Path, capsys: pyte
     assert rows[0].split()[4:6] == ["1.000", "0"]
 
 
+@pytest.mark.slow
 def test_flexmoe_is_more_even_where_links_are_fast(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "--json", "--exchange-gb-per-second", "1e6"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -148,6 +148,7 @@ def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]
     assert "no strategy fits with any value of --hdp-tokens-per-rank" in with_any
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_prints_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

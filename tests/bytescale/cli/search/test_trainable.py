@@ -59,6 +59,7 @@ def test_a_strategy_without_memory_does_not_speak_for_its_kind() -> None:
     assert takes(replace(one, device_gb=0.5))
 
 
+@pytest.mark.slow
 def test_a_mesh_that_training_refuses_is_refused_with_all_choices() -> None:
     flags, task = task_with("--num-layers 4 --num-experts 4 --moe-router-topk 2")
     takes = Trainable(f"{flags} --enable-cuda-graph", task)

@@ -21,6 +21,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_7b_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--model-flags", SEVEN, "--device-memory-gb", "80")
     row = text.splitlines()[1].split()
@@ -58,6 +59,7 @@ def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> No
         assert late["host_bytes"] - exact["host_bytes"] == pytest.approx(each * exact["parameters"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_processes_of_a_node_share_gradients_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     """In stage 3 one process holds 6 bytes of a parameter in addition to pages. Each of 4 processes holds a quarter."""
     shared = "--optimizer-ranks 8 --state-stage 3 --host-memory-gb 200 --json".split()

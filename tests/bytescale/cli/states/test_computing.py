@@ -36,6 +36,7 @@ def test_the_overlap_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "what else fits: " in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_lengths_of_a_file_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More copies overlap with long documents on a slow link, up to ``--seq-length``."""
     for name, length in (("short", 64), ("long", 200_000)):
@@ -50,6 +51,7 @@ def test_lengths_of_a_file_count(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert short["computing_bytes"] <= cut["computing_bytes"] < long["computing_bytes"]
 
 
+@pytest.mark.slow
 def test_costs_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shape_of_flags(MODEL)
     write_cost(tmp_path / "slow.json", cost_of_rates(shape, 6.5e12, 6e12, 5e12))
@@ -60,6 +62,7 @@ def test_costs_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "slow.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_choice_follows_the_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     def chosen(device: str, *words: str) -> str:
         budgets = (*WORDS, "--device-memory-gb", device, "--tokens-per-rank", "4K", *words, "--json")

@@ -168,6 +168,7 @@ def run(out: Path, *words: object) -> int:
     return cli.run(parser.parse_args(["--output", str(out), *map(str, words)]))
 
 
+@pytest.mark.slow
 def test_the_report_and_the_flags_of_training(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", folder / "tokenizer"]
     words += ["--sft-tokenizer-prompt-format", "nemotron-nano-v2"]
@@ -199,6 +200,7 @@ def test_the_report_and_the_flags_of_training(folder: Path, tmp_path: Path, caps
             run(tmp_path / "out", *line.split())
 
 
+@pytest.mark.slow
 def test_lines_of_rollouts_are_groups_with_sidecars(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_small_device_moves_states_and_names_why() -> None:
     assert re.search(r"\(resident takes [\d.]+ GB of device memory\): stage 1", note_of(run))
 
 
+@pytest.mark.slow
 def test_activations_get_what_states_leave() -> None:
     """Activations cannot use the host memory of pages, and in stage 3 parameters take a part of the link."""
     words = ("--activation-policy", "priced")
@@ -97,6 +98,7 @@ def test_pages_on_a_disk_leave_host_memory_to_activations(tmp_path: Path) -> Non
     assert ample.nvme is None
 
 
+@pytest.mark.slow
 def test_stages_make_equal_choices() -> None:
     """Every process makes the same choice, on any stage of the pipeline."""
     args = parsed(*AUTO, "--device-memory-gb", "3", "--host-memory-gb", "10", "--activation-policy", "auto",

@@ -80,6 +80,7 @@ def test_plans_side_by_side_end_as_each_by_itself(slicing: Slicing) -> None:
         np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4, 3000)])
 def test_arrangements_timed_together_give_the_same_plan(monkeypatch: pytest.MonkeyPatch, slicing: Slicing) -> None:
     lengths = [6000, 3500, 2000, *(700,) * 12, *(90,) * 60]

@@ -45,6 +45,7 @@ def test_regions_are_apart_and_the_longest_come_first() -> None:
         assert one.stop % 8 == 0
 
 
+@pytest.mark.slow
 def test_the_lowest_shelf_that_holds_its_rings() -> None:
     """Shelves are as low as any of 256 heights allows, with rings of different heights due to memory or exchange."""
     random = np.random.default_rng(3)
