@@ -64,10 +64,9 @@ class LearnedCosts:
         """Return the speed of each HDP rank on a pipeline stage; empty: all are 1."""
         return self.stage_speeds[stage] if self.stage_speeds else self.speeds
 
-    def all_speeds(self, like: Floats) -> Floats:
-        """Return the speed of each HDP rank on each stage, in the shape of ``like`` [stages, ranks]."""
-        rows = [self.speeds_on(stage) or (1.0,) * like.shape[1] for stage in range(len(like))]
-        return np.array(rows)
+    def all_speeds(self, num_stages: int, num_ranks: int) -> Floats:
+        """Return the speed of each HDP rank on each stage: [stages, ranks]."""
+        return np.array([self.speeds_on(stage) or (1.0,) * num_ranks for stage in range(num_stages)])
 
     def with_rates(self, rates: Floats) -> LearnedCosts:
         """Return the costs with the speeds of measured rates.
@@ -368,9 +367,8 @@ class Learner:
         if is_settling:
             statistics, shape = self.statistics, self.shape
             costs = self.costs.with_rates(rank_rates(added, shape))
-        rates = (
-            rank_rates(added, shape) * self.costs.all_speeds(added.rank_seconds) / costs.all_speeds(added.rank_seconds)
-        )
+        before, after = (one.all_speeds(*added.rank_seconds.shape) for one in (self.costs, costs))
+        rates = rank_rates(added, shape) * before / after
         known = rates[np.isfinite(rates)]
         scale = 1.0 / float(np.median(known)) if len(known) else self.scale
         factors = tuple(float(f"{factor:.6g}") for factor in scale * shape)

@@ -144,14 +144,12 @@ def stage_update_bytes(setup: Setup) -> tuple[float, ...]:
         return (0.0,) * setup.mesh.num_stages
     sizes, mesh, kept = setup.states.sizes, setup.mesh, 1.0 - setup.states.offloaded_share
     matrix = largest_matrix(setup.shape, mesh.tensor_parallel, mesh.expert_tensor_parallel or mesh.tensor_parallel)
-    return tuple(
-        kept
-        * (
-            sizes.update * stage.updated(mesh.shares_optimizer)
-            + max(sizes.end_update * stage.updated_ends(mesh.shares_optimizer), sizes.matrix_update * matrix)
-        )
-        for stage in parameters(setup)
-    )
+    of_stages = []
+    for stage in parameters(setup):
+        of_all = sizes.update * stage.updated(mesh.shares_optimizer)
+        of_ends = sizes.end_update * stage.updated_ends(mesh.shares_optimizer)
+        of_stages.append(kept * (of_all + max(of_ends, sizes.matrix_update * matrix)))
+    return tuple(of_stages)
 
 
 def stage_memory(setup: Setup) -> StageMemory:

@@ -24,21 +24,16 @@ def state_sizes_of(args: Any, on_cuda: bool) -> StateSizes:
     is_precise = args.use_precision_aware_optimizer
     moments, of_ends = _moments(args)
     copied = GRADIENT_BYTES if gradient < GRADIENT_BYTES and not is_precise else 0
-    muon_adam = has_matrices(args) and args.muon_scalar_optimizer == "adam" and on_cuda
+    is_torch, is_muon = on_cuda and not has_fused_optimizers(args), "muon" in args.optimizer
     return StateSizes(
         gradient=gradient,
         main=_main(args) if is_precise else MAIN_PARAMETER_BYTES,
         moments=moments,
         end_moments=of_ends,
-        update=copied + (_temporary(args) if on_cuda and not has_fused_optimizers(args) else 0),
-        end_update=MOMENT if muon_adam and not has_fused_optimizers(args) else 0,
-        matrix_update=MATRIX_BYTES + (MOMENT if args.muon_nesterov else 0) if has_matrices(args) else 0,
+        update=copied + (_temporary(args) if is_torch else 0),
+        end_update=MOMENT if is_torch and is_muon and args.muon_scalar_optimizer == "adam" else 0,
+        matrix_update=MATRIX_BYTES + (MOMENT if args.muon_nesterov else 0) if is_muon else 0,
     )
-
-
-def has_matrices(args: Any) -> bool:
-    """Return whether the optimizer updates whole matrices: Muon."""
-    return "muon" in str(args.optimizer)
 
 
 def has_fused_optimizers(args: Any) -> bool:

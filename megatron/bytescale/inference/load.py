@@ -235,7 +235,7 @@ class Heads:
     on_their_own: bool = False
 
     def elements(self) -> int:
-        """Return the numbers in files of heads that are not in the model's checkpoint, at least."""
+        """Return the most numbers that the files of the folder hold."""
         return (self.folder / TENSORS).stat().st_size if self.on_their_own else elements_in(self.folder)
 
 
@@ -277,8 +277,9 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
         heads = open_heads(draft)
     check_trunk(draft, heads.trunk, options_of(args, TrunkArguments).shape())
     check_cut(options_of(args, TrunkArguments).shape(), process_count())
+    stored = elements_in(checkpoint) + (0 if heads.folder == checkpoint else heads.elements())
     try:
-        model = build_model(args, heads.settings, stand_ins is not None, elements_in(checkpoint) + heads.elements())
+        model = build_model(args, heads.settings, stand_ins is not None, stored)
     except ValueError as error:
         raise ValueError(f"--load {load}: {error}") from None
     read_weights(model, checkpoint, heads)

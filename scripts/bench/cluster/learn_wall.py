@@ -1,23 +1,26 @@
 """Plans that learn, in wall time on the emulated cluster: real training, links and clocks, ranks of unequal speed.
 
-    sudo .venv/bin/python scripts/bench/cluster/learn_wall.py [--json]          # about 20 minutes on 2 cores
+    sudo .venv/bin/python scripts/bench/cluster/learn_wall.py [--json]          # about 15 minutes on 2 cores
     sudo .venv/bin/python scripts/bench/cluster/learn_wall.py --cases slow_node
 
-Two nodes of four ranks on matched links train the small model of ``speed.py`` on the same documents in the same steps.
-``bytescale profile`` measures the ranks first. Slow ranks have half the share of a core of the others. The last
-steps of two runs are compared one by one. Only such ratios can be compared. Finished runs are kept, so a second start
-continues where the first ended.
+Two nodes of two ranks on matched links train the small model of ``speed.py``. Slow ranks have half the share of a core
+of the others. The two trainings of a case run at the same time on clusters of their own, with the same documents in the
+same steps, because the speed of a shared machine changes by a third within minutes. Their steps are compared one by
+one. ``bytescale profile`` measures the ranks first. Finished cases are kept, so a second start continues where the
+first ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
@@ -32,11 +35,12 @@ from scripts.cluster.emulate import check_machine, run
 from scripts.cluster.ranks import preload
 from scripts.cluster.topology import Slowdown
 
-CASE = Case("github", 2, 4)
-LAST = 8  # steps that count
+CASE = Case("github", 2, 2, context=4 * TOKENS_PER_RANK)
+LAST = 6  # steps that count
 WRONG = LearnedCosts(factors=(2.0, 1.0, 1.0, 1.0, 1 / 3))
 """Attention twice as slow and exchange three times as fast as they are."""
-STALL = Slowdown((5,), 0.5, 5, 14)
+NODE = Slowdown((2, 3), 0.5)
+STALL = Slowdown((1,), 0.5, 5, 14)
 
 
 @dataclass(frozen=True)
@@ -48,24 +52,14 @@ class Kind:
     slow: Slowdown | None = None
 
 
-NODE = Slowdown((4, 5, 6, 7), 0.5)
-KINDS: dict[str, Kind] = {
-    "fixed": Kind(learns=False),
-    "learned": Kind(WRONG),
-    "unlearned": Kind(WRONG, learns=False),
-    "node": Kind(slow=NODE),
-    "node-unaware": Kind(learns=False, slow=NODE),
-    "stall": Kind(slow=STALL),
-    "stall-unaware": Kind(learns=False, slow=STALL),
+CASES: dict[str, tuple[Kind, Kind]] = {
+    "wrong_costs": (Kind(WRONG), Kind(learns=False)),
+    "slow_node": (Kind(slow=NODE), Kind(learns=False, slow=NODE)),
+    "stalled_rank": (Kind(slow=STALL), Kind(learns=False, slow=STALL)),
 }
-CASES: dict[str, tuple[str, ...]] = {
-    "wrong_costs": ("fixed", "learned", "unlearned"),
-    "slow_node": ("fixed", "node", "node-unaware"),
-    "stalled_rank": ("fixed", "stall", "stall-unaware"),
-}
-"""Case -> its trainings."""
+"""Case -> a training that learns, and one that does not; *wrong costs* compares it with the costs of the profile."""
 
-Steps = Sequence[Mapping[str, float]]
+Steps = Sequence[Mapping[str, Any]]
 """Logged figures of each step."""
 
 
@@ -76,9 +70,10 @@ def read_metrics(folder: Path, num_steps: int) -> Steps:
     return lines if len(lines) == num_steps else []
 
 
-def train(bench: Bench, kind: Kind, cost: ModelCost, folder: Path) -> Steps:
-    """Train on the cluster. Raises RuntimeError if that fails."""
-    topology = replace(CASE.topology(matched(cost)), slow=kind.slow)
+def train(bench: Bench, kind: Kind, cost: ModelCost, folder: Path, name: str) -> None:
+    """Train on a cluster with this name, of half of the cores. Raises RuntimeError if that fails."""
+    topology = CASE.topology(matched(cost))
+    topology = replace(topology, slow=kind.slow, cores_per_rank=topology.cores_per_rank / 2, name=name)
     start = kind.start.of_model(wall_cost(cost, topology), cost.device)
     flags = ("--hdp-learn-costs", "on" if kind.learns else "off")
     launch = launch_of(bench, CASE, Arm("", flags, ring_forms="auto"), start, folder)
@@ -86,37 +81,53 @@ def train(bench: Bench, kind: Kind, cost: ModelCost, folder: Path) -> Steps:
     if ended.code:
         last = launch.log(0).read_text(errors="replace")[-1500:]
         raise RuntimeError(f"{folder} ended with exit code {ended.code}:\n{last.strip()}")
-    return read_metrics(folder, bench.num_steps)
+
+
+def train_both(bench: Bench, case: str, cost: ModelCost) -> tuple[Steps, Steps]:
+    """Return the figures of both trainings of a case, which run at the same time. Raises RuntimeError if one fails."""
+    folders = [bench.run_folder(CASE, f"{case}-{name}", bench.seed) for name in ("learns", "knows")]
+    if not all(read_metrics(folder, bench.num_steps) for folder in folders):
+        bench.documents(CASE)
+        context = multiprocessing.get_context("fork")  # of this process, which has imported everything
+        arguments = [
+            (bench, kind, cost, folder, f"bytescale{number}")
+            for number, (kind, folder) in enumerate(zip(CASES[case], folders, strict=True))
+        ]
+        processes = [context.Process(target=train, args=one) for one in arguments]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    learns, knows = (read_metrics(folder, bench.num_steps) for folder in folders)
+    if not (learns and knows):
+        raise RuntimeError(f"{case}: a training failed, see {folders[0].parent}")
+    return learns, knows
 
 
 def over(mine: Steps, theirs: Steps, part: slice) -> list[float]:
     """Return the time of each step of one training over the time of the same step of another."""
     pairs = zip(mine[part], theirs[part], strict=True)
-    return [one["tokens_per_second"] ** -1 * other["tokens_per_second"] for one, other in pairs]
+    return [other["tokens_per_second"] / one["tokens_per_second"] for one, other in pairs]
 
 
-def figures(runs: Mapping[str, Steps], case: str) -> dict[str, list[float]]:
-    """Return the figures of a case. *Of speeds*: throughput over what the sum of speeds allows, by ``fixed``."""
-    last, fixed = slice(-LAST, None), runs["fixed"]
+def gain_of(speeds: Sequence[float]) -> float:
+    """Return the gain of work in proportion to speeds over equal work."""
+    return sum(speeds) / len(speeds) / min(speeds)
+
+
+def figures(aware: Steps, other: Steps, case: str) -> dict[str, list[float]]:
+    """Return the figures of a case. *Of speeds*: ``over_unaware`` over the gain that the learned speeds allow."""
+    last = slice(-LAST, None)
     if case == "wrong_costs":
-        aware = runs["learned"]
-        found = {"over_profiled": over(aware, fixed, last), "without_learning": over(runs["unlearned"], fixed, last)}
-    elif case == "slow_node":
-        aware, half = runs["node"], 1 - len(NODE.ranks) * (1 - NODE.speed) / CASE.num_ranks
-        found = {
-            "over_unaware": over(runs["node-unaware"], aware, last),
-            "of_speeds": [1 / (half * ratio) for ratio in over(aware, fixed, last)],
-        }
+        found = {"over_profiled": over(aware, other, last)}
     else:
-        aware, stalled = runs["stall"], slice(STALL.last - 4, STALL.last)
-        share = 1 - len(STALL.ranks) * (1 - STALL.speed) / CASE.num_ranks
-        found = {
-            "over_unaware": over(runs["stall-unaware"], aware, stalled),
-            "of_speeds": [1 / (share * ratio) for ratio in over(aware, fixed, stalled)],
-            "after_recovery": over(aware, fixed, last),
-        }
+        part = last if case == "slow_node" else slice(STALL.last - 3, STALL.last)
+        speeds, gains = [step["learned_costs"]["speeds"] for step in aware[part]], over(other, aware, part)
+        allowed = [gain / gain_of(one) for gain, one in zip(gains, speeds, strict=True) if one]
+        found = {"over_unaware": gains, "of_speeds": allowed or [0.0]}
+        if case == "stalled_rank":
+            found["after_recovery"] = over(aware, other, last)
     found["predicted_over_measured"] = [step["predicted_over_measured"] for step in aware[last]]
-    found["imbalance"] = [step["measured_imbalance"] for step in aware[last]]
     return found
 
 
@@ -124,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="run these cases (all)")
-    parser.add_argument("--steps", type=int, default=28, help="steps of each training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each training (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and tokens (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/cluster/learn"), metavar="FOLDER",
                         help="folder of all runs (%(default)s)")  # fmt: skip
@@ -148,12 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = args.folder / "profile" / "cost.json"
     for _ in progress(["profile of the ranks"] if not file.exists() else []):
         profile_ranks(PROFILED.topology((0.0, 0.0)), MODEL, TOKENS_PER_RANK // 2, file.parent)
-    cost, runs = read_cost(file), dict[str, Steps]()
-    wanted = list(dict.fromkeys(name for case in args.cases for name in CASES[case]))
-    for name in progress(wanted):
-        folder = bench.run_folder(CASE, name, args.seed)
-        runs[name] = read_metrics(folder, bench.num_steps) or train(bench, KINDS[name], cost, folder)
-    found = {case: figures(runs, case) for case in args.cases}
+    cost, found = read_cost(file), dict[str, dict[str, list[float]]]()
+    for case in progress(args.cases):
+        try:
+            found[case] = figures(*train_both(bench, case, cost), case)
+        except RuntimeError as error:
+            print(f"learn_wall.py: error: {error}", file=sys.stderr)
+            return 1
     if not args.json:
         print("| case | figure | lowest | median | highest |\n|---|---|---|---|---|")
         for case, rows in found.items():
