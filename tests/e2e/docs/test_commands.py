@@ -40,6 +40,7 @@ ELSEWHERE = {  # start of a command: the reason why it does not run here, or the
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
     "torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --sculpt-windows ": "tests/e2e/hdp/test_sculpt.py",
+    "sudo .venv/bin/python scripts/bench/cluster/learn_wall.py": "it needs root and 20 minutes",
     "bytescale corpus --sft ": "tests/bytescale/core/datasets/test_conversations.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --sft ": "tests/e2e/hdp/test_sft.py",
     "scripts/recipes/models/": "tests/scripts/test_models.py",

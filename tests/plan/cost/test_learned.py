@@ -117,7 +117,7 @@ def test_slow_ranks_get_a_speed_and_distort_no_fit() -> None:
 
 
 def test_ranks_whose_speeds_never_settle_stop_no_fit() -> None:
-    """Passes count in every other exchange. The scale follows in each, so predicted times are those of the ranks."""
+    """Passes count in every other exchange. The scale follows in each, so predicted times equal measured times."""
     factors, learner = (4.0, 2.0, 2.0, 2.0, 2.0), Learner.new(4)
     for number, slow in enumerate((2.0, 2.6, 2.0, 2.6)):
         speeds = learner.costs.speeds
