@@ -253,6 +253,17 @@ def pipelines(nodes: int, steps: int, last: int) -> Figures:
     return found
 
 
+def print_figures(found: Figures, only_json: bool) -> None:
+    """Print a table of the figures, unless JSON is wanted only, and their medians as the last line."""
+    if not only_json:
+        print("| case | figure | lowest | median | highest |\n|---|---|---|---|---|")
+        for name, case in found.items():
+            for figure, values in case.items():
+                cells = f"{min(values):.3f} | {median(values):.3f} | {max(values):.3f}"
+                print(f"| {name.replace('_', ' ')} | {figure.replace('_', ' ')} | {cells} |")
+    print(json.dumps({name: {key: round(median(row), 4) for key, row in case.items()} for name, case in found.items()}))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -260,13 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON only")
     args = parser.parse_args(argv)
     found = figures(args.quick)
-    if not args.json:
-        print("| case | figure | lowest | median | highest |\n|---|---|---|---|---|")
-        for name, case in found.items():
-            for figure, values in case.items():
-                cells = f"{min(values):.3f} | {median(values):.3f} | {max(values):.3f}"
-                print(f"| {name.replace('_', ' ')} | {figure.replace('_', ' ')} | {cells} |")
-    print(json.dumps({name: {key: round(median(row), 4) for key, row in case.items()} for name, case in found.items()}))
+    print_figures(found, args.json)
     return 0
 
 

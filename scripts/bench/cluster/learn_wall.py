@@ -19,7 +19,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
@@ -28,6 +27,7 @@ from bytescale_ext.measure.cost_file import read_cost
 from bytescale_ext.plan.cost.learned import UNLEARNED, LearnedCosts
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from scripts.bench.cluster.cases import TOKENS_PER_RANK, Arm, Case
+from scripts.bench.cluster.learn import print_figures
 from scripts.bench.cluster.predict import wall_cost
 from scripts.bench.cluster.speed import MODEL, PROFILED, Bench, launch_of, matched, profile_ranks
 from scripts.bench.progress import progress
@@ -166,13 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             print(f"learn_wall.py: error: {error}", file=sys.stderr)
             return 1
-    if not args.json:
-        print("| case | figure | lowest | median | highest |\n|---|---|---|---|---|")
-        for case, rows in found.items():
-            for figure, values in rows.items():
-                cells = f"{min(values):.3f} | {median(values):.3f} | {max(values):.3f}"
-                print(f"| {case.replace('_', ' ')} | {figure.replace('_', ' ')} | {cells} |")
-    print(json.dumps({case: {key: round(median(row), 4) for key, row in rows.items()} for case, rows in found.items()}))
+    print_figures(found, args.json)
     return 0
 
 
