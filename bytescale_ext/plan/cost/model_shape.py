@@ -134,8 +134,12 @@ class ModelShape:
 
     def with_experts_per_token(self, count: float) -> ModelShape:
         """Return the sizes with ``count`` routed experts per token on average, in addition to shared experts."""
-        expert_width = (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
-        return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * expert_width))
+        return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * self.expert_width))
+
+    @property
+    def expert_width(self) -> float:
+        """Inner width of one routed expert; 0 without experts."""
+        return (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
 
     @property
     def dense_share(self) -> float:

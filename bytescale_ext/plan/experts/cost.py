@@ -58,7 +58,7 @@ class ExpertCost:
 
     @classmethod
     def _of_one(cls, shape: ModelShape, flops: float, link_bytes: float) -> ExpertCost:
-        inner = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) // shape.experts_per_token
+        inner = int(shape.expert_width)
         weights = (3 if shape.gated else 2) * shape.hidden * inner
         return cls(
             token_seconds=2 * weights * (1 + BACKWARD_PER_FORWARD) / flops,

@@ -85,8 +85,7 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
     num_layers = shape.num_expert_layers + shape.later_modules * shape.later_experts
     if not num_layers:
         return 0.0
-    width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
-    of_layer = shape.num_experts * _matrices(shape) * width
+    of_layer = shape.num_experts * _matrices(shape) * shape.expert_width
     return num_layers * of_layer / expert_parallel / tensor_parallel
 
 
@@ -96,10 +95,7 @@ def largest_matrix(shape: ModelShape, tensor_parallel: int = 1, expert_tensor_pa
     dense = shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0
     projections = shape.num_heads * max(shape.head_dim, shape.value_dim)
     widest = max(projections, gated * max(dense, shape.shared_ffn_hidden)) / tensor_parallel
-    if not shape.num_expert_layers:
-        return shape.hidden * widest
-    expert = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
-    return shape.hidden * max(widest, gated * expert / expert_tensor_parallel)
+    return shape.hidden * max(widest, gated * shape.expert_width / expert_tensor_parallel)
 
 
 def _matrices(shape: ModelShape) -> int:

@@ -79,7 +79,7 @@ def check_widths(shape: ModelShape, tensor_parallel: int, multiple: int, expert_
     """Raise ValueError unless each rank's part of every weight has sides in multiples of ``multiple``."""
     widths = {"--hidden-size": shape.hidden, "--ffn-hidden-size": shape.ffn_hidden / tensor_parallel}
     if shape.num_experts:
-        width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
+        width = shape.expert_width
         widths["--moe-ffn-hidden-size"] = width / expert_tensor_parallel
         widths["--moe-shared-expert-intermediate-size"] = shape.shared_ffn_hidden / tensor_parallel
     if shape.latent is None:
