@@ -53,7 +53,11 @@ class Expansion:
 
     def expand(self, k: torch.Tensor, v: torch.Tensor) -> KeysAndValues:
         """Return keys ``[rows, heads, dim]`` and values ``[rows, heads, value_dim]`` of ``k, v [rows, 1, half]``."""
-        latents, with_positions = self._parts(k, v)
+        return self.expand_whole(torch.cat((k[:, 0], v[:, 0]), dim=1))
+
+    def expand_whole(self, vectors: torch.Tensor) -> KeysAndValues:
+        """Return keys and values as ``expand``, of vectors ``(latent, part with positions)``, ``[rows, numbers]``."""
+        latents, with_positions = self._parts(vectors)
         expanded = (latents @ self.weight.t()).unflatten(1, (-1, sum(self.sizes)))
         contents, values = expanded.split(self.sizes, dim=2)
         shared = with_positions[:, None].expand(-1, contents.shape[1], -1)
@@ -65,7 +69,7 @@ class Expansion:
         ``grads``: gradients of keys and values, in the shapes that ``expand`` returns.
         """
         assert self.gradient is not None, "with_gradient makes room for the gradient"
-        latents, _ = self._parts(*halves)
+        latents, _ = self._parts(torch.cat((halves[0][:, 0], halves[1][:, 0]), dim=1))
         content_dim, (dkeys, dvalues) = self.sizes[0], grads
         dexpanded = torch.cat((dkeys[..., :content_dim], dvalues), dim=2).flatten(1)
         self.gradient.add_(dexpanded.t() @ latents)
@@ -79,11 +83,10 @@ class Expansion:
         width = self.sizes[0] + self.position_dim
         _check(tensors, [(num_rows, heads, width), *2 * [(num_rows, 1, half)]], "latents")
 
-    def _parts(self, k: torch.Tensor, v: torch.Tensor) -> KeysAndValues:
-        """Return the latents ``[rows, key_rank]`` and the parts with positions ``[rows, position_dim]`` of halves."""
+    def _parts(self, vectors: torch.Tensor) -> KeysAndValues:
+        """Return the latents ``[rows, key_rank]`` and the parts with positions ``[rows, position_dim]`` of vectors."""
         rank = self.weight.shape[1]
-        both = torch.cat((k[:, 0], v[:, 0]), dim=1)
-        return both[:, :rank], both[:, rank : rank + self.position_dim]
+        return vectors[:, :rank], vectors[:, rank : rank + self.position_dim]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from bytescale_ext.attention.kernels.contract import Output, accumulation_dtype
-from bytescale_ext.attention.latent import Expansion, latent_halves
+from bytescale_ext.attention.latent import Expansion
 from bytescale_ext.attention.merge import merge_
 from bytescale_ext.decode.attention import (
     MOST_NEW_TOKENS,
@@ -50,9 +50,9 @@ def latent_attention(
     num_new = q.shape[0]
     if layer.window is not None:
         latents = latents[-(min(layer.window, len(latents) - num_new) + num_new) :]
-    if visible is None and num_new > MOST_NEW_TOKENS:
-        return with_sink(*_over_expanded(q, latents, layer, expansion), layer, q.dtype)
     if visible is None:
+        if num_new > MOST_NEW_TOKENS:
+            return with_sink(*_over_expanded(q, latents, layer, expansion), layer, q.dtype)
         visible = torch.ones(num_new, num_new, dtype=torch.bool, device=q.device).tril()
     contents, values = expansion.weight.unflatten(0, (-1, sum(expansion.sizes))).split(expansion.sizes, dim=1)
     of_contents, of_positions = q.split([expansion.sizes[0], expansion.position_dim], dim=2)
@@ -82,10 +82,10 @@ def _over_expanded(q: torch.Tensor, latents: torch.Tensor, layer: CachedLayer, e
     """Return ``out [t, heads, value_dim]`` and ``lse [heads, t]`` of a slice of a prompt."""
     length = latents.shape[0] - q.shape[0]
     if layer.window is not None:
-        return attention_in_window(q, *expansion.expand(*latent_halves(latents)), None, layer)
-    out, lse = new_attention(q, *expansion.expand(*latent_halves(latents[length:])), None, layer)
+        return attention_in_window(q, *expansion.expand_whole(latents), None, layer)
+    out, lse = new_attention(q, *expansion.expand_whole(latents[length:]), None, layer)
     total = out.to(accumulation_dtype(q.dtype))
     for start in range(0, length, EXPANDED_ROWS):
-        k, v = expansion.expand(*latent_halves(latents[start : min(start + EXPANDED_ROWS, length)]))
+        k, v = expansion.expand_whole(latents[start : min(start + EXPANDED_ROWS, length)])
         merge_(total, lse, *cache_attention(q, k, v, layer.kernel, layer.scale, 1))
     return total, lse

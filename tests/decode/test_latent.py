@@ -44,7 +44,7 @@ def test_latents_are_keys_and_values(
 
 
 def test_few_tokens_expand_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Expansion, "expand", lambda *_: pytest.fail("latents were expanded"))
+    monkeypatch.setattr(Expansion, "expand_whole", lambda *_: pytest.fail("latents were expanded"))
     expansion = Expansion(torch.randn(HEADS * (CONTENT + VALUE), RANK), (CONTENT, VALUE), POSITION)
     layer = CachedLayer(choose_kernel("cpu", torch.float32, CONTENT + POSITION)[0], 0.3)
     q, latents = torch.randn(1, HEADS, CONTENT + POSITION), torch.randn(100, RANK + POSITION)
