@@ -39,6 +39,10 @@ class Slowdown:
     first: int = 1
     last: int = 1 << 30
 
+    def speed_of(self, rank: int, step: int) -> float:
+        """Return the speed of a rank in a step, over the speed of the ranks that are never slow."""
+        return self.speed if rank in self.ranks and self.first <= step <= self.last else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -81,12 +85,8 @@ class Topology:
 
     def cores(self, step: int) -> list[float]:
         """Return the share of a core of each rank in a step, from 1."""
-        slow = self.slow
-        is_slow = slow is not None and slow.first <= step <= slow.last
-        return [
-            self.cores_per_rank * (slow.speed if slow is not None and is_slow and rank in slow.ranks else 1.0)
-            for rank in range(self.num_ranks)
-        ]
+        speeds = [1.0 if self.slow is None else self.slow.speed_of(rank, step) for rank in range(self.num_ranks)]
+        return [self.cores_per_rank * speed for speed in speeds]
 
     @property
     def switch(self) -> str:

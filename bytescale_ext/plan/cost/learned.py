@@ -362,14 +362,15 @@ class Learner:
             return self
         statistics = self.statistics.faded() + added
         shape = self._fitted(statistics)
-        costs = self.costs.with_rates(rank_rates(added, shape))
+        rates = rank_rates(added, shape)
+        costs = self.costs.with_rates(rates)
         is_settling = costs != self.costs and not self.is_settling
         if is_settling:
             statistics, shape = self.statistics, self.shape
-            costs = self.costs.with_rates(rank_rates(added, shape))
+            rates = rank_rates(added, shape)
+            costs = self.costs.with_rates(rates)
         before, after = (one.all_speeds(*added.rank_seconds.shape) for one in (self.costs, costs))
-        rates = rank_rates(added, shape) * before / after
-        known = rates[np.isfinite(rates)]
+        known = (rates * before / after)[np.isfinite(rates)]
         scale = 1.0 / float(np.median(known)) if len(known) else self.scale
         factors = tuple(float(f"{factor:.6g}") for factor in scale * shape)
         return Learner(replace(costs, factors=factors), statistics, scale, is_settling)

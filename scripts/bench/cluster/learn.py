@@ -114,14 +114,14 @@ def run(case: Case) -> list[Step]:
         for rank in range(cluster.num_ranks)
         for stage in range(stages)
     ]
-    random, steps, pending, equal = np.random.default_rng(0), [], None, (1.0,) * cluster.num_ranks
+    random, steps, pending = np.random.default_rng(0), [], None
     for index in range(case.steps):
         learned, speeds = learners[0].at(index), case.speeds(index)
         lengths = case.lengths(index)
         plan = planner.with_costs(learned)(lengths)
         seconds, passes = measured_passes(plan, (true,) * stages, speeds, random)
         truly = replace(cluster, speeds=tuple(speeds.reshape(cluster.num_ranks, -1).min(axis=1).tolist()))
-        known = ShardTable.of(plan).at(np.array([learned.speeds_on(stage) or equal for stage in range(stages)]).T)
+        known = ShardTable.of(plan).at(learned.all_speeds(stages, cluster.num_ranks).T)
         predicted = replay_stages(known, (learned.of_stage(began),) * stages).makespan
         steps.append(Step(seconds, lower_bounds(lengths, truly, (true,) * stages).largest, predicted, learned))
         if not case.learns:
