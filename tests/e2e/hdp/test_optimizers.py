@@ -22,6 +22,7 @@ EXPERTS = (
 TP2 = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --muon-tp-mode duplicated".split()
 WHOLE = ["--muon-no-split-qkv"]
 TOLERANCE = 1e-4  # Muon makes all directions of a step equally long, and so enlarges rounding errors
+BF16_TOLERANCE = 1e-3  # half of a rounding step; plans differed by 2.2e-4 after two updates
 CASES: dict[str, tuple[list[str], list[str], list[str]]] = {  # optimizer, flags of both runs, flags of the ranks
     "muon, experts": (["muon"], EXPERTS, ["--expert-model-parallel-size", "2"]),
     "muon, stages": (["muon"], [], ["--pipeline-model-parallel-size", "2"]),
@@ -40,7 +41,7 @@ def test_updates_are_those_of_one_process(name: str, corpus: Path) -> None:
     one_by_one = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
     expected = train_once(1, *common, *one_by_one, entry=train_one_by_one)
     found = train_ranks(2, *common, *HDP, "--hdp-tokens-per-rank", 256, *flags, entry=train_with_named_weights)[-1]
-    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert found.losses == pytest.approx(expected.losses, rel=BF16_TOLERANCE if "--bf16" in model else TOLERANCE)
 
 
 @pytest.mark.full
