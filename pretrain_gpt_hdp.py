@@ -52,12 +52,14 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
             from megatron.bytescale.arguments.resolve import resolve
             from megatron.bytescale.build import build
             from megatron.bytescale.runtime import Runtime
-            from megatron.bytescale.training.initialize import stand_alone
+            from megatron.bytescale.training.initialize import own_process_groups, stand_alone, use_gpu
             from megatron.bytescale.training.pretrain_arguments import pretrain_config
 
         if not on_cpu:
             check_watchdog()
         args = parse(sys.argv, on_cpu)
+        if not on_cpu:
+            use_gpu(args.local_rank)
         runtime = Runtime.of(resolve(args))
         install(runtime)
         training = build(args, runtime)
@@ -68,7 +70,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
     stand_alone()
     watch = contextlib.nullcontext() if on_cpu else told_before_the_watchdog(runtime.run.process.timeout_minutes)
     refusals = one_line_errors(PROGRAM, Refused, is_first_to_say)
-    with refusals, named_faults(), watch, command_line(without_fractions(sys.argv)):
+    with own_process_groups(), refusals, named_faults(), watch, command_line(without_fractions(sys.argv)):
         pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 
 

@@ -351,8 +351,6 @@ def _join_group(rank: int, world_size: int, store: str, timeout: float, backend:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         # All ranks are on this host, and host names do not resolve everywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

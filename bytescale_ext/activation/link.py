@@ -229,3 +229,13 @@ class CudaLink:
 def make_link(arena: HostArena, on_cuda: bool) -> Link:
     """Return the link for the device. On CUDA the arena must be pinned."""
     return CudaLink(arena) if on_cuda else PlainLink(arena)
+
+
+def wait_on_host(ticket: Ticket) -> None:
+    """Block the host until the copies of a ticket are done. Any thread may call it.
+
+    The current device of a new thread is GPU 0, where waiting would create a context of this process.
+    """
+    if ticket is not None:
+        with torch.cuda.device(ticket.device):
+            ticket.synchronize()

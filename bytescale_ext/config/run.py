@@ -28,7 +28,6 @@ class Process:
 
     Attributes:
         rank: rank among all processes.
-        local_rank: rank among the processes of this machine.
         on_cuda: whether the process computes on a GPU.
         dtype: type of the parameters.
         tensor_parallel: number of ranks that share each layer.
@@ -40,7 +39,6 @@ class Process:
     """
 
     rank: int
-    local_rank: int
     on_cuda: bool
     dtype: torch.dtype
     tensor_parallel: int = 1

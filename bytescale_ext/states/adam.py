@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.optim.adam import adam
 
-from bytescale_ext.activation.link import Link, Ticket, make_link
+from bytescale_ext.activation.link import Link, Ticket, make_link, wait_on_host
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.check import check_moves, check_pages
 from bytescale_ext.plan.states.late import late_bytes
@@ -315,9 +315,3 @@ def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Return the flattened gradient [n] of a parameter of any shape."""
     assert parameter.grad is not None, f"{parameter.shape=}"
     return parameter.grad.detach().view(-1)
-
-
-def wait_on_host(ticket: Ticket) -> None:
-    """Block the host until the copies of a ticket are done."""
-    if ticket is not None:
-        ticket.synchronize()

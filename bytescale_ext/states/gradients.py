@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from bytescale_ext.activation.arena import HostArena
-from bytescale_ext.activation.link import Ticket, make_link
+from bytescale_ext.activation.link import Ticket, make_link, wait_on_host
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS as NUM_SLOTS
 from bytescale_ext.states.node_memory import SharedBlock, host_block
 
@@ -88,7 +88,6 @@ class GradientSums:
 @torch.no_grad()
 def _add(total: torch.Tensor, part: torch.Tensor, ticket: Ticket, shared: SharedBlock | None = None) -> None:
     """Add a slot [n] to a sum [n] once the copy to the slot is done."""
-    if ticket is not None:
-        ticket.synchronize()
+    wait_on_host(ticket)
     with contextlib.nullcontext() if shared is None else shared.locked(total):
         total.add_(part)

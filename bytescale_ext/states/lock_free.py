@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bytescale_ext.activation.link import Pairs, Ticket
+from bytescale_ext.activation.link import Pairs, Ticket, wait_on_host
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.late import result_bytes
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind
@@ -34,7 +34,6 @@ from bytescale_ext.states.adam import (
     PagedParameter,
     flat_gradient,
     take_adam_step,
-    wait_on_host,
 )
 from bytescale_ext.states.group_counts import count_update, update_counts
 from bytescale_ext.states.node_memory import host_block

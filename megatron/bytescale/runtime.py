@@ -224,7 +224,7 @@ class Runtime:
     @classmethod
     def alone(cls, shape: ModelShape, dtype: torch.dtype, device: torch.device, kernel: Kernel) -> Runtime:
         """Return the state of a process that decodes or measures a whole model without features."""
-        process = Process(rank=0, local_rank=0, on_cuda=device.type == "cuda", dtype=dtype)
+        process = Process(rank=0, on_cuda=device.type == "cuda", dtype=dtype)
         setup = setup_of_cost(cost_of_rates(shape, 1.0, 1.0, 1.0), cluster=Cluster(1, 1))  # nothing to plan
         runtime = cls.of(RunConfig(shape, setup.cluster, None, process, setup.mesh.stage_layers, choose(setup)))
         runtime.add_parts(kernel=kernel)

@@ -17,7 +17,7 @@ from bytescale_ext.plan.setup.setup import Mesh, Numerics, Planning, Sequences, 
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
 
 SHAPE = ModelShape(2, 32, 4, 2, 8, 48, True, 128)
-PROCESS = Process(rank=0, local_rank=0, on_cuda=False, dtype=torch.float32)
+PROCESS = Process(rank=0, on_cuda=False, dtype=torch.float32)
 
 
 def hdp_of(

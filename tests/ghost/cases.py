@@ -100,7 +100,7 @@ CASES = (
     Case("gradients in host memory", 2, f"{TWO} {PAGED} --state-stage 2 --use-distributed-optimizer"),
     Case("window of layers", 2,
          f"{TWO} --num-layers 4 {PAGED} --state-stage 3 --state-window-layers 2 --use-distributed-optimizer"),
-    Case("pages without locks", 1, f"{ONE} {PAGED} --state-update-steps 1"),
+    Case("pages without locks", 2, f"{TWO} {PAGED} --state-update-steps 1"),
     Case("loss in chunks, float32 sums", 2, f"{TWO} --chunked-cross-entropy 32 "
          "--accumulate-allreduce-grads-in-fp32"),
     Case("experts", 2, f"{TWO} {EXPERTS} {BALANCED} {SHARDED}"),

@@ -58,5 +58,5 @@ MUTANTS = (
     Mutant("gradients leave in the order of their hooks", "bytescale_ext.states.gradients", "GradientSums._computing",
            "return torch.cuda.stream(self._compute)", "return contextlib.nullcontext()",
            case="gradients in host memory"),
-    Mutant("the host does not wait for copies", "bytescale_ext.states.adam", "wait_on_host", "ticket.synchronize()"),
+    Mutant("the host does not wait for copies", LINK, "wait_on_host", "ticket.synchronize()"),
 )  # fmt: skip

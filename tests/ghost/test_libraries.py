@@ -72,6 +72,7 @@ def test_one_gpu() -> None:
 
 def communicate(rank: int, world: int) -> list[object]:
     device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     mine = torch.arange(4.0, device=device) + 10 * rank
     total, halves = mine.clone(), torch.empty(2, device=device)
     dist.all_reduce(total, op=dist.ReduceOp.AVG)
@@ -116,13 +117,28 @@ def test_collectives_and_messages() -> None:
 
 
 def reduce_different_sizes(rank: int, world: int) -> None:
+    torch.cuda.set_device(rank)
     dist.all_reduce(torch.ones(3 + rank, device="cuda"))
 
 
 def receive_nothing(rank: int, world: int) -> None:
     os.environ["GHOST_LIMIT"] = "3"
+    torch.cuda.set_device(rank)
     if rank == 0:
         dist.recv(torch.empty(3, device="cuda"), 1)
+
+
+def share_a_gpu(rank: int, world: int) -> str:
+    try:
+        dist.all_reduce(torch.ones(3, device="cuda:0"))
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_a_gpu_are_refused() -> None:
+    with ranks_on(GHOST_GPUS):
+        assert all("NCCL error" in text for text in run_ranks(share_a_gpu, 2))
 
 
 @pytest.mark.parametrize("function", [reduce_different_sizes, receive_nothing])

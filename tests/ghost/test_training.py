@@ -41,10 +41,11 @@ pytestmark = [pytest.mark.ranks, needs_ghosts]
 
 @dataclass(frozen=True)
 class GhostRun:
-    """A training on ghost GPUs: its losses, and what each rank told its device."""
+    """A training on ghost GPUs: its losses, what each rank told its device, and the devices that each rank used."""
 
     losses: list[float]
     traces: dict[int, list[Event]]
+    devices: dict[int, list[int]]
 
 
 def run_on_ghosts(case: Case, corpus: Path) -> GhostRun:
@@ -52,9 +53,15 @@ def run_on_ghosts(case: Case, corpus: Path) -> GhostRun:
 
     def train(folder: Path) -> GhostRun:
         train_on_ghosts(case.num_ranks, *case.argv(corpus, folder / "logs"), traces=folder)
-        return GhostRun(step_losses(folder / "logs"), read_traces(folder))
+        return GhostRun(step_losses(folder / "logs"), read_traces(folder), read_devices(folder))
 
     return once(train, "ghost", case)
+
+
+def read_devices(folder: Path) -> dict[int, list[int]]:
+    """Return the devices in the last lines of each rank's trace."""
+    lines = {int(file.stem.removeprefix("rank")): file.read_text().splitlines() for file in folder.glob("rank*.trace")}
+    return {rank: [int(line.split()[1]) for line in lines[rank] if line.startswith("DEVICE ")] for rank in lines}
 
 
 each_case = pytest.mark.parametrize("case", sampled(CASES, [case for case in CASES if case.is_quick]), ids=str)
@@ -66,6 +73,12 @@ def test_losses_equal_cpu_ranks(case: Case, corpus: Path, tmp_path: Path) -> Non
     train_on_cpus(case.num_ranks, *case.argv(corpus, tmp_path))
     assert found.losses == pytest.approx(step_losses(tmp_path), rel=case.tolerance)
     assert len(found.losses) == STEPS
+
+
+@each_case
+def test_each_rank_uses_its_own_device_only(case: Case, corpus: Path) -> None:
+    """A thread, and a process before its device is chosen, use device 0, where they would take memory from rank 0."""
+    assert run_on_ghosts(case, corpus).devices == {rank: [rank] for rank in range(case.num_ranks)}
 
 
 @each_case

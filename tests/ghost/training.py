@@ -38,10 +38,14 @@ def train_drawn() -> None:
 
 
 def train_traced(folder: str) -> None:
-    """Entry with weights drawn by name. It writes the trace of this rank, and marks the beginning of each step."""
+    """Entry with weights drawn by name. It writes the trace of this rank, and marks the beginning of each step.
+
+    The last lines of the trace are the devices that this process has used.
+    """
     from megatron.training import training
 
-    from tests.ghost.trace import mark, trace_to
+    from tests.ghost.environment import NUM_DEVICES
+    from tests.ghost.trace import mark, runtime, trace_to
 
     train_step, steps = training.train_step, iter(range(1, 1000))
 
@@ -54,4 +58,7 @@ def train_traced(folder: str) -> None:
     try:
         train_drawn()
     finally:
+        for device in range(NUM_DEVICES):
+            if runtime().ghost_is_used(device):
+                mark(f"DEVICE {device}")
         trace_to(None)

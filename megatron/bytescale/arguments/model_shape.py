@@ -124,7 +124,6 @@ def process(args: Any) -> Process:
     """Return the rank, the device and the settings of this process."""
     return Process(
         rank=args.rank,
-        local_rank=args.local_rank,
         on_cuda=args.distributed_backend == "nccl",
         dtype=args.params_dtype,
         tensor_parallel=args.tensor_model_parallel_size,

@@ -42,6 +42,7 @@ from megatron.bytescale.inference.heads_folder import (
     read_tensors,
     trunk_hash,
 )
+from megatron.bytescale.training.initialize import use_gpu
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -313,7 +314,7 @@ def join_processes(on_cpu: bool) -> None:
     """Join the processes that torchrun has started, or create a group of one process."""
     backend = "gloo" if on_cpu else "nccl"
     if not on_cpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     if process_count() > 1:
         torch.distributed.init_process_group(backend)
     else:

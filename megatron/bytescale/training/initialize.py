@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from megatron.bytescale import stores
 
@@ -13,6 +17,40 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _hosted: list[TCPStore] = []  # a store ends with its object
+
+
+def use_gpu(local_rank: int) -> None:
+    """Make the GPU of this rank the current device, before anything asks for the current device or uses it.
+
+    Megatron does this when it creates the process groups. Until then every rank would use GPU 0.
+
+    Raises:
+        ValueError: this node has fewer GPUs than ranks.
+    """
+    number = torch.cuda.device_count()
+    if local_rank >= number:
+        raise ValueError(f"local rank {local_rank} needs a GPU of its own, but torch sees {number}: start fewer ranks")
+    torch.cuda.set_device(local_rank)
+
+
+@contextlib.contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Destroy the process groups that a run inside has created, when it ends well.
+
+    Megatron leaves them to the end of the process, where NCCL's watchdog reports a leak, and its flight recorder a
+    timeout. After a failure peers may still wait, so nothing is destroyed.
+    """
+    is_own = not dist.is_initialized()
+    ended_well = False
+    try:
+        yield
+        ended_well = True
+    except SystemExit as end:
+        ended_well = not end.code
+        raise
+    finally:
+        if ended_well and is_own and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def stand_alone() -> None:

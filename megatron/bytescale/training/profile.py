@@ -41,6 +41,7 @@ from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features.hdp import build as hdp
 from megatron.bytescale.runtime import Parts, Runtime
+from megatron.bytescale.training.initialize import use_gpu
 from megatron.bytescale.training.pretrain_arguments import pretrain_config, stock_training
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _join(args: argparse.Namespace, on_cpu: bool) -> None:
     if on_cpu:  # as torchrun does, so that processor time measures the work
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
-        torch.cuda.set_device(args.local_rank)
+        use_gpu(args.local_rank)
     if dist.is_initialized():
         return
     if "MASTER_ADDR" in os.environ:

@@ -50,7 +50,7 @@ static Stream default_streams[GHOST_DEVICES];
 static Stream *streams = NULL;
 static Block *blocks = NULL;
 static size_t used_bytes[GHOST_DEVICES];
-static bool is_used[GHOST_DEVICES];
+static bool is_used[GHOST_DEVICES];  // devices with a primary context of this process
 static atomic_int num_streams = 0;
 static atomic_long num_tickets = 0;
 static FILE *trace = NULL;
@@ -68,6 +68,9 @@ static cudaError_t fail(cudaError_t error) {
   last_error = error;
   return error;
 }
+
+// [Initialization]: a call that needs a context makes the primary context of the thread's current device.
+static void use_device(void) { is_used[current_device] = true; }
 
 // ---- trace and waits
 
@@ -154,6 +157,7 @@ void ghost_wait_for_device(const char *reason) {
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, int priority) {
+  use_device();
   Stream *stream = calloc(1, sizeof *stream);
   *stream = (Stream){.number = atomic_fetch_add(&num_streams, 1) + 1, .device = current_device, .priority = priority};
   pthread_mutex_lock(&lock);
@@ -184,6 +188,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
 
 // [Stream Management, cudaStreamSynchronize]: the host waits until the device has completed all work of the stream.
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  use_device();
   Stream *stream = stream_of(handle);
   ghost_trace("HOST_WAIT stream %d", stream->number);
   ghost_wait(atomic_load(&stream->last), "cudaStreamSynchronize");
@@ -216,6 +221,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t call
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *handle, unsigned flags) {
+  use_device();
   Event *event = calloc(1, sizeof *event);
   event->flags = flags;
   *handle = (cudaEvent_t)event;
@@ -242,9 +248,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, uns
 }
 
 // [Event Management, cudaEventQuery]: an event that was never recorded is complete.
-cudaError_t cudaEventQuery(cudaEvent_t event) { return is_done(event->last) ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  use_device();
+  return is_done(event->last) ? cudaSuccess : cudaErrorNotReady;
+}
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  use_device();
   ghost_trace("HOST_WAIT event %ld", event->last ? event->last->number : 0);
   ghost_wait(event->last, "cudaEventSynchronize");
   return cudaSuccess;
@@ -315,7 +325,7 @@ void ghost_unmap(void *start) { remove_block(start, DEVICE); }
 // [Memory Management, cudaMalloc]: cudaErrorMemoryAllocation if the device has too little left.
 cudaError_t cudaMalloc(void **start, size_t size) {
   size_t bytes = size ? size : 1;
-  is_used[current_device] = true;
+  use_device();
   *start = ghost_has_room(bytes) ? map_memory(bytes, DEVICE) : NULL;
   ghost_trace("MALLOC %zu", size);
   return *start ? cudaSuccess : fail(cudaErrorMemoryAllocation);
@@ -344,6 +354,7 @@ cudaError_t cudaFreeAsync(void *start, cudaStream_t handle) {
 }
 
 cudaError_t cudaHostAlloc(void **start, size_t size, unsigned flags) {
+  use_device();
   *start = map_memory(size ? size : 1, PINNED);
   ghost_trace("HOST_MALLOC %zu", size);
   return *start ? cudaSuccess : fail(cudaErrorMemoryAllocation);
@@ -358,6 +369,7 @@ cudaError_t cudaFreeHost(void *start) {
 // [Memory Management, cudaHostRegister]: locks the pages of a range. A range with a page that is registered already is
 // cudaErrorHostMemoryAlreadyRegistered, even if the memory was freed in between without cudaHostUnregister.
 cudaError_t cudaHostRegister(void *start, size_t size, unsigned flags) {
+  use_device();
   uintptr_t first = (uintptr_t)start & ~(PAGE - 1), end = ((uintptr_t)start + size + PAGE - 1) & ~(PAGE - 1);
   bool is_taken = false;
   pthread_mutex_lock(&lock);
@@ -395,6 +407,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
+  use_device();
   *total = memory_bytes;
   *free_bytes = memory_bytes - used_bytes[current_device];
   return cudaSuccess;
@@ -402,6 +415,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 
 // [API synchronization behavior, Memcpy]: a copy with pageable memory is not asynchronous.
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t handle) {
+  use_device();
   Block block;
   if (!find_block(to, &block)) ghost_trace("PAGEABLE_COPY %zu to the host", size);
   else if (!find_block(from, &block)) ghost_trace("PAGEABLE_COPY %zu from the host", size);
@@ -459,7 +473,7 @@ cudaError_t cudaGetDevice(int *device) {
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= num_devices) return fail(cudaErrorInvalidDevice);
   current_device = device;
-  is_used[device] = true;
+  use_device();
   return cudaSuccess;
 }
 

@@ -57,6 +57,7 @@ typedef struct {
 
 typedef struct {
   atomic_int joined;
+  int devices[MAX_RANKS];
   Contribution contributions[MAX_RANKS];
   Message messages[MAX_RANKS][MAX_RANKS];  // [from][to]
 } Shared;
@@ -470,7 +471,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
   return ncclSuccess;
 }
 
-// [Creating a Communicator]: blocks until all ranks have called.
+// [Creating a Communicator]: blocks until all ranks have called. Each rank needs a device of its own.
 static ncclResult_t join(ncclComm_t *joined, int num_ranks, const char *key, int rank, const ncclConfig_t *config) {
   if (num_ranks > MAX_RANKS || rank < 0 || rank >= num_ranks) return ncclInvalidArgument;
   struct ncclComm *comm = calloc(1, sizeof *comm);
@@ -490,10 +491,16 @@ static ncclResult_t join(ncclComm_t *joined, int num_ranks, const char *key, int
   comm->shared = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (comm->shared == MAP_FAILED) return ncclSystemError;
+  comm->shared->devices[rank] = comm->device;
   atomic_fetch_add(&comm->shared->joined, 1);
   for (Patience patience = {0}; atomic_load(&comm->shared->joined) < num_ranks;)
     wait_more(comm, &patience, "its creation waits for other ranks");
   shm_unlink(path);
+  for (int peer = 0; peer < num_ranks; peer++)  // all ranks are processes of one node
+    if (peer != rank && comm->shared->devices[peer] == comm->device) {
+      fprintf(stderr, "ghost: ranks %d and %d of %s share GPU %d\n", rank, peer, comm->name, comm->device);
+      return ncclInvalidUsage;
+    }
   pthread_mutex_init(&comm->lock, NULL);
   pthread_cond_init(&comm->has_work, NULL);
   pthread_create(&comm->thread, NULL, run_batches, comm);

@@ -77,8 +77,6 @@ def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> lis
 def make_store(run: RunConfig) -> ActivationStore:
     """Return the activation store of this process, with its host arena."""
     config, process = run.get(ActivationConfig), run.process
-    if process.on_cuda:
-        torch.cuda.set_device(process.local_rank)
     arena = allocate_arena(int(config.host_bytes), pinned=process.on_cuda)
     return ActivationStore(config.plan(config.largest), make_link(arena, process.on_cuda), run.shape.num_layers)
 

@@ -50,7 +50,7 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None,
         "gradient_accumulation_fusion": False,
         "recompute_granularity": None, "recompute_modules": None,
-        "cuda_graph_impl": "none", "transformer_impl": "local", "world_size": 1, "rank": 0, "local_rank": 0,
+        "cuda_graph_impl": "none", "transformer_impl": "local", "world_size": 1, "rank": 0,
         "use_tp_pp_dp_mapping": False, "distributed_backend": "gloo", "distributed_timeout_minutes": 10,
         "log_interval": 1, "train_iters": 5, "save": None, "mtp_num_layers": None,
         "qk_l2_norm": False, "full_validation": False, "step_batch_size_schedule": None,
