@@ -21,6 +21,7 @@ from tests.e2e import once
 def pytest_configure(config: pytest.Config) -> None:
     """Make the examples of hypothesis equal in every run, without time limits. `make test` tries a part of them."""
     os.environ[sample.WHOLE] = str(int(not config.option.markexpr))
+    torch.set_num_threads(1)  # sums in the same order on every machine
     if importlib.util.find_spec("hypothesis") is not None:  # tests on a GPU run without it
         from hypothesis import settings
 
