@@ -97,6 +97,7 @@ class LayerWindow:
         self._others = HostedParameters(others, device)
         self._link = make_link(HostArena(torch.empty(0, dtype=torch.uint8)), device.type == "cuda")
         part.register_forward_pre_hook(self._before_part, prepend=True)
+        part.register_forward_hook(self._after_part)
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
             layer.register_forward_hook(partial(self._after_forward, number))
@@ -123,12 +124,20 @@ class LayerWindow:
 
     def release(self) -> None:
         """Free all hosted parameters on the device, because the optimizer is about to change them."""
-        for hosted in (*self._layers, self._others):
+        self._release((*self._layers, self._others))
+
+    def _release(self, parts: Iterable[HostedParameters]) -> None:
+        for hosted in parts:
             if hosted.on_device:
                 hosted.release(self._link)
 
     def _before_part(self, *_: object) -> None:
         self._others.hold(self._link)
+
+    def _after_part(self, *_: object) -> None:
+        """Free the layers after an evaluation: Megatron saves next, and needs equal layers in the same memory."""
+        if not torch.is_grad_enabled():
+            self._release(self._layers)
 
     def _before_forward(self, number: int, *_: object) -> None:
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
