@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bytescale_ext.attention.kernels.table import choose_kernel
 from tests.e2e.training import step_losses, train_ranks
 from tests.ghost.cases import HALF_TOLERANCE, Case
 from tests.ghost.devices import GHOST_GPUS, needs_ghosts
 from tests.ghost.training import train_drawn, train_on_cpus
-from tests.harness import ranks_on
+from tests.harness import ranks_on, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full, needs_ghosts]
 
@@ -28,6 +29,19 @@ def train_with_packages() -> None:
     here = Path(__file__).parent
     sys.path[:0] = [str(here / "site"), str(here / "packages")]
     train_drawn()
+
+
+def choose_with_version_4_in_torch(rank: int, world: int) -> str:
+    """Return why torch's flash attention is passed over where torch calls flash-attn 4, and the kernel that is used."""
+    import sys
+
+    import torch
+
+    sys.path[:0] = [str(Path(__file__).parent / "packages")]
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    sys.path[:1] = []
+    choice = choose_kernel("cuda", torch.bfloat16, 64)
+    return f"{choice.kernel.name}: {dict(choice.considered)['torch_flash']}"
 
 
 def words_of(case: Case, corpus: Path, logs: Path) -> list[object]:
@@ -58,3 +72,10 @@ def test_losses_equal_cpu_ranks(
     plain = Case(name, num_ranks, flags.split(" --hdp-attention-kernel")[0])
     train_on_cpus(num_ranks, *words_of(plain, corpus, tmp_path / "cpu"))
     assert step_losses(tmp_path / "ghost") == pytest.approx(step_losses(tmp_path / "cpu"), rel=HALF_TOLERANCE)
+
+
+def test_torch_with_version_4_inside_is_passed_over() -> None:
+    """Torch 2.13 expects two results of flash-attn 4, whose release 4.0.0b27 returns four. Our row calls it itself."""
+    with ranks_on(GHOST_GPUS):
+        (found,) = run_ranks(choose_with_version_4_in_torch, 1)
+    assert found == "torch_efficient: its probe failed: ValueError: too many values to unpack (expected 2)"

@@ -6,6 +6,7 @@ from tests.ghost import flash
 def _flash_attn_fwd(
     q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
     causal=False, softcap=None, window_size_left=None, window_size_right=None, num_splits=1, return_lse=False,
+    seqused_k=None, page_table=None, out=None,
 ):  # fmt: skip
     assert return_lse
     assert -1 not in (window_size_left, window_size_right), "no window is None here"
