@@ -126,7 +126,7 @@ class Buffer:
         assert topk_idx.is_contiguous()
         assert topk_idx.dtype == torch.int64
         assert num_experts % self.group.size() == 0
-        chosen = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
+        chosen = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool, device=topk_idx.device)
         chosen.scatter_(1, topk_idx.where(topk_idx >= 0, num_experts), True)
         in_rank = chosen[:, :num_experts].view(len(topk_idx), self.group.size(), -1).any(-1)
         per_expert = chosen[:, :num_experts].sum(0, dtype=torch.int32)
@@ -309,7 +309,7 @@ class HybridEPBuffer:
     def _routes(self, routing_map: torch.Tensor, multiple: int) -> tuple[HybridHandle, torch.Tensor]:
         """Return the routes of choices, bool [tokens, experts], and the rows of each local expert. Collective."""
         num_tokens, num_experts = routing_map.shape
-        sizes = counts_of_ranks(torch.tensor([num_tokens]), self.group)
+        sizes = counts_of_ranks(torch.tensor([num_tokens], device=routing_map.device), self.group)
         assert (sizes == num_tokens).all(), f"ranks have {sizes.flatten().tolist()} tokens"
         assert num_tokens % 64 == 0, "kernels take 64 tokens at a time"
         counts = counts_of_ranks(routing_map.sum(0), self.group)
@@ -319,7 +319,7 @@ class HybridEPBuffer:
         per_expert += -per_expert % multiple
         starts = (per_expert.cumsum(0) - per_expert) + (mine.cumsum(0) - mine)
         order = torch.cat([
-            torch.arange(int(start), int(start + count))
+            torch.arange(int(start), int(start + count), device=routing_map.device)
             for start, count in zip(starts.flatten(), mine.flatten(), strict=True)
         ])  # fmt: skip
         sent = counts[self.group.rank()].view(self.group.size(), -1).sum(1).tolist()

@@ -21,7 +21,7 @@ def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, tor
     folder = save / "wgrads" / f"iter_{iteration:07d}"
     files = sorted(folder.glob(f"mp_rank_{tp_rank:02d}*"))
     assert len(files) == 1, list(folder.iterdir())
-    return torch.load(files[0], weights_only=False)["model_chunk0"]
+    return torch.load(files[0], weights_only=False, map_location="cpu")["model_chunk0"]
 
 
 def shard_of(

@@ -173,7 +173,7 @@ def whole_gradients(save: Path, num_stages: int, tp_size: int) -> list[dict[str,
 
 def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, torch.Tensor]:
     names = [f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if num_stages > 1 else "") for stage in range(num_stages)]
-    stages = [torch.load(next(iter(folder.glob(f"{name}*"))), weights_only=False) for name in names]
+    stages = [torch.load(next(iter(folder.glob(f"{name}*"))), weights_only=False, map_location="cpu") for name in names]
     num_layers, whole = 0, {}
     for chunk in range(max(map(len, stages))):
         for stage in stages:

@@ -21,6 +21,7 @@ from bytescale_ext.plan.memory.plan import Request, TwoLevelPlan
 from bytescale_ext.plan.memory.plan_file import PlanFile
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepRecord
 from tests.e2e.corpora import VOCAB, write_documents
+from tests.e2e.devices import on_ghosts
 from tests.e2e.oracle import gradients, relative_error
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, record_steps, step_losses, train_ranks
 from tests.sample import sampled
@@ -110,7 +111,7 @@ def train_and_digest() -> None:
             parameters = [one for chunk in chunks for one in chunk.parameters()]
             digest = 0
             for parameter in parameters:
-                digest = zlib.crc32(parameter.main_grad.contiguous().numpy().tobytes(), digest)
+                digest = zlib.crc32(parameter.main_grad.contiguous().cpu().numpy().tobytes(), digest)
             counts = asdict(stores[0].counts) if stores else {}
             peak = stores[0].link.arena.peak_bytes if stores else 0
             print(f"DIGEST {digest:08x} {json.dumps({**counts, 'peak': peak})}")
@@ -125,7 +126,7 @@ def train_and_digest() -> None:
 
 def fingerprint(gradient: torch.Tensor) -> tuple[float, float]:
     """Return the norm of a gradient and its product with a fixed random direction, which identify the gradient."""
-    flat = gradient.double().flatten()
+    flat = gradient.double().flatten().cpu()
     direction = torch.randn(len(flat), dtype=torch.float64, generator=torch.Generator().manual_seed(len(flat)))
     return float(flat.norm()), float(flat @ direction)
 
@@ -250,7 +251,8 @@ def test_a_memory_plan_of_a_pipeline(case: str, corpus: Path, tmp_path: Path) ->
         (again_mb, used_mb) = re.findall(r"memory plan of .* ([\d.]+) MB planned, ([\d.]+) MB at most", other.text)[0]
         assert again_mb == planned_mb
         buffers = 2 * memory.buffer_bytes / 1e6
-        assert float(live_mb) - buffers <= float(used_mb) <= float(live_mb) + buffers + 1e-3
+        rounding = 0.02 * float(live_mb) if on_ghosts() else 1e-3  # blocks of the allocator are multiples of 512 bytes
+        assert float(live_mb) - buffers <= float(used_mb) <= float(live_mb) + buffers + rounding
         assert (memory.buffer_bytes > 0) == (policy == POLICIES["memo"])
     assert len(plans.plans) >= 2  # stages differ
 

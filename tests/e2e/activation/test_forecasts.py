@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests.e2e.corpora import documents
+from tests.e2e.devices import not_on_ghosts
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train_ranks, train_with
 from tests.sample import sampled
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, not_on_ghosts("it measures tensors of the CPU")]
 
 TOKENS = 512
 STEPS = 2

@@ -9,9 +9,10 @@ import pytest
 
 from tests.e2e.activation.test_forecasts import POLICIES, Measured, train_and_measure
 from tests.e2e.corpora import documents
+from tests.e2e.devices import not_on_ghosts
 from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, not_on_ghosts("it measures tensors of the CPU")]
 
 TOKENS = 512
 STEPS = 2

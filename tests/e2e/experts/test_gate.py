@@ -53,7 +53,7 @@ def moves(outcome: Outcome) -> int:
 
 def last_weights(save: Path) -> list[dict[str, torch.Tensor]]:
     files = sorted((save / f"iter_{STEPS:07d}").glob("mp_rank_*/model_optim_rng.pt"))
-    states = [torch.load(file, weights_only=False)["model"] for file in files]
+    states = [torch.load(file, weights_only=False, map_location="cpu")["model"] for file in files]
     return [{name: one for name, one in state.items() if isinstance(one, torch.Tensor)} for state in states]
 
 

@@ -62,7 +62,7 @@ def compare(found: SavedRun, expected: SavedRun, *names: str) -> None:
         assert figures(found.outcomes[-1], one) == pytest.approx(wanted, rel=TOLERANCE)
     whole = gradients(expected.save)
     parts = sorted(found.save.glob("wgrads/iter_0000001/mp_rank_*"))
-    of_ranks = [torch.load(part, weights_only=False).get("model_chunk0") for part in parts]
+    of_ranks = [torch.load(part, weights_only=False, map_location="cpu").get("model_chunk0") for part in parts]
     of_ranks = [grads for grads in of_ranks if grads]  # stages below the heads have no gradients
     for rank, grads in enumerate(of_ranks):
         assert grads.keys() == whole.keys()

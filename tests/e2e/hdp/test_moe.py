@@ -156,7 +156,7 @@ def gradients(save: Path, sizes: Sizes) -> dict[tuple[int, int], dict[str, torch
         numbers = [int(number) for number in file.stem.split("_")[2:]]
         stage = numbers[1] if sizes.stages > 1 else 0
         of_rank = found.setdefault((numbers[0], numbers[-1] if sizes.expert > 1 else 0), {})
-        for name, gradient in torch.load(file, weights_only=False)["model_chunk0"].items():
+        for name, gradient in torch.load(file, weights_only=False, map_location="cpu")["model_chunk0"].items():
             name = expert_name(name)
             of_rank[re.sub(r"(?<!mtp\.)layers\.0", f"layers.{stage}", name) if sizes.stages > 1 else name] = gradient
     return found

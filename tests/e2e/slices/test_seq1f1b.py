@@ -67,7 +67,7 @@ def read_gradients(save: Path, iteration: int = 1) -> Gradients:
     """Return every gradient of a step, of all stages and tensor-parallel ranks."""
     found: Gradients = {}
     for file in sorted((save / "wgrads" / f"iter_{iteration:07}").glob("mp_rank_*")):
-        for chunk, of_chunk in torch.load(file, weights_only=False).items():
+        for chunk, of_chunk in torch.load(file, weights_only=False, map_location="cpu").items():
             found |= {f"{file.name} {chunk} {name}": gradient for name, gradient in of_chunk.items()}
     return found
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.e2e.devices import not_on_ghosts
 from tests.e2e.once import once
 from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_ranks, train_with
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, not_on_ghosts("it measures tensors of the CPU")]
 
 MODEL_OF_2M = [
     *MODEL,

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.e2e.devices import on_ghosts
 from tests.e2e.experts.test_placement import EP2, MOE, SLOTS
 from tests.e2e.states.test_ngram import NGRAM
 from tests.e2e.states.test_paged import HOST_GB_OF_STAGE_3, PAGED
@@ -28,7 +29,7 @@ FEATURES: Final = {
     "embedding": [],
     "disk": [*PAGED, "--state-host-gb", HOST_GB_OF_STAGE_3],
     "late updates": [*PAGED, "--state-update-steps", 1],
-    "gradients": [*PAGED, "--state-stage", 2],
+    "gradients": [*PAGED, "--state-stage", 3 if on_ghosts() else 2],  # on GPUs stage 2 needs --bf16
     "slots": [*MOE, *EP2, *SLOTS],
 }
 REFUSED: Final = ({"late updates", "gradients"}, {"slots", "gradients"}, {"slots", "late updates"})

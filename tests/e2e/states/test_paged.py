@@ -20,6 +20,7 @@ import torch
 
 from bytescale_ext.states.disks import IN_MEMORY, file_system_of
 from tests.e2e.corpora import write_documents
+from tests.e2e.devices import on_ghosts
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_ranks, train_with
 from tests.harness import run_ranks
 from tests.sample import sampled
@@ -60,12 +61,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 RESUMED = ("documents, bf16, zero1", "samples, tp, bf16, tied")
 ON_DISK = ("documents, bf16, zero1", "samples in slices, pp, zero1")
 WINDOW = ["--state-stage", 3, "--state-window-layers", 1]
+GRADIENTS = WINDOW if on_ghosts() else ["--state-stage", 2]  # on GPUs stage 2 needs --bf16
 STAGES: dict[str, list[object]] = {
     "samples, tp, bf16, tied": WINDOW,
     "samples in slices, pp, zero1": WINDOW,
-    "documents, tp, pp": ["--state-stage", 2],
+    "documents, tp, pp": GRADIENTS,
     "documents, later tokens, pp, tied": WINDOW,
-    "documents, later tokens, tp": ["--state-stage", 2],
+    "documents, later tokens, tp": GRADIENTS,
 }  # all other layouts: stage 1
 # Two processes hold the same gradients and parameters.
 SHARED = ("samples in slices, pp, zero1", "documents, later tokens, pp, tied")
@@ -118,7 +120,10 @@ def compared(
     files = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
     assert files
     for file in files:
-        states = [dict(tensors_of(torch.load(folder / file, weights_only=False))) for folder in (one, other)]
+        states = [
+            dict(tensors_of(torch.load(folder / file, weights_only=False, map_location="cpu")))
+            for folder in (one, other)
+        ]
         states = [{key: value for key, value in state.items() if "rng_state" not in key} for state in states]
         assert states[0].keys() == states[1].keys()
         count += len(states[0])
@@ -132,7 +137,7 @@ def compared(
 
 def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: tuple[Path, Path]) -> None:
     """Check the losses of all steps that both have run, and the last checkpoint."""
-    rounding = ROUNDING if name in SHARED else 0.0
+    rounding = ROUNDING if name in SHARED or on_ghosts() else 0.0  # the resident run updates on the GPU
     if "--hybrid-data-parallel" in LAYOUTS[name][1]:
         losses, expected = map(step_losses, folders)
         assert losses == pytest.approx(expected[-len(losses) :], abs=rounding)
@@ -141,7 +146,8 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
     assert printed[-1] == pytest.approx(expected[-1], abs=rounding)
     if len(printed) != STEPS - SAVED:  # the second log line of a resumed run shows the mean of two steps
         assert printed == pytest.approx(expected, abs=rounding)
-    assert runs[0][-1].validation_losses[-2:] == runs[1][-1].validation_losses[-2:]
+    validation = [outcomes[-1].validation_losses[-2:] for outcomes in runs]
+    assert validation[0] == pytest.approx(validation[1], abs=rounding)
     if "torch_dist" not in LAYOUTS[name][1]:
         count, different = run_ranks(compared, 1, folders, STEPS, rounding, init_group=False)[0]
         assert different == []
@@ -198,4 +204,4 @@ def test_a_full_disk_ends_the_run_with_the_step_saved(documents: Path, tmp_path:
     train_ranks(1, *flags, "--load", tmp_path / "one", "--hdp-log-dir", tmp_path / "then")
     train_ranks(1, *flags[:-1], tmp_path / "two", "--hdp-log-dir", tmp_path / "whole")
     full_losses, then, whole = (step_losses(tmp_path / name) for name in ("full", "then", "whole"))
-    assert [*full_losses, *then] == whole
+    assert [*full_losses, *then] == pytest.approx(whole, abs=ROUNDING if on_ghosts() else 0.0)
