@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests tests all-tests test test-all twins lint style types setup newest transformers4 megatron next docs gpu-rehearsal peer-tests pins clean
+.PHONY: help demo cluster check quick-tests tests all-tests test test-all twins lint style types setup newest transformers4 megatron next docs engine gpu-rehearsal peer-tests pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -74,7 +74,7 @@ check: $(STAMP) style
 tests: $(STAMP)
 	$(PYTEST)
 
-all-tests: $(STAMP)
+all-tests: .venv/engine
 	$(PYTEST) -m ""
 
 quick-tests: $(STAMP)
@@ -84,8 +84,17 @@ twins: $(STAMP)
 	$(BIN)/python -m pytest -q -m "twins or ranks" -k small_twin -rP tests/scripts/test_models.py | grep -E "^(twin of|FAILED|ERROR|E  )"
 
 # What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
-gpu-rehearsal: $(STAMP)
+# With the Python of TransformerEngine, whose compiled functions tests/ghost/engine.py plays.
+ENGINE_PACKAGES := transformer_engine==2.20.2 onnxscript==0.7.2 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0 einops==0.8.2
+engine: .venv/engine
+.venv/engine: $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $@ $(ENGINE_PACKAGES)
+	@touch $@
+
+ON_GHOSTS := $(addprefix tests/e2e/,hdp slices states experts activation)
+gpu-rehearsal: .venv/engine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -rs tests/ghost
+	BYTESCALE_TESTS_ON=ghosts OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ranks -rs $(ON_GHOSTS)
 
 # Not a part of `make test`: unit tests of the source tree in $(MEGATRON), at the release that is installed here, with the
 # packages that they import. They run for PEER_MINUTES; a second call continues.

@@ -38,10 +38,12 @@ class Case:
         return HALF_TOLERANCE if self.is_bf16 or "--fp16" in self.flags else FLOAT32_TOLERANCE
 
     def argv(self, corpus: Path, logs: Path) -> list[object]:
-        """Return all flags of the training."""
+        """Return all flags of the training. Latent attention has no groups of queries."""
         precision = ["--bf16"] if self.is_bf16 else []
         data = ["--data-path", corpus, "--hdp-log-dir", logs]
-        return [*MODEL, *TRAIN, *HDP, *precision, *data, *self.flags.split()]
+        groups = MODEL.index("--group-query-attention")
+        model = [*MODEL[:groups], *MODEL[groups + 3 :]] if "--multi-latent-attention" in self.flags else MODEL
+        return [*model, *TRAIN, *HDP, *precision, *data, *self.flags.split()]
 
     def __str__(self) -> str:
         return self.name
@@ -53,6 +55,7 @@ BUCKETS = f"{SHARDED} --ddp-bucket-size 2000"
 PP2 = "--num-layers 4 --pipeline-model-parallel-size 2 --hdp-tokens-per-rank 256"
 ONE = "--hdp-tokens-per-rank 256"
 TWO = "--hdp-tokens-per-rank 128"
+TENSORS = f"--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64 {SHARDED}"
 PAGED = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 1"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall "
@@ -78,8 +81,7 @@ CASES = (
     Case("replicas of experts", 2,
          f"{TWO} {EXPERTS} --moe-layer-freq [1,1] --moe-router-load-balancing-type none --moe-expert-slots 3 "
          "--moe-placement-threshold 1.02 --no-gradient-accumulation-fusion"),
-    Case("tensor parallelism", 2,
-         f"{ONE} --tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64 {SHARDED}"),
+    Case("tensor parallelism", 2, f"{ONE} {TENSORS}"),
     Case("n-gram memory", 2, f"{TWO} {NGRAM}"),
     Case("four ranks", 4, f"{BUCKETS} --global-batch-size 8 --hdp-tokens-per-rank 64"),
     Case("four ranks, bytescale", 4, f"{BUCKETS} --hdp-balance bytescale --hdp-tokens-per-rank 64"),

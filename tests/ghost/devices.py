@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 
 from tests.ghost import build
+from tests.ghost.engine import APEX
 from tests.ghost.environment import environment
 from tests.ghost.hollow import VARIABLE
 from tests.harness import PRELOADED, Devices
@@ -32,6 +33,17 @@ HOLLOW_GPUS = {
     for settings in ("", "expandable_segments:True")
 }
 """Ghost GPUs without arithmetic (``hollow.py``), by the settings of torch's allocator."""
+
+
+def engine_environment(apex: str = "") -> dict[str, str]:
+    """Return the variables of a process on ghost GPUs with TransformerEngine, whose libraries are not loaded."""
+    return {**environment(), "NVTE_PROJECT_BUILDING": "1", APEX: apex}
+
+
+ENGINE_GPUS, APEX_GPUS = (
+    Devices(("tests.ghost.preload_engine", *_modules), "nccl", partial(engine_environment, apex)) for apex in ("", "1")
+)
+"""Ghost GPUs with TransformerEngine's Python (``engine.py``), without and with Apex."""
 
 
 def missing() -> str:

@@ -44,13 +44,6 @@ def choose_with_version_4_in_torch(rank: int, world: int) -> str:
     return f"{choice.kernel.name}: {dict(choice.considered)['torch_flash']}"
 
 
-def words_of(case: Case, corpus: Path, logs: Path) -> list[object]:
-    """Return the flags of a training. Latent attention has no groups of queries."""
-    words = case.argv(corpus, logs)
-    start = words.index("--group-query-attention")
-    return [*words[:start], *words[start + 3 :]] if LATENT.split()[0] in words else words
-
-
 @pytest.mark.parametrize(
     ("name", "num_ranks", "flags", "reason"),
     [
@@ -63,14 +56,14 @@ def words_of(case: Case, corpus: Path, logs: Path) -> list[object]:
 def test_losses_equal_cpu_ranks(
     name: str, num_ranks: int, flags: str, reason: str, corpus: Path, tmp_path: Path
 ) -> None:
-    words = words_of(Case(name, num_ranks, flags), corpus, tmp_path / "ghost")
+    words = Case(name, num_ranks, flags).argv(corpus, tmp_path / "ghost")
     with ranks_on(GHOST_GPUS):
         outcomes = train_ranks(num_ranks, *words, entry=train_with_packages)
     (line,) = [line for line in outcomes[0].text.splitlines() if "attention kernel" in line]
     assert f"attention kernel {name} (" in line
     assert reason in line
     plain = Case(name, num_ranks, flags.split(" --hdp-attention-kernel")[0])
-    train_on_cpus(num_ranks, *words_of(plain, corpus, tmp_path / "cpu"))
+    train_on_cpus(num_ranks, *plain.argv(corpus, tmp_path / "cpu"))
     assert step_losses(tmp_path / "ghost") == pytest.approx(step_losses(tmp_path / "cpu"), rel=HALF_TOLERANCE)
 
 

@@ -1,0 +1,58 @@
+"""Trainings with TransformerEngine's own Python on ghost GPUs: losses equal CPU ranks without it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.training import step_losses, train_ranks
+from tests.ghost.cases import BUCKETS, CASES, EXPERTS, ONE, TENSORS, TWO, Case
+from tests.ghost.devices import APEX_GPUS, ENGINE_GPUS, needs_ghosts
+from tests.ghost.engine import needs_engine
+from tests.ghost.training import train_drawn, train_on_cpus
+from tests.harness import Devices, ranks_on
+
+pytestmark = [pytest.mark.ranks, pytest.mark.full, needs_ghosts, needs_engine]
+
+LAYER = ("generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd")
+WITHOUT = ("zero bubble",)  # the product refuses it
+LATENT = Case(
+    "latent attention", 2, f"{TWO} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8",
+)  # fmt: skip
+
+
+def train_with_engine(called: tuple[str, ...]) -> None:
+    """Entry with weights drawn by name; it checks that the training has called these played functions."""
+    from tests.ghost import engine
+
+    train_drawn()
+    assert set(called) <= engine.num_calls.keys(), engine.num_calls
+
+
+def check(case: Case, devices: Devices, flags: str, called: tuple[str, ...], corpus: Path, folder: Path) -> None:
+    """Compare the losses of a training with further flags on these devices with CPU ranks without the flags."""
+    words = [*case.argv(corpus, folder / "engine"), "--transformer-impl", "transformer_engine", *flags.split()]
+    with ranks_on(devices):
+        outcomes = train_ranks(case.num_ranks, *words, entry=partial(train_with_engine, called))
+    assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-3000:]
+    train_on_cpus(case.num_ranks, *case.argv(corpus, folder / "cpu"))
+    assert step_losses(folder / "engine") == pytest.approx(step_losses(folder / "cpu"), rel=case.tolerance)
+
+
+@pytest.mark.parametrize("case", [case for case in (*CASES, LATENT) if case.name not in WITHOUT], ids=str)
+def test_losses_equal_cpu_ranks(case: Case, corpus: Path, tmp_path: Path) -> None:
+    check(case, ENGINE_GPUS, "", LAYER, corpus, tmp_path)
+
+
+def test_grouped_products_of_experts(corpus: Path, tmp_path: Path) -> None:
+    experts = f"{EXPERTS} --moe-layer-freq [1,1] --moe-router-load-balancing-type none"
+    case = Case("experts", 2, f"{TWO} {experts}")
+    check(case, ENGINE_GPUS, "--moe-grouped-gemm", ("te_general_grouped_gemm",), corpus, tmp_path)
+
+
+@pytest.mark.parametrize("flags", [f"{TWO} {BUCKETS}", f"{ONE} {TENSORS}"], ids=["rings", "tensors"])
+def test_fused_weight_gradients_of_apex(flags: str, corpus: Path, tmp_path: Path) -> None:
+    check(Case("fused", 2, flags), APEX_GPUS, "", (*LAYER, "wgrad_gemm_accum_fp32"), corpus, tmp_path)
