@@ -83,7 +83,6 @@ quick-tests: $(STAMP)
 twins: $(STAMP)
 	$(BIN)/python -m pytest -q -m "twins or ranks" -k small_twin -rP tests/scripts/test_models.py | grep -E "^(twin of|FAILED|ERROR|E  )"
 
-# What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
 # With the Python of TransformerEngine, whose compiled functions tests/ghost/engine.py plays.
 ENGINE_PACKAGES := transformer_engine==2.20.2 onnxscript==0.7.2 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0 einops==0.8.2
 engine: .venv/engine
@@ -91,6 +90,7 @@ engine: .venv/engine
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $@ $(ENGINE_PACKAGES)
 	@touch $@
 
+# What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
 ON_GHOSTS := $(addprefix tests/e2e/,hdp slices states experts activation)
 gpu-rehearsal: .venv/engine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -rs tests/ghost
