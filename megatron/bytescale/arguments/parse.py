@@ -135,6 +135,8 @@ def set_device_defaults(
         args.distributed_backend = "gloo"
         args.use_cpu_initialization = True
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
+    if args.num_experts and not (args.swiglu or args.quick_geglu):
+        args.bias_gelu_fusion = False  # Megatron's experts refuse a fused GELU in the first step
     if args.transformer_impl == ENGINE and not can_use(ENGINE):
         if "--transformer-impl" in argv:
             reason = "there is no GPU" if on_cpu else "TransformerEngine is not installed (pip install .[gpu])"

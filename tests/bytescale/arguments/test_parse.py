@@ -82,12 +82,25 @@ def test_defaults_on_a_gpu_follow_what_can_be_imported(
     assert switched_off.gradient_accumulation_fusion is switched_off.apply_rope_fusion is False
 
 
+@pytest.mark.parametrize(
+    ("given", "is_fused"),
+    [({}, True), ({"num_experts": 4}, False), ({"num_experts": 4, "quick_geglu": True}, True)],
+    ids=["dense", "experts", "gated experts"],
+)
+def test_experts_have_no_fused_gelu(given: dict[str, object], is_fused: bool) -> None:
+    """Megatron's experts raise ValueError in the first step with its default, the fused GELU."""
+    args = stock_arguments(**given)
+    set_device_defaults(args, [], on_cpu=False)
+    assert args.bias_gelu_fusion is is_fused
+
+
 def stock_arguments(**changes: object) -> argparse.Namespace:
     """Return Megatron's defaults of settings that depend on the machine."""
     fusions = [*NEEDS, "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"]
     values = {"transformer_impl": ENGINE, "no_persist_layer_norm": False, "distributed_backend": "nccl",
               "use_cpu_initialization": False, "tensor_model_parallel_size": 1,
-              "moe_token_dispatcher_type": "alltoall"}  # fmt: skip
+              "moe_token_dispatcher_type": "alltoall", "num_experts": None, "swiglu": False,
+              "quick_geglu": False}  # fmt: skip
     return argparse.Namespace(**{**dict.fromkeys(fusions, True), **values, **changes})
 
 
