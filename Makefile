@@ -91,7 +91,8 @@ engine: .venv/engine
 	@touch $@
 
 # What runs on GPUs, on a machine without one (tests/ghost). `make test` runs a part of it.
-ON_GHOSTS := $(addprefix tests/e2e/,hdp slices states experts activation)
+ON_GHOSTS := $(addprefix tests/e2e/,hdp slices states experts activation) \
+  $(patsubst %,tests/e2e/runs/test_%.py,agreement data_flags logging new_feature resume saved_pairs stock)
 gpu-rehearsal: .venv/engine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "" -rs tests/ghost
 	BYTESCALE_TESTS_ON=ghosts OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ranks -rs $(ON_GHOSTS)

@@ -1,6 +1,6 @@
 """Devices of trainings: CPU ranks, or with BYTESCALE_TESTS_ON=ghosts the ghost GPUs of ``tests/ghost``.
 
-The plain process that a test compares with stays on the CPU, so its losses and gradients come from another device.
+Plain processes and stock Megatron, with which a test compares, stay on the CPU: their losses come from another device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def run_trainings(
         args: further arguments of the function.
         options: arguments of ``run_ranks``.
     """
-    is_plain = num_ranks == 1 and "--hybrid-data-parallel" not in argv
-    if is_plain or not on_ghosts():
+    from tests.e2e.oracle import train_documents_one_by_one
+
+    is_alone = num_ranks == 1 and "--hybrid-data-parallel" not in argv
+    if is_alone or entry is train_documents_one_by_one or not on_ghosts():
         return run_ranks(function, num_ranks, argv, entry, *args, **options)
     from tests.ghost.devices import GHOST_GPUS
 

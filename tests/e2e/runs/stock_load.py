@@ -27,7 +27,7 @@ def main(one_file: Path, sharded: Path) -> None:
     """Load both and compare."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    whole = torch.load(one_file / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    whole = torch.load(one_file / "mp_rank_00" / "model_optim_rng.pt", weights_only=False, map_location="cpu")
     first, second = build(whole["args"]), build(dist_checkpointing.load_common_state_dict(str(sharded))["args"])
     before = [one.detach().clone() for one in second.parameters()]
     first.load_state_dict(whole["model"], strict=True)
