@@ -14,36 +14,36 @@ from functools import partial
 import pytest
 
 from tests.ghost import build
-from tests.ghost.engine import APEX
+from tests.ghost.engine import APEX, NO_LIBRARIES
 from tests.ghost.environment import environment
 from tests.ghost.hollow import VARIABLE
 from tests.harness import PRELOADED, Devices
 
 _modules = tuple("tests.ghost.preload" if name == "tests.e2e.preload" else name for name in PRELOADED)
-GHOST_GPUS = Devices(_modules, "nccl", environment)
+_ENGINE = ("tests.ghost.preload_engine",)
 
 
-def hollow_environment(settings: str) -> dict[str, str]:
-    """Return the variables of a process on hollow ghost GPUs with settings of torch's allocator."""
-    return {**environment(), VARIABLE: "1", "PYTORCH_ALLOC_CONF": settings}
+def environment_with(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables of a process on ghost GPUs, and these."""
+    return {**environment(), **variables}
 
 
-HOLLOW_GPUS = {
-    settings: Devices(_modules, "nccl", partial(hollow_environment, settings))
-    for settings in ("", "expandable_segments:True")
-}
-"""Ghost GPUs without arithmetic (``hollow.py``), by the settings of torch's allocator."""
+def ghosts(first: tuple[str, ...] = (), **variables: str) -> Devices:
+    """Return ghost GPUs whose server imports further modules first, with further variables."""
+    return Devices((*first, *_modules), "nccl", partial(environment_with, variables))
 
 
-def engine_environment(apex: str = "") -> dict[str, str]:
-    """Return the variables of a process on ghost GPUs with TransformerEngine, whose libraries are not loaded."""
-    return {**environment(), "NVTE_PROJECT_BUILDING": "1", APEX: apex}
+def hollow_ghosts(settings: str, first: tuple[str, ...] = (), **variables: str) -> Devices:
+    """Return ghost GPUs without arithmetic (``hollow.py``), with settings of torch's allocator."""
+    return ghosts(first, **{VARIABLE: "1", "PYTORCH_ALLOC_CONF": settings}, **variables)
 
 
-ENGINE_GPUS, APEX_GPUS = (
-    Devices(("tests.ghost.preload_engine", *_modules), "nccl", partial(engine_environment, apex)) for apex in ("", "1")
-)
-"""Ghost GPUs with TransformerEngine's Python (``engine.py``), without and with Apex."""
+GHOST_GPUS = ghosts()
+HOLLOW_GPUS = {settings: hollow_ghosts(settings) for settings in ("", "expandable_segments:True")}
+ENGINE_GPUS = ghosts(_ENGINE, **NO_LIBRARIES)
+"""Ghost GPUs with TransformerEngine's Python (``engine.py``)."""
+APEX_GPUS = ghosts(_ENGINE, **NO_LIBRARIES, **{APEX: "1"})
+HOLLOW_ENGINE_GPUS = hollow_ghosts("expandable_segments:True", _ENGINE, **NO_LIBRARIES)
 
 
 def missing() -> str:

@@ -48,8 +48,8 @@ class HollowKernel:
     _found: dict[object, list[Layout | object]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        is_small = sum(one.numel() for one in tensors) <= LARGE
+        tensors = _tensors((args, kwargs))
+        is_small = not is_large((args, kwargs))
         is_small_copy = self.cpu.name == "copy_" and tensors[0].numel() <= LARGE
         if is_small or is_small_copy or self.cpu.name in COMPUTED:
             return self.kernel(*args, **kwargs)
@@ -86,6 +86,15 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in _leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def is_large(args: Any) -> bool:
+    """Return whether an operator with these arguments is large."""
+    return sum(one.numel() for one in _tensors(args)) > LARGE
+
+
 def _signature(value: Any) -> object:
     """Return a key that is equal for arguments with results of equal layouts."""
     if isinstance(value, torch.Tensor):
@@ -108,6 +117,28 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _on_meta(one) for name, one in value.items()}
     return value
+
+
+def room_for(function: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> Any:
+    """Return room for the results of a function of tensors that calls torch's operators; it may return arguments."""
+    metas = {id(one): _on_meta(one) for one in _tensors((args, kwargs))}
+    given = {id(metas[id(one)]): one for one in _tensors((args, kwargs))}
+    found = function(*_replaced(args, metas), **_replaced(kwargs, metas))
+    rooms = {
+        id(one): torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device)
+        for one in _tensors(found)
+        if id(one) not in given
+    }
+    return _replaced(found, given | rooms)
+
+
+def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
+    """Return a value with other tensors. ``by``: tensor, by the identity of the tensor that it replaces."""
+    if isinstance(value, tuple | list):
+        return type(value)(_replaced(one, by) for one in value)
+    if isinstance(value, dict):
+        return {name: _replaced(one, by) for name, one in value.items()}
+    return by[id(value)] if isinstance(value, torch.Tensor) else value
 
 
 # ---- operators without a version that computes nothing

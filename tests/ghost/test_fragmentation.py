@@ -20,8 +20,9 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from tests.e2e.activation.test_forecasts import print_forecast
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_with
-from tests.ghost.devices import HOLLOW_GPUS, needs_ghosts
-from tests.harness import ranks_on
+from tests.ghost.devices import HOLLOW_ENGINE_GPUS, HOLLOW_GPUS, needs_ghosts
+from tests.ghost.engine import needs_engine
+from tests.harness import Devices, ranks_on
 
 pytestmark = [pytest.mark.ranks, needs_ghosts]
 
@@ -94,10 +95,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("byted") / "docs", lengths, copies=1)
 
 
-def peaks_of(settings: str, words: str, corpus: Path, steps: int = STEPS) -> list[Peaks]:
-    """Return the peaks of each rank with settings of the allocator and flags."""
+def peaks_of(devices: Devices, words: str, corpus: Path, steps: int = STEPS) -> list[Peaks]:
+    """Return the peaks of each rank on hollow ghost GPUs with flags."""
     flags = [*MODEL, *TRAIN, *HDP, *SIZES, *words.split(), "--train-iters", steps, "--data-path", corpus]
-    with ranks_on(HOLLOW_GPUS[settings]):
+    with ranks_on(devices):
         outcomes = train_ranks(2, *flags, entry=train_and_print_peaks)
     assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-2000:]
     assert len(re.findall(r"^ run: ", outcomes[-1].text, re.MULTILINE)) == steps
@@ -114,7 +115,7 @@ def read_peaks(text: str) -> Peaks:
 @pytest.mark.parametrize("case", CASES)
 def test_the_launchers_settings_reserve_little_more_than_is_used(case: str, corpus: Path) -> None:
     words = f"{CASES[case]} --use-distributed-optimizer"
-    found = {settings: peaks_of(settings, words, corpus) for settings in HOLLOW_GPUS}
+    found = {settings: peaks_of(devices, words, corpus) for settings, devices in HOLLOW_GPUS.items()}
     for settings, ranks in found.items():
         for rank, peaks in enumerate(ranks):
             print(
@@ -132,8 +133,21 @@ def test_the_update_is_in_the_forecast(case: str, tmp_path: Path) -> None:
     short = f"--seq-length {SHORTEST} --max-position-embeddings {SHORTEST} --hdp-tokens-per-rank {SHORTEST}"
     corpus = write_documents(tmp_path / "docs", [SHORTEST // 2] * DOCUMENTS * 2, copies=1)
     words = f"--num-layers 2 {short} {UPDATES[case]}"
-    for peaks in peaks_of("expandable_segments:True", words, corpus, steps=2):
+    for peaks in peaks_of(HOLLOW_GPUS["expandable_segments:True"], words, corpus, steps=2):
         print(f"{case}: allocated {peaks.allocated / 1e9:.3f} GB, forecast {peaks.forecast / 1e9:.3f} GB")
+        assert peaks.forecast == pytest.approx(peaks.allocated, rel=0.05)
+
+
+@pytest.mark.full
+@needs_engine
+@pytest.mark.parametrize("case", CASES)
+def test_forecasts_hold_for_transformer_engine(case: str, corpus: Path) -> None:
+    words = f"{CASES[case]} --use-distributed-optimizer --transformer-impl transformer_engine"
+    for rank, peaks in enumerate(peaks_of(HOLLOW_ENGINE_GPUS, words, corpus)):
+        print(
+            f"{case}, rank {rank}: allocated {peaks.allocated / 1e9:.2f} GB, reserved {peaks.ratio:.3f} times as much, "
+            f"forecast {peaks.forecast / peaks.allocated:.3f} of it"
+        )
         assert peaks.forecast == pytest.approx(peaks.allocated, rel=0.05)
 
 
