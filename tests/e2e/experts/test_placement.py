@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.devices import on_ghosts
 from tests.e2e.hdp.test_moe import SHARDED, with_equal_weights
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, SavedRun, train_once, train_ranks, train_with
 from tests.sample import sampled
@@ -158,7 +159,7 @@ def test_documents_with_unequal_micro_batches(corpus: Path) -> None:
     (planned,) = {plans(outcome) for outcome in ranks}
     loads = [float(load) for load, _ in planned]
     assert loads[:2] == [1.0, 1.0]
-    assert 1.0 < loads[2] < 2.0  # each device draws other biases
+    assert (1.0 if on_ghosts() else 1.1) < loads[2] < 2.0  # each device draws other biases
     assert {load for load, _ in plans(expected.outcomes[-1])} == {"1.000000"}
 
 

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import pytest
 
-from tests.e2e.devices import on_ghosts
 from tests.e2e.experts.test_placement import EP2, MOE, SLOTS
 from tests.e2e.states.test_ngram import NGRAM
-from tests.e2e.states.test_paged import HOST_GB_OF_STAGE_3, PAGED
+from tests.e2e.states.test_paged import GRADIENTS, HOST_GB_OF_STAGE_3, PAGED
 from tests.e2e.training import HDP, MODEL, TRAIN, plan_in_process, record_steps, train_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full]
@@ -29,7 +28,7 @@ FEATURES: Final = {
     "embedding": [],
     "disk": [*PAGED, "--state-host-gb", HOST_GB_OF_STAGE_3],
     "late updates": [*PAGED, "--state-update-steps", 1],
-    "gradients": [*PAGED, "--state-stage", 3 if on_ghosts() else 2],  # on GPUs stage 2 needs --bf16
+    "gradients": [*PAGED, *GRADIENTS],
     "slots": [*MOE, *EP2, *SLOTS],
 }
 REFUSED: Final = ({"late updates", "gradients"}, {"slots", "gradients"}, {"slots", "late updates"})
