@@ -27,7 +27,7 @@ FOLDER = Path(__file__).resolve().parents[2] / ".venv/engine"
 APEX = "GHOST_APEX"
 """Environment variable of a machine with Apex."""
 NO_LIBRARIES = {"NVTE_PROJECT_BUILDING": "1"}
-"""Environment in which TransformerEngine does not look for its libraries."""
+"""Environment variables that keep TransformerEngine from looking for its libraries."""
 
 needs_engine = pytest.mark.skipif(not FOLDER.is_dir(), reason="no TransformerEngine: run make engine")
 
@@ -56,7 +56,7 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_FP8 = 2
 
 
-TORCH_TYPES = {
+TORCH_TYPES: dict[int, torch.dtype] = {
     DType.kByte: torch.uint8,
     DType.kInt32: torch.int32,
     DType.kFloat32: torch.float32,
@@ -78,7 +78,7 @@ def played(function: Callable[..., Any]) -> Callable[..., Any]:
         for one in [*args, *kwargs.values()]:
             check_device(one, function.__name__)
         num_calls[function.__name__] = num_calls.get(function.__name__, 0) + 1
-        if hollow.is_hollow() and hollow.is_large(args):
+        if hollow.is_hollow() and hollow.are_large(hollow.tensors_of(args)):
             return hollow.room_for(function, torch.device("cuda", torch.cuda.current_device()), args, kwargs)
         return function(*args, **kwargs)
 
@@ -122,7 +122,7 @@ def generic_gemm(
         result = result + bias.float()
     if D is not None:
         return [store(result, D, accumulate), bias_gradient, None, None]
-    dtype = A.dtype if output_dtype is None else TORCH_TYPES[DType(int(output_dtype))]
+    dtype = A.dtype if output_dtype is None else TORCH_TYPES[int(output_dtype)]
     shape = result.shape if transB else (*B.shape[:-1], result.shape[-1])
     return [result.to(dtype).view(shape), bias_gradient, None, None]
 
@@ -157,7 +157,7 @@ def scale_of(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
 
 
 def stored_norm(result: Tensor, ln_out: Tensor | None, otype: Any) -> Tensor:
-    return result.to(TORCH_TYPES[DType(int(otype))]) if ln_out is None else ln_out.copy_(result)
+    return result.to(TORCH_TYPES[int(otype)]) if ln_out is None else ln_out.copy_(result)
 
 
 @played
@@ -217,21 +217,27 @@ def turned(rows: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), -1)
 
 
-def angles_of(freqs: Tensor, num_rows: int, *unused: object) -> Tensor:
-    """Return the angles [rows, 1, 1, width]. Raises RuntimeError for frequencies that the kernel does not take."""
+def rotate(rows: Tensor, freqs: Tensor, interleaved: bool, is_backward: bool) -> Tensor:
+    """Return rows [rows, batch, heads, width] turned by their angles, or gradients turned back.
+
+    Raises RuntimeError for frequencies that the kernel does not take.
+    """
     if freqs.dtype != torch.float32:
         raise RuntimeError("Dtype of the freqs tensor must be float32")
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1):
         raise RuntimeError("expected the second and third dims of the freqs tensor equal 1")
-    if freqs.shape[0] < num_rows:
+    if freqs.shape[0] < len(rows):
         raise RuntimeError("expected freqs tensor has a longer sequence length than input")
-    return freqs[:num_rows]
+    angles, width = freqs[: len(rows)], freqs.shape[-1]
+    part = rows[..., :width].float()
+    other = -turned(part * angles.sin(), interleaved) if is_backward else turned(part, interleaved) * angles.sin()
+    return torch.cat(((part * angles.cos() + other).to(rows.dtype), rows[..., width:]), -1)
 
 
 def check_rows_first(start_positions: Any, qkv_format: Any, cu_seqlens: Any, cp_size: int) -> None:
+    """Raise NotImplementedError for another layout than [rows, batch, heads, width] of whole sequences."""
     refuse(start_positions=start_positions, cu_seqlens=cu_seqlens, cp_size=cp_size != 1)
-    if "SBHD" not in getattr(qkv_format, "name", "NVTE_SBHD"):
-        raise NotImplementedError(f"{qkv_format} is not played")
+    refuse(qkv_format=qkv_format.name != "NVTE_SBHD")
 
 
 @played
@@ -239,12 +245,9 @@ def fused_rope_forward(
     input: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Any, interleaved: bool,
     cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return rows [rows, batch, heads, width] turned by their angles."""
+    """Return rows turned by their angles."""
     check_rows_first(start_positions, qkv_format, cu_seqlens, cp_size)
-    angles = angles_of(freqs, len(input))
-    rows = input[..., : angles.shape[-1]].float()
-    result = rows * angles.cos() + turned(rows, interleaved) * angles.sin()
-    return torch.cat((result.to(input.dtype), input[..., angles.shape[-1] :]), -1)
+    return rotate(input, freqs, interleaved, is_backward=False)
 
 
 @played
@@ -254,10 +257,7 @@ def fused_rope_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradients of the rows."""
     check_rows_first(start_positions, qkv_format, cu_seqlens, cp_size)
-    angles = angles_of(freqs, len(output_grads))
-    gradient = output_grads[..., : angles.shape[-1]].float()
-    result = gradient * angles.cos() - turned(gradient * angles.sin(), interleaved)
-    return torch.cat((result.to(output_grads.dtype), output_grads[..., angles.shape[-1] :]), -1)
+    return rotate(output_grads, freqs, interleaved, is_backward=True)
 
 
 @played
@@ -332,8 +332,7 @@ class Enumeration(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = NotPlayed(f"{cls.__name__}.{name}")
-        value.name = name
+        value = NotPlayed(name)
         setattr(cls, name, value)
         return value
 
@@ -369,7 +368,7 @@ def weight_gradients() -> types.ModuleType:
         store(product(total_input, False, grad_output, True), main_grad, accumulate=True)
 
     module = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    module.__spec__ = ModuleSpec(module.__name__, None)  # by which the product finds it
+    module.__spec__ = ModuleSpec(module.__name__, None)  # the product looks for a spec
     module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32  # type: ignore[attr-defined]
     module.wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # type: ignore[attr-defined]
     return module

@@ -48,8 +48,8 @@ class HollowKernel:
     _found: dict[object, list[Layout | object]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = _tensors((args, kwargs))
-        is_small = not is_large((args, kwargs))
+        tensors = tensors_of((args, kwargs))
+        is_small = not are_large(tensors)
         is_small_copy = self.cpu.name == "copy_" and tensors[0].numel() <= LARGE
         if is_small or is_small_copy or self.cpu.name in COMPUTED:
             return self.kernel(*args, **kwargs)
@@ -86,13 +86,14 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors inside arguments."""
     return [one for one in _leaves(value) if isinstance(one, torch.Tensor)]
 
 
-def is_large(args: Any) -> bool:
-    """Return whether an operator with these arguments is large."""
-    return sum(one.numel() for one in _tensors(args)) > LARGE
+def are_large(tensors: list[torch.Tensor]) -> bool:
+    """Return whether an operator of these tensors is large."""
+    return sum(one.numel() for one in tensors) > LARGE
 
 
 def _signature(value: Any) -> object:
@@ -121,12 +122,12 @@ def _on_meta(value: Any) -> Any:
 
 def room_for(function: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> Any:
     """Return room for the results of a function of tensors that calls torch's operators; it may return arguments."""
-    metas = {id(one): _on_meta(one) for one in _tensors((args, kwargs))}
-    given = {id(metas[id(one)]): one for one in _tensors((args, kwargs))}
+    metas = {id(one): _on_meta(one) for one in tensors_of((args, kwargs))}
+    given = {id(metas[id(one)]): one for one in tensors_of((args, kwargs))}
     found = function(*_replaced(args, metas), **_replaced(kwargs, metas))
     rooms = {
         id(one): torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device)
-        for one in _tensors(found)
+        for one in tensors_of(found)
         if id(one) not in given
     }
     return _replaced(found, given | rooms)

@@ -17,12 +17,12 @@ from tests.ghost.environment import environment
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def variables() -> dict[str, str]:
+def variables(num_devices: int) -> dict[str, str]:
     """Return the variables of a process whose Python loads the kernels when it starts."""
     paths = (str(ROOT / "tests/ghost/site"), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    num_devices = int(os.environ.get("GHOST_DEVICES", "1"))
     return {**os.environ, **environment(num_devices), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 if __name__ == "__main__":
-    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], variables())
+    gpus = int(os.environ.get("GHOST_DEVICES", "1"))
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], variables(gpus))

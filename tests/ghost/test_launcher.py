@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 
 from tests.e2e.corpora import VOCAB
 from tests.ghost.devices import needs_ghosts
-from tests.ghost.environment import environment
-from tests.scripts.launchers import LOCAL, ROOT
+from tests.ghost.run import variables
+from tests.scripts.launchers import LOCAL
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full, needs_ghosts]
 
@@ -22,12 +21,10 @@ STEPS = "--train-iters 4 --lr-decay-iters 4 --lr-warmup-fraction 0 --eval-interv
 
 
 def start(corpus: Path, out: Path, *flags: str) -> str:
-    """Run the launcher on two ghost GPUs, and return what it prints."""
-    variables = {
-        **os.environ,
-        **environment(2),
+    """Run the launcher on two ghost GPUs, and return its output."""
+    given = {
+        **variables(2),
         **MODEL,
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "tests/ghost/site"), str(ROOT))),
         "DATA": str(corpus),
         "TOKENIZER": f"--tokenizer-type NullTokenizer --vocab-size {VOCAB}",
         "TOKENS_PER_RANK": "128",
@@ -35,7 +32,7 @@ def start(corpus: Path, out: Path, *flags: str) -> str:
         "OUT": str(out),
     }
     words = [str(LOCAL), *STEPS, *flags]
-    ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS)
+    ended = subprocess.run(words, env=given, capture_output=True, text=True, timeout=HANG_SECONDS)
     text = ended.stdout + ended.stderr
     assert ended.returncode == 0, text[-5000:]
     return text

@@ -37,9 +37,9 @@ def choose_with_version_4_in_torch(rank: int, world: int) -> str:
 
     import torch
 
-    sys.path[:0] = [str(Path(__file__).parent / "packages")]
+    sys.path.insert(0, str(Path(__file__).parent / "packages"))
     torch.nn.attention.activate_flash_attention_impl("FA4")
-    sys.path[:1] = []
+    sys.path.pop(0)  # otherwise the first kernel of the table would be flash-attn's own
     choice = choose_kernel("cuda", torch.bfloat16, 64)
     return f"{choice.kernel.name}: {dict(choice.considered)['torch_flash']}"
 
