@@ -39,6 +39,7 @@ from tests.e2e.training import HDP
 pytestmark = pytest.mark.ranks
 
 DEPTH = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5".split()
+REPEATED = [*DEPTH, "--mtp-num-layers", 2, "--mtp-use-repeated-layer"]
 # Computing is slow and links are fast, so that replicas pay off even for few tokens.
 SLOTS = "--moe-expert-slots 3 --moe-placement-threshold 1.01 --moe-placement-speeds 1e-6 1000".split()
 # Sizes of the model. The second of its two layers has experts, and so has the layer of multi-token prediction.
@@ -53,8 +54,9 @@ CASES: dict[str, tuple[int, list[object], list[object]]] = {
     "tensor-parallel": (4, [], [*EP2, *TP2]),
     "replicas": (4, [], [*EP2, *SLOTS]),
     "replicas-slices-pp2": (4, [], [*EP2, *PP2, *SLICES, *SLOTS]),
-    "repeated": (4, [*DEPTH, "--mtp-num-layers", 2, "--mtp-use-repeated-layer"], [*EP2, *PP2]),
+    "repeated": (4, REPEATED, [*EP2, *PP2]),
     "alone": (2, AUX, [*EP2, *SLICES, *WHOLE]),
+    "repeated-alone": (2, [*REPEATED, *AUX], [*EP2, *SLICES, *WHOLE]),
 }
 
 
@@ -72,13 +74,13 @@ def test_losses_and_gradients_are_those_of_one_process(
     tmp_path: Path,
 ) -> None:
     num_ranks, losses, flags = CASES[name]
-    data, (one, many) = lone_documents if name == "alone" else corpus, (tmp_path / "one", tmp_path / "many")
+    data, (one, many) = lone_documents if "alone" in name else corpus, (tmp_path / "one", tmp_path / "many")
     oracle = run_oracle(data, one, *EXACT, *DEPTH, *losses, *TWO_STEPS, entry=train_and_note_margins)
     margins = [float(margin) for margin in re.findall(r"^MARGIN (.*)$", oracle.text, re.MULTILINE)]
     assert min(margins) > 1e-6, "rounding errors may choose other experts: take another SEED"
     expected = gradients(one, Sizes.of([]))[0, 0]
     assert any("mtp" in key and key.endswith("router.weight") for key in expected)
-    shape = replace(SHAPE, vocab=len(expected["output_layer.weight"]), later_repeats=name == "repeated")
+    shape = replace(SHAPE, vocab=len(expected["output_layer.weight"]), later_repeats="repeated" in name)
     shape = replace(shape, later_layers=1 + shape.later_repeats)
     assert sum(one.numel() for one in expected.values()) == num_parameters(shape) + expert_parameters(shape)
     outcome = run(data, many, num_ranks, *HDP, *EXACT, *DEPTH, *losses, *flags, *TWO_STEPS)

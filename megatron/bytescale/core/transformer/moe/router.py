@@ -11,7 +11,8 @@ over all T tokens of the step::
                       P over the step, f over the step before (``step_loads.py``)
     z_loss            1/T sum over tokens of logsumexp(logits)^2
 
-Only the first depends on the plan.
+Only the first depends on the plan. A layer of multi-token prediction that is repeated divides all losses by its depths
+in the log, and the first three in gradients too.
 
 Megatron divides all gradients of a step by its number of labels. A step may have few labels (only answers) or none
 (documents of one token). So sums over tokens are multiplied by the step's labels / T (``StepState.label_shares``), and
@@ -57,6 +58,16 @@ class DocumentRouter(SliceRouter):
         if not eps or not self.training:
             return input
         return input * jitter(self.runtime, number_in_model(self), input.shape, eps).to(input.dtype)
+
+    @property
+    def num_depths(self) -> int:
+        """How often the router runs for a token: once, or at each depth of a repeated layer."""
+        return self.config.mtp_num_layers if self.is_mtp_layer and self.config.mtp_use_repeated_layer else 1
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Return the coefficient of a loss, which is a mean over the depths of a repeated layer, as in Megatron."""
+        coefficient: float = super().get_aux_loss_coeff(aux_loss_type)
+        return coefficient / self.num_depths
 
     def _apply_aux_loss(
         self,
@@ -176,7 +187,7 @@ class DocumentRouter(SliceRouter):
         num_parts = self.runtime.run.cluster.num_ranks * get_num_microbatches()
         get_moe_metrics_tracker().record(
             name,
-            loss * (num_parts / batch.num_tokens),
+            loss * (num_parts / batch.num_tokens / self.num_depths),
             number_in_model(self),
             self.config.num_layers + (self.config.mtp_num_layers or 0),
             reduce_group=self.tp_cp_group,
