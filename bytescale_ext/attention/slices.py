@@ -131,7 +131,7 @@ class MicroBatchPrefix:
     """Keys and values of one micro-batch in all layers of one model chunk.
 
     Attributes:
-        layers: keys and values by attention module.
+        layers: keys and values by attention module and depth; a repeated layer runs once at each depth.
         swap: swapping of keys; None if they stay on the device.
     """
 
@@ -139,7 +139,7 @@ class MicroBatchPrefix:
     swap: KeySwap | None = None
 
     def layer(self, owner: object) -> LayerPrefix:
-        """Return the keys and values of an attention module."""
+        """Return the keys and values of an attention module at a depth."""
         if owner not in self.layers:
             self.layers[owner] = LayerPrefix() if self.swap is None else self._swapping_layer(owner, self.swap)
         return self.layers[owner]

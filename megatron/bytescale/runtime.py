@@ -152,6 +152,7 @@ class StepState:
         weight_gradients: weight gradients that wait for idle time (zero bubble), in a step of our schedule; else None.
         expert_loads: routing loads that slices of one micro-batch share; None outside a step of slices.
         routed: documents of the running pass's rows; None in models without ``seq_aux_loss``.
+        depth: depth of the multi-token prediction layer that runs or runs backward; 0 in the other layers.
         document_loads: (micro-batch, model chunk) -> loads of its documents, until its last slice runs forward.
         label_shares: labels of the step in proportion to its tokens, and to the first guesses of draft heads.
         token_numbers: number of each row of the running pass, int64 [rows]; None in models without dropout or jitter.
@@ -165,6 +166,7 @@ class StepState:
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
     routed: RoutedRows | None = None
+    depth: int = 0
     document_loads: dict[tuple[int, int], DocumentLoads] = field(default_factory=dict)
     label_shares: LabelShares = LabelShares()
     token_numbers: torch.Tensor | None = None

@@ -32,6 +32,7 @@ class DocumentSeqParams(PackedSeqParams):
         prefix: keys and values of a slice's micro-batch in the layers of this model chunk; None without slices.
         future: tokens after the label of each token, [t, count], for draft heads or multi-token prediction.
         future_weights: loss weights of these tokens, [t, count], for multi-token prediction.
+        depth: depth of the multi-token prediction layer that runs, from 0; 0 in the other layers.
     """
 
     qkv_format: str = "sbhd"
@@ -44,3 +45,4 @@ class DocumentSeqParams(PackedSeqParams):
     prefix: MicroBatchPrefix | None = None
     future: torch.Tensor | None = None
     future_weights: torch.Tensor | None = None
+    depth: int = 0

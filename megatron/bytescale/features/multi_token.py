@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.run import RunConfig
-from megatron.bytescale.arguments.conditions import IS_CUT, above, equals, given, where
-from megatron.bytescale.arguments.layer_settings import Balancing
+from megatron.bytescale.arguments.conditions import above, equals, given, where
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -48,7 +47,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 
     run = runtime.run
     config, chunks = run.get(MultiTokenConfig), run.find(LossChunks)
-    use = partial(use_later_tokens, config, None if chunks is None else chunks.num_tokens)
+    use = partial(use_later_tokens, config, None if chunks is None else chunks.num_tokens, runtime.step)
     training.model.pre_wrap_hooks.append(use)
     return training.wrap_forward_step(partial(report_depths, config))
 
@@ -65,18 +64,12 @@ class _Layout:
 
 
 REFUSALS = (
-    refuse("--mtp-use-repeated-layer with seq_aux_loss", "multi_token", "remove one: the loads of a router that runs "
-           "several times for a document cannot be told apart",
-           given("mtp_use_repeated_layer") & given("num_experts")
-           & where(Balancing, lambda balancing: "seq_aux_loss" in balancing.ways)),
     refuse("--moe-use-upcycling", "multi_token", "remove it: Megatron upcycles only the model's own layers"),
     refuse("--pipeline-model-parallel-layout with m before L", "multi_token", "move m to the last part: the layers run "
            "where the output layer is", where(_Layout, _Layout.separates_depths)),
     refuse("--position-embedding-type learned_absolute in pipelines", "multi_token", "use rope: Megatron does not keep "
                   "the last stage's copy of the positions equal to the first stage's copy",
            equals("position_embedding_type", "learned_absolute") & above("pipeline_model_parallel_size", 1)),
-    refuse("--mtp-use-repeated-layer in slices", "multi_token", "remove one: keys of a layer that runs several times "
-           "cannot be told apart", given("mtp_use_repeated_layer") & IS_CUT),
 )  # fmt: skip
 
 MULTI_TOKEN = Feature(

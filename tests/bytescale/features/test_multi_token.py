@@ -16,16 +16,11 @@ pytestmark = pytest.mark.ranks
 
 # flags after the common flags, ranks, the setting that the error names
 REFUSED = (
-    (
-        "--num-experts 4 --mtp-use-repeated-layer --moe-router-load-balancing-type seq_aux_loss", 1,
-        "--mtp-use-repeated-layer with seq_aux_loss",
-    ),
     ("--num-experts 4 --moe-use-upcycling", 1, "--moe-use-upcycling"),
     ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettmm|L", 2, "layout with m before L"),
     (
         "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2", 2, "learned_absolute in pipeline"
     ),
-    ("--mtp-use-repeated-layer --seq1f1b-slices 2 --pipeline-model-parallel-size 2", 2, "in slices"),
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ MODELS = {
         *"--mscale-all-dim 0.5".split(),
     ],
     "multi-token": [*MODEL, *"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5".split()],
+    "repeated": [*MODEL, *"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --mtp-use-repeated-layer".split()],
 }
 TP2 = "--tensor-model-parallel-size 2 --hdp-tokens-per-rank 128".split()
 SLICES = [*PP2, *"--seq1f1b-slices 3 --hdp-tokens-per-rank 128".split()]
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[str, Layout]] = {
     "multi-token-slices": ("multi-token", Layout(4, SLICES, num_stages=2)),
     "multi-token-tp2": ("multi-token", Layout(4, [*TP2, *FULL], tp_size=2)),
     "multi-token-tp2-sequence-parallel": ("multi-token", Layout(4, [*TP2, "--sequence-parallel"], tp_size=2)),
+    "repeated-slices": ("repeated", Layout(4, SLICES, num_stages=2)),
     "multi-token-layout": ("multi-token", Layout(4, UNEVEN_LAYOUT, num_stages=2)),
     "multi-token-zero-bubble": ("multi-token", Layout(4, [*SLICES, "--seq1f1b-zero-bubble"], num_stages=2)),
 }

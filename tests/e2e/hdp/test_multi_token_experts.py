@@ -20,6 +20,7 @@ from tests.e2e.hdp.test_moe import (
     EXACT,
     NUM_EXPERTS,
     PP2,
+    RECOMPUTED,
     SEED,
     SLICES,
     TOLERANCE,
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.ranks
 
 DEPTH = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5".split()
 REPEATED = [*DEPTH, "--mtp-num-layers", 2, "--mtp-use-repeated-layer"]
+BY_DOCUMENT = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1".split()
 # Computing is slow and links are fast, so that replicas pay off even for few tokens.
 SLOTS = "--moe-expert-slots 3 --moe-placement-threshold 1.01 --moe-placement-speeds 1e-6 1000".split()
 # Sizes of the model. The second of its two layers has experts, and so has the layer of multi-token prediction.
@@ -55,6 +57,8 @@ CASES: dict[str, tuple[int, list[object], list[object]]] = {
     "replicas": (4, [], [*EP2, *SLOTS]),
     "replicas-slices-pp2": (4, [], [*EP2, *PP2, *SLICES, *SLOTS]),
     "repeated": (4, REPEATED, [*EP2, *PP2]),
+    "repeated-slices": (4, [*REPEATED, *BY_DOCUMENT], [*EP2, *PP2, *SLICES, *RECOMPUTED]),
+    "repeated-tensor-parallel": (4, [*REPEATED, *BY_DOCUMENT], [*EP2, *TP2]),
     "alone": (2, AUX, [*EP2, *SLICES, *WHOLE]),
     "repeated-alone": (2, [*REPEATED, *AUX], [*EP2, *SLICES, *WHOLE]),
 }

@@ -107,7 +107,7 @@ class DocumentAttention(torch.nn.Module):
         backend = Backend(parts.comm, parts.kernel, self.scale, self.softmax_offset, expansion)
         if isinstance(layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
-            return slice_attention(q, k, v, params.prefix.layer(self), layout, backend)
+            return slice_attention(q, k, v, params.prefix.layer((self, params.depth)), layout, backend)
         return ring_attention(q, k, v, layout, backend)
 
     def sharded_state_dict(

@@ -95,13 +95,10 @@ def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_what_is_assumed_or_not_tried_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    later = " --mtp-num-layers 1 --mtp-use-repeated-layer --position-embedding-type rope"
-    later += " --num-experts 2 --moe-layer-freq [0,1] --num-layers 2"
-    words = [*LINE, "--model-flags", f"{MODEL}{later}"]
+    words = [*LINE, "--model-flags", f"{MODEL} --num-experts 2 --moe-layer-freq [0,1] --num-layers 2"]
     lines = printed(words, capsys).splitlines()
     assert "--model-flags has no --vocab-size: a vocabulary of 32,000 is assumed" in lines
     assert "expert layers are assumed to be spread evenly over the layers" in lines
-    assert any(line.startswith("not tried: --mtp-num-layers does not work with --mtp-use-repeated") for line in lines)
     engine = "--vocab-size 256 --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise"
     text = printed([*LINE, "--model-flags", f"{MODEL} {engine}"], capsys)
     assert "FP8 is predicted as bfloat16, because the published timings are in bfloat16" in text

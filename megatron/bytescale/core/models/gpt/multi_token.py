@@ -13,6 +13,7 @@ added to the loss of a micro-batch. The log prints this sum over the labels of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ from megatron.bytescale.registry import specialize
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron.bytescale.runtime import StepState
 
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -54,20 +57,27 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
 
 
 def use_later_tokens(
-    settings: MultiTokenConfig, chunk_tokens: int | None, model_chunks: list[torch.nn.Module]
+    settings: MultiTokenConfig, chunk_tokens: int | None, step: StepState, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """Hook in ``ModelConfig.pre_wrap_hooks``: give the multi-token prediction layers documents and their losses."""
     for chunk in model_chunks:
         if getattr(chunk, "mtp_process", False):
-            LaterTokens(chunk, settings, chunk_tokens)
+            LaterTokens(chunk, settings, chunk_tokens, step)
     return model_chunks
+
+
+def give_depth(layer: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs:
+    """Hook of a multi-token prediction layer: name its depth, where ``num_layers - depth`` rows of tokens remain."""
+    params = copy(kwargs["packed_seq_params"])
+    params.depth = layer.config.mtp_num_layers - len(kwargs["input_ids"])
+    return inputs, {**kwargs, "packed_seq_params": params}
 
 
 class LaterTokens:
     """Hooks on the chunk with the multi-token prediction layers, and the values they record in a forward pass."""
 
-    def __init__(self, chunk: GPTModel, settings: MultiTokenConfig, chunk_tokens: int | None) -> None:
-        self.chunk, self.settings, self.chunk_tokens = chunk, settings, chunk_tokens
+    def __init__(self, chunk: GPTModel, settings: MultiTokenConfig, chunk_tokens: int | None, step: StepState) -> None:
+        self.chunk, self.settings, self.chunk_tokens, self.step = chunk, settings, chunk_tokens, step
         self.labels: torch.Tensor | None = None
         self.states: torch.Tensor | None = None
         if chunk.share_embeddings_and_output_weights:
@@ -79,6 +89,10 @@ class LaterTokens:
                 chunk.output_layer.weight = None
         for layer in chunk.mtp.layers:
             specialize(layer, LaterTokenLayer)
+            # A repeated layer runs at each depth, where its attention and its router see other tokens.
+            layer.register_forward_pre_hook(give_depth, with_kwargs=True)
+            layer.mtp_model_layer.register_forward_pre_hook(self.enter, with_kwargs=True)
+            layer.mtp_model_layer.register_forward_hook(self.leave, with_kwargs=True)
         chunk.register_forward_pre_hook(self.begin, with_kwargs=True)
         chunk.mtp.register_forward_pre_hook(self.use_tables, with_kwargs=True)
         chunk.mtp.register_forward_hook(self.note)
@@ -105,6 +119,22 @@ class LaterTokens:
             changed = use_document_angles(self.chunk.rotary_pos_emb, block, inputs, kwargs)
             kwargs = kwargs if changed is None else changed[1]
         return inputs, {**kwargs, "input_ids": tokens, "position_ids": positions}
+
+    def enter(self, layer: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        """Announce the depth of a layer that starts, or is recomputed."""
+        self.step.depth = kwargs["packed_seq_params"].depth
+
+    def leave(
+        self,
+        layer: torch.nn.Module,
+        inputs: tuple[object, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[torch.Tensor, object],
+    ) -> None:
+        """Return to depth 0 after a layer, and announce its depth again before its backward pass."""
+        depth, self.step.depth = self.step.depth, 0
+        if outputs[0].requires_grad:
+            outputs[0].register_hook(lambda _: setattr(self.step, "depth", depth))
 
     def note(self, block: torch.nn.Module, inputs: tuple[object, ...], output: torch.Tensor) -> None:
         """Record the states of all depths, [(1 + depths) * s / ranks, 1, h]."""

@@ -59,13 +59,13 @@ class DocumentLoads:
         rings: each ring of several ranks, and the indices of its documents, int64 [documents of the ring]. Rings are in
             the order of their first documents, which is the same on all members.
         num_slices: slices of the micro-batch.
-        routers: router -> its loads.
+        routers: (router, depth) -> its loads.
     """
 
     lengths: torch.Tensor
     rings: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
     num_slices: int
-    routers: dict[object, RouterLoads] = field(default_factory=dict)
+    routers: dict[tuple[object, int], RouterLoads] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,8 +83,10 @@ class DocumentLoads:
         rings = tuple((ring, upload(torch.tensor(indices), device)) for ring, indices in in_rings.items())
         return cls(upload(tokens, device), rings, num_slices)
 
-    def add(self, router: object, part: RoutedRows, scores: torch.Tensor, chosen: torch.Tensor) -> RouterLoads | None:
-        """Add one slice's loads of a router. ``scores``, ``chosen``: [rows, experts], 0 in padding.
+    def add(
+        self, router: tuple[object, int], part: RoutedRows, scores: torch.Tensor, chosen: torch.Tensor
+    ) -> RouterLoads | None:
+        """Add one slice's loads of a router at a depth. ``scores``, ``chosen``: [rows, experts], 0 in padding.
 
         Returns:
             The loads if the slice is the last slice of the micro-batch and runs for the first time, else None.

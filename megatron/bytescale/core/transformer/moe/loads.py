@@ -65,15 +65,15 @@ class ExpertLoads:
     Attributes:
         num_slices: number of slices per micro-batch.
         action: current pass, including its recomputation.
-        unfinished: (micro-batch, model chunk) -> (router, kind of loss) -> loads.
+        unfinished: (micro-batch, model chunk) -> ((router, depth), kind of loss) -> loads.
     """
 
     num_slices: int
     action: Action | None = None
     unfinished: dict[tuple[int, int], dict[tuple[object, str], LayerLoads]] = field(default_factory=dict)
 
-    def note(self, router: object, kind: str, load: SliceLoad) -> LayerLoads:
-        """Store the current slice's loads; return the loads of its micro-batch so far."""
+    def note(self, router: tuple[object, int], kind: str, load: SliceLoad) -> LayerLoads:
+        """Store a router's loads at a depth from the current slice; return the loads of its micro-batch so far."""
         action = self.action
         assert action is not None
         of_micro_batch = self.unfinished.setdefault((action.micro_batch, action.chunk), {})

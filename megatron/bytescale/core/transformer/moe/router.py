@@ -121,8 +121,8 @@ class DocumentRouter(SliceRouter):
         routed, comm = self.runtime.step.routed, self.runtime.parts.comm
         assert routed is not None and comm is not None, f"{routed=} {comm=}"
         documents = routed.loads
-        complete = documents.add(self, routed, scores, chosen)
-        loads = documents.routers[self]
+        complete = documents.add(self.run, routed, scores, chosen)
+        loads = documents.routers[self.run]
         if complete is not None:
             documents.share(loads, self.tp_cp_group, comm, comm.rank)
             self._record("seq_load_balancing_loss", documents.take_loss(loads, self.topk))

@@ -57,6 +57,11 @@ class SliceRouter(TopKRouter):
         assert loads is not None, "no step of slices is running"
         return loads
 
+    @property
+    def run(self) -> tuple[object, int]:
+        """This router and the running depth: the router of a repeated layer routes once at each depth."""
+        return self, self.runtime.step.depth
+
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +106,7 @@ class SliceRouter(TopKRouter):
             weight: loads of the micro-batch -> factor of the loss.
             record: logs the loss; it receives the loads of the micro-batch and the loss.
         """
-        loads: LayerLoads = self.loads.note(self, loss.kind, loss.load)
+        loads: LayerLoads = self.loads.note(self.run, loss.kind, loss.load)
         if self.loads.is_last() and not loads.is_recorded:
             loads.is_recorded = True
             total = loads.total()
