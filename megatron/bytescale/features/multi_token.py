@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.run import RunConfig
-from megatron.bytescale.arguments.conditions import above, equals, given, where
+from megatron.bytescale.arguments.conditions import given, where
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -67,9 +67,6 @@ REFUSALS = (
     refuse("--moe-use-upcycling", "multi_token", "remove it: Megatron upcycles only the model's own layers"),
     refuse("--pipeline-model-parallel-layout with m before L", "multi_token", "move m to the last part: the layers run "
            "where the output layer is", where(_Layout, _Layout.separates_depths)),
-    refuse("--position-embedding-type learned_absolute in pipelines", "multi_token", "use rope: Megatron does not keep "
-                  "the last stage's copy of the positions equal to the first stage's copy",
-           equals("position_embedding_type", "learned_absolute") & above("pipeline_model_parallel_size", 1)),
 )  # fmt: skip
 
 MULTI_TOKEN = Feature(

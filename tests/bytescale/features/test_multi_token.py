@@ -18,9 +18,6 @@ pytestmark = pytest.mark.ranks
 REFUSED = (
     ("--num-experts 4 --moe-use-upcycling", 1, "--moe-use-upcycling"),
     ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettmm|L", 2, "layout with m before L"),
-    (
-        "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2", 2, "learned_absolute in pipeline"
-    ),
 )  # fmt: skip
 
 
