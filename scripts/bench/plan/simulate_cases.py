@@ -5,8 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 
 from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.measure.devices import device_cost
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
@@ -131,29 +134,61 @@ def default_kept_keys(num_stages: int, slicing: Slicing) -> int:
 
 @dataclass(frozen=True)
 class PlanningSpeed:
-    """Processor seconds of the plans of steps with ``num_sequences`` sequences."""
+    """Processor seconds of the plans of steps with ``num_sequences`` sequences.
+
+    Attributes:
+        num_ranks: HDP ranks.
+        num_sequences: sequences of a step.
+        pipeline: stages and slices, or "none".
+        hidden: seconds under costs whose exchange computation hides.
+        exposed: seconds under costs of an H100 in nodes of 8; empty: not measured.
+    """
 
     num_ranks: int
     num_sequences: int
     pipeline: str
-    seconds: list[float]
+    hidden: list[float]
+    exposed: list[float]
 
 
 def planning_speeds(num_seeds: int) -> list[PlanningSpeed]:
     """Return the processor seconds of plans of GitHub's lengths at 2M tokens."""
-    return [
-        _planning_seconds(512, 15_000, num_seeds),
-        _planning_seconds(12_288, 500_000, num_seeds),
-        _planning_seconds(512, 15_000, num_seeds, 4, ONE_SLICE),
-        _planning_seconds(512, 15_000, num_seeds, 4, SLICINGS[-1]),
+    sizes = [(512, 15_000), *product((512, 4_096, 12_288, 100_000), (50_000, 500_000))]
+    alone = [
+        PlanningSpeed(
+            *size,
+            "none",
+            _planning_seconds(shipped("bytescale_7b"), Cluster(size[0], TOKENS_PER_RANK), size[1], num_seeds),
+            _planning_seconds(device_cost("h100"), Cluster(size[0], TOKENS_PER_RANK, 8), size[1], num_seeds),
+        )
+        for size in sizes
     ]
+    pipelines = [
+        PlanningSpeed(
+            512,
+            15_000,
+            f"4 stages, {str(slicing).split(',')[0]}",
+            _planning_seconds(
+                shipped("bytescale_7b"), Cluster(512, TOKENS_PER_RANK), 15_000, num_seeds, num_stages=4, slicing=slicing
+            ),
+            [],
+        )
+        for slicing in (ONE_SLICE, SLICINGS[-1])
+    ]
+    return alone + pipelines
 
 
 def _planning_seconds(
-    num_ranks: int, num_sequences: int, num_seeds: int, num_stages: int = 1, slicing: Slicing = ONE_SLICE
-) -> PlanningSpeed:
-    cluster = Cluster(num_ranks, TOKENS_PER_RANK)
-    stages = stage_costs(setup_of_cost(shipped("bytescale_7b"), num_stages))
+    cost: ModelCost,
+    cluster: Cluster,
+    num_sequences: int,
+    num_seeds: int,
+    *,
+    num_stages: int = 1,
+    slicing: Slicing = ONE_SLICE,
+) -> list[float]:
+    """Return the processor seconds of a plan for each seed of the lengths."""
+    stages = stage_costs(setup_of_cost(cost, num_stages))
     planner = HdpPlanner(cluster, stages, slicing, balance=auto_balance(num_stages > 1))
     seconds = []
     for seed in range(num_seeds):
@@ -162,8 +197,7 @@ def _planning_seconds(
         began = time.process_time()
         planner(lengths)
         seconds.append(time.process_time() - began)
-    pipeline = f"{num_stages} stages, {str(slicing).split(',')[0]}" if num_stages > 1 else "none"
-    return PlanningSpeed(num_ranks, num_sequences, pipeline, seconds)
+    return seconds
 
 
 def small_gaps() -> list[tuple[str, list[float], list[float]]]:

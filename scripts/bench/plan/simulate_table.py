@@ -58,6 +58,8 @@ from scripts.bench.report import ROOT, Target
 OUT = ROOT / "docs" / "results" / "simulated.md"
 RESULTS = Path("simulate_budgets.jsonl")
 FORM = ".3f"
+SPEED_LIMITS = {(512, 15_000, "none"): 0.1, (12_288, 500_000, "none"): 3.0}
+"""Targets of planning in processor seconds, by ranks, documents and pipeline."""
 
 
 def main() -> None:
@@ -111,17 +113,26 @@ def with_budgets(text: str, results: Sequence[Chosen]) -> str:
     return _with_section(_with_targets(text, ", chosen within ", rows), section(results), "## What 1F1B allows")
 
 
+def cell(seconds: Sequence[float]) -> str:
+    """Return the median and the largest of some seconds; "-" without any."""
+    return f"{statistics.median(seconds):.3f} ({max(seconds):.3f})" if seconds else "-"
+
+
 def with_speeds(text: str, speeds: Sequence[PlanningSpeed]) -> str:
     """Return the page with the section of planning speed, and its targets."""
     rows = []
-    for speed, limit in zip(speeds, (0.1, 3.0), strict=False):
-        figure = f"plan of {speed.num_sequences:,} documents on {speed.num_ranks:,} ranks, processor seconds, median"
-        rows.append(Target(figure, statistics.median(speed.seconds), limit, True, FORM).row)
-    lines = ["## Planning speed", "", f"Processor seconds, {platform.machine()}, GitHub's lengths at 2M tokens.", ""]
-    lines += ["| ranks | documents | pipeline | median s | worst s |", "|---|---|---|---|---|"]
+    for speed in speeds:
+        limit = SPEED_LIMITS.get((speed.num_ranks, speed.num_sequences, speed.pipeline))
+        if limit is not None:
+            figure = f"plan of {speed.num_sequences:,} documents on {speed.num_ranks:,} ranks, processor seconds"
+            seconds = statistics.median(speed.exposed or speed.hidden)
+            rows.append(Target(f"{figure}, median", seconds, limit, True, FORM).row)
+    lines = ["## Planning speed", "", f"Processor seconds, {platform.machine()}, GitHub's lengths at 2M tokens: median"]
+    lines += ["(worst). *Exposed*: costs of an H100 in nodes of 8; the targets are for them.", ""]
+    lines += ["| ranks | documents | pipeline | hidden exchange | exposed |", "|---|---|---|---|---|"]
     lines += [
-        f"| {speed.num_ranks:,} | {speed.num_sequences:,} | {speed.pipeline} | "
-        f"{statistics.median(speed.seconds):.3f} | {max(speed.seconds):.3f} |"
+        f"| {speed.num_ranks:,} | {speed.num_sequences:,} | {speed.pipeline} | {cell(speed.hidden)} | "
+        f"{cell(speed.exposed)} |"
         for speed in speeds
     ]
     return _with_section(_with_targets(text, "| plan of ", rows), [*lines, ""], "## Distance from the true optimum")

@@ -50,7 +50,9 @@ def chosen(over_bound: float) -> list[Chosen]:
 
 
 def test_sections_are_added_once_and_replaced() -> None:
-    once = with_speeds(with_budgets(PAGE, chosen(0.5)), [PlanningSpeed(512, 15_000, "none", [0.04, 0.05, 0.06])])
+    once = with_speeds(
+        with_budgets(PAGE, chosen(0.5)), [PlanningSpeed(512, 15_000, "none", [0.04], [0.04, 0.05, 0.06])]
+    )
     assert once.count("## Within the memory of a device") == once.count("## Planning speed") == 1
     rows = [line for line in once.splitlines() if line.startswith("| byted 2M, 512 ranks x 4 stages | ")]
     assert len(rows) == len(GIGABYTES)
@@ -58,9 +60,10 @@ def test_sections_are_added_once_and_replaced() -> None:
     assert rows[0].endswith(cells)
     assert f"**80 GB**, 2 steps: {len(CASES) * len(STAGES)} of {len(CASES) * len(STAGES)} cases meet 1.10" in once
     assert "GB of host memory" not in once
+    assert "| 512 | 15,000 | none | 0.040 (0.040) | 0.050 (0.060) |" in once
     for part in PAGE.split("\n\n"):
         assert part.strip() in once
-    again = with_speeds(with_budgets(once, chosen(3.0)), [PlanningSpeed(512, 15_000, "none", [0.2])])
+    again = with_speeds(with_budgets(once, chosen(3.0)), [PlanningSpeed(512, 15_000, "none", [0.2], [])])
     assert len(again.splitlines()) == len(once.splitlines())
     assert f"**80 GB**, 2 steps: 0 of {len(CASES) * len(STAGES)} cases meet 1.10" in again
     assert again.count("chosen within 80 GB | at most 1.1 | 3.500 | **missed** |") == len(CASES) * len(STAGES)
