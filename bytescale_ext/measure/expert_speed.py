@@ -31,18 +31,18 @@ class ExpertSize:
 
     Attributes:
         weights: number of weights.
-        hidden: width of a token.
+        width: width of a token.
         element_bytes: bytes of a weight, and of one element of a token.
     """
 
     weights: int
-    hidden: int
+    width: int
     element_bytes: int
 
     def described(self, cost: ExpertCost) -> str:
         """Return the cost as text, with speeds in the units of ``--moe-placement-speeds``."""
         tflops = 2e-12 * self.weights * (1 + BACKWARD_PER_FORWARD) / cost.token_seconds
-        link = 1e-9 * self.hidden * self.element_bytes / cost.exchange_seconds
+        link = 1e-9 * self.width * self.element_bytes / cost.exchange_seconds
         return (
             f"{tflops:.4g} TFLOP/s in an expert, {link:.4g} GB/s in exchanges of tokens, "
             f"{1e3 * cost.copy_seconds:.4g} ms for the weights of an expert"
@@ -96,7 +96,7 @@ def link_seconds(size: ExpertSize, group: dist.ProcessGroup, device: torch.devic
     part = max(1, MESSAGE_BYTES // others)
     tokens = all_to_all_seconds(group, [0, *[part] * others], device)
     weights = all_to_all_seconds(group, [0, size.weights * size.element_bytes, *[0] * (others - 1)], device)
-    return tokens / (part * others) * size.hidden * size.element_bytes, weights
+    return tokens / (part * others) * size.width * size.element_bytes, weights
 
 
 def agreed_cost(seconds: Sequence[float], device: torch.device) -> ExpertCost:

@@ -89,7 +89,7 @@ def test_links_are_measured_by_bytes_and_whole_experts(monkeypatch: pytest.Monke
             return 4
 
     monkeypatch.setattr(expert_speed, "all_to_all_seconds", seconds)
-    size = ExpertSize(weights=1000, hidden=64, element_bytes=2)
+    size = ExpertSize(weights=1000, width=64, element_bytes=2)
     tokens, weights = link_seconds(size, Group(), CPU)  # type: ignore[arg-type]
     part = expert_speed.MESSAGE_BYTES // 3
     assert asked == [[0, part, part, part], [0, 2000, 0, 0]]

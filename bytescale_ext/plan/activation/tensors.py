@@ -227,8 +227,9 @@ def expert_bytes(
 
     A token is copied to each of its experts. They save the tensors of an MLP: the input, the first product and the
     output of the activation function; if its operators are split, also the activation, the gate and their product
-    before the probability. The router saves scores of 4 bytes, and 48 bytes of places and probabilities for each expert
-    of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of Megatron 0.19.2).
+    before the probability. The projection from latents saves its input. The router saves scores of 4 bytes, and 48
+    bytes of places and probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP``
+    of Megatron 0.19.2).
 
     Args:
         shape: sizes of the model.
@@ -241,9 +242,9 @@ def expert_bytes(
         return 0.0
     gated = 6 if operators.split_activation else 3
     inner = (gated if shape.gated else 2) * element_bytes / tensor_parallel
-    in_experts = shape.experts_per_token * shape.hidden * element_bytes + inner * shape.expert_ffn_hidden
+    in_experts = shape.experts_per_token * shape.token_width * element_bytes + inner * shape.expert_ffn_hidden
     of_router = 48.0 * shape.experts_per_token + 4.0 * shape.num_experts
-    return (1.0 - shape.dense_share) * (load * in_experts + of_router)
+    return (1.0 - shape.dense_share) * (load * in_experts + of_router + shape.expert_latent * element_bytes)
 
 
 def expert_working_bytes(
@@ -264,5 +265,5 @@ def expert_working_bytes(
     """
     in_expert = SPLIT_GRADIENTS * load * shape.expert_ffn_hidden * element_bytes / split_experts if split_experts else 0
     copies = 3 * load if exchanged else 1.0
-    of_tokens = (2 + copies * shape.experts_per_token) * shape.hidden * element_bytes
+    of_tokens = (2 * shape.hidden + copies * shape.experts_per_token * shape.token_width) * element_bytes
     return of_tokens + in_expert if shape.num_expert_layers else 0.0

@@ -91,6 +91,8 @@ class ModelShape:
         later_experts: whether the layers of multi-token prediction have experts, as the model's last layer has.
         later_repeats: whether the layers of multi-token prediction are one layer that runs several times.
         latent: sizes of multi-latent attention (DeepSeek-V2, section 2.1); None: the model has standard attention.
+        expert_latent: width of the vectors that routed experts read and write (``--moe-latent-size``), between two
+            projections from and to the hidden state; 0: routed experts read and write hidden states.
     """
 
     num_layers: int
@@ -112,6 +114,7 @@ class ModelShape:
     later_experts: bool = False
     later_repeats: bool = False
     latent: LatentShape | None = None
+    expert_latent: int = 0
 
     @property
     def later_modules(self) -> int:
@@ -140,6 +143,16 @@ class ModelShape:
     def expert_width(self) -> float:
         """Inner width of one routed expert; 0 without experts."""
         return (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
+
+    @property
+    def token_width(self) -> int:
+        """Width of a token at its routed experts."""
+        return self.expert_latent or self.hidden
+
+    @property
+    def shared_weights(self) -> int:
+        """Weights of a layer with experts on every rank: router and both projections of latents."""
+        return self.hidden * (self.num_experts + 2 * self.expert_latent)
 
     @property
     def dense_share(self) -> float:
@@ -185,16 +198,26 @@ LLAMA_7B: Final = ModelShape(
 def linear_flops_per_token(shape: ModelShape) -> float:
     """Return the forward FLOPs of one token without attention: 2 per weight (Narayanan et al. 2021, appendix).
 
-    They include the projections of attention, the MLP or the router and the experts of the token, and the output layer,
-    but not embedding, norms and softmax.
+    They include the projections of attention, the MLP or the router and the experts of the token with their projections
+    of latents, and the output layer, but not embedding, norms and softmax.
     """
-    mlp_width = shape.num_layers * shape.ffn_hidden
-    mlp_width += shape.num_expert_layers * (shape.expert_ffn_hidden - shape.ffn_hidden)
-    mlps = (3 if shape.gated else 2) * shape.hidden * mlp_width
-    routers = shape.num_expert_layers * shape.hidden * shape.num_experts
+    num_dense = shape.num_layers - shape.num_expert_layers
+    mlps = num_dense * dense_layer_weights(shape) + shape.num_expert_layers * expert_layer_weights(shape)
     heads = (1 + shape.later_layers) * shape.hidden * shape.vocab
-    layers = shape.num_layers * shape.projection_weights + mlps + routers
+    layers = shape.num_layers * shape.projection_weights + mlps
     return 2.0 * (layers + shape.later_layers * later_layer_weights(shape) + heads)
+
+
+def dense_layer_weights(shape: ModelShape) -> int:
+    """Return the weights of the MLP of a dense layer."""
+    return (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
+
+
+def expert_layer_weights(shape: ModelShape) -> int:
+    """Return the weights that process one token in the router, the projections and the experts of a layer."""
+    widths = shape.hidden * shape.shared_ffn_hidden
+    widths += shape.token_width * (shape.expert_ffn_hidden - shape.shared_ffn_hidden)
+    return (3 if shape.gated else 2) * widths + shape.shared_weights
 
 
 def layer_flops_per_token(shape: ModelShape) -> float:
@@ -207,10 +230,8 @@ def later_layer_weights(shape: ModelShape) -> int:
 
     The layer first projects two hidden states to one. Then it is a dense layer, or a layer with experts.
     """
-    width, router = shape.ffn_hidden, 0
-    if shape.later_experts:
-        width, router = shape.expert_ffn_hidden, shape.hidden * shape.num_experts
-    return shape.projection_weights + (3 if shape.gated else 2) * shape.hidden * width + router + 2 * shape.hidden**2
+    mlp = expert_layer_weights(shape) if shape.later_experts else dense_layer_weights(shape)
+    return shape.projection_weights + mlp + 2 * shape.hidden**2
 
 
 def attention_flops_per_square(shape: ModelShape) -> float:

@@ -59,10 +59,10 @@ class ExpertCost:
     @classmethod
     def _of_one(cls, shape: ModelShape, flops: float, link_bytes: float) -> ExpertCost:
         inner = int(shape.expert_width)
-        weights = (3 if shape.gated else 2) * shape.hidden * inner
+        weights = (3 if shape.gated else 2) * shape.token_width * inner
         return cls(
             token_seconds=2 * weights * (1 + BACKWARD_PER_FORWARD) / flops,
-            exchange_seconds=2 * shape.hidden / link_bytes,
+            exchange_seconds=2 * shape.token_width / link_bytes,
             copy_seconds=2 * weights / link_bytes,
         )
 

@@ -58,7 +58,7 @@ def num_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
 def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: bool, has_head: bool) -> float:
     """Return the number of parameters of a stage on one tensor-parallel rank, without ``expert_parameters``.
 
-    Matrices, norms, routers, shared experts, embedding and output layer count.
+    Matrices, norms, routers, projections of latents, shared experts, embedding and output layer count.
     """
     products = shape.num_layers * shape.projection_weights
     dense = (shape.num_layers - shape.num_expert_layers) * shape.ffn_hidden
@@ -66,11 +66,11 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
     ends = (has_embedding + has_head) * shape.vocab * shape.hidden
     norms = (2 * shape.num_layers + has_head) * shape.hidden
     norms += 0 if shape.latent is None else shape.num_layers * shape.latent.norm_weights
-    routers = shape.num_expert_layers * shape.num_experts * shape.hidden
+    routers = shape.num_expert_layers * shape.shared_weights
     if has_head and shape.later_layers:  # these layers also embed later tokens
-        shared = replace(shape, expert_ffn_hidden=shape.shared_ffn_hidden, num_experts=0)
+        shared = replace(shape, expert_ffn_hidden=shape.shared_ffn_hidden, num_experts=0, expert_latent=0)
         products += shape.later_modules * later_layer_weights(shared)
-        routers += shape.later_modules * shape.later_experts * shape.num_experts * shape.hidden
+        routers += shape.later_modules * shape.later_experts * shape.shared_weights
         norms += 5 * shape.later_modules * shape.hidden
         ends += (not has_embedding) * shape.vocab * shape.hidden
     return (products + ends) / tensor_parallel + norms + routers
@@ -85,7 +85,7 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
     num_layers = shape.num_expert_layers + shape.later_modules * shape.later_experts
     if not num_layers:
         return 0.0
-    of_layer = shape.num_experts * _matrices(shape) * shape.expert_width
+    of_layer = shape.num_experts * (3 if shape.gated else 2) * shape.token_width * shape.expert_width
     return num_layers * of_layer / expert_parallel / tensor_parallel
 
 
@@ -95,7 +95,8 @@ def largest_matrix(shape: ModelShape, tensor_parallel: int = 1, expert_tensor_pa
     dense = shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0
     projections = shape.num_heads * max(shape.head_dim, shape.value_dim)
     widest = max(projections, gated * max(dense, shape.shared_ffn_hidden)) / tensor_parallel
-    return shape.hidden * max(widest, gated * shape.expert_width / expert_tensor_parallel)
+    of_expert = shape.token_width * gated * shape.expert_width / expert_tensor_parallel
+    return max(shape.hidden * max(widest, shape.expert_latent), of_expert)
 
 
 def _matrices(shape: ModelShape) -> int:

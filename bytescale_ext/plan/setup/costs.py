@@ -96,7 +96,7 @@ def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) ->
     node = min(expert_parallel, cluster.node_ranks)
     group = Cluster(expert_parallel, cluster.tokens_per_rank, node if not expert_parallel % node else None)
     copies = cost.shape.num_expert_layers / cost.shape.num_layers * cost.shape.experts_per_token
-    copy_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
+    copy_bytes = cost.shape.token_width * cost.element_bytes / cost.tensor_parallel
     return 2 * copies * copy_bytes * (1 - 1 / expert_parallel) * byte_seconds(cost, group)
 
 

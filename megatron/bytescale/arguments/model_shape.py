@@ -24,6 +24,7 @@ def model_shape(args: Any) -> ModelShape:
             "num_experts": args.num_experts,
             "experts_per_token": args.moe_router_topk,
             "shared_ffn_hidden": shared,
+            "expert_latent": getattr(args, "moe_latent_size", None) or 0,
             "later_experts": bool(every[-1] if isinstance(every, list) else (args.num_layers - 1) % every == 0),
         }
     return ModelShape(

@@ -80,6 +80,7 @@ def check_widths(shape: ModelShape, tensor_parallel: int, multiple: int, expert_
     widths = {"--hidden-size": shape.hidden, "--ffn-hidden-size": shape.ffn_hidden / tensor_parallel}
     if shape.num_experts:
         width = shape.expert_width
+        widths["--moe-latent-size"] = shape.expert_latent
         widths["--moe-ffn-hidden-size"] = width / expert_tensor_parallel
         widths["--moe-shared-expert-intermediate-size"] = shape.shared_ffn_hidden / tensor_parallel
     if shape.latent is None:

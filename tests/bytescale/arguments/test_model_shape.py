@@ -94,6 +94,9 @@ def test_model_shape_with_experts(pattern: Any, num_layers: int) -> None:
     assert (shape.num_expert_layers, shape.expert_ffn_hidden, shape.num_experts) == (num_layers, 48, 8)
     args.moe_shared_expert_intermediate_size = 10
     assert (model_shape(args).expert_ffn_hidden, model_shape(args).shared_ffn_hidden) == (58, 10)
+    assert (model_shape(args).expert_latent, model_shape(args).token_width) == (0, 32)
+    args.moe_latent_size = 12
+    assert (model_shape(args).expert_latent, model_shape(args).token_width) == (12, 12)
 
 
 @pytest.mark.parametrize(("frequency", "num_layers"), [(None, 2), (2, 1), (1, 0), ([0, 1], 1), ([0, 0], 0)])

@@ -111,6 +111,12 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
         ({"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden": 176, "shared_ffn_hidden": 32}, 1, 16, None),
         ({"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden": 72}, 1, 16, "--moe-ffn-hidden-size is 24"),
         (
+            {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden": 48, "expert_latent": 24},
+            2,
+            16,
+            "--moe-latent-size is 24",
+        ),
+        (
             {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden": 72, "shared_ffn_hidden": 8},
             1,
             16,

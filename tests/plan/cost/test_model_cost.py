@@ -145,6 +145,8 @@ def test_the_share_of_routed_experts_in_a_stage() -> None:
         part = replace(without.part(layers), vocab=20 if has_head else 0)
         assert share == pytest.approx(layers * routed / (layers * routed + linear_flops_per_token(part)))
     assert expert_share(TINY, 2) == expert_share(without, 2) == 0.0
+    latent = replace(shape, expert_latent=5)
+    assert expert_share(latent, 2) == pytest.approx(2 * 2 * 3 * 5 * 40 / linear_flops_per_token(latent))
 
 
 def test_model_flops_are_three_forwards_of_each_document() -> None:

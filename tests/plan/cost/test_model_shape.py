@@ -36,6 +36,19 @@ def test_a_layer_of_experts_counts_those_of_one_token() -> None:
     assert linear_flops_per_token(sparse) - linear_flops_per_token(TINY) == 2 * (3 * 8 * (14 - 10) + 8 * 16)
 
 
+def test_experts_of_latents_are_between_two_projections() -> None:
+    # in one of two layers, and in a layer of multi-token prediction: latents of 5 numbers
+    routed = {"expert_ffn_hidden": 2 * 4 + 6, "num_experts": 16, "experts_per_token": 2, "shared_ffn_hidden": 6}
+    sparse = replace(TINY, num_expert_layers=1, later_layers=1, later_experts=True, **routed)
+    latent = replace(sparse, expert_latent=5)
+    assert (sparse.token_width, latent.token_width) == (8, 5)
+    more = 2 * 8 * 5 - 3 * (8 - 5) * 2 * 4
+    assert linear_flops_per_token(latent) - linear_flops_per_token(sparse) == 2 * 2 * more
+    assert later_layer_weights(latent) - later_layer_weights(sparse) == more
+    dense = latent.with_experts_per_token(16)
+    assert linear_flops_per_token(dense) - linear_flops_per_token(latent) == 2 * 2 * 3 * 5 * 14 * 4
+
+
 def test_attention_flops_by_hand() -> None:
     # scores and values: 2 products of 2 s^2 head_dim, 4 heads, 2 layers; half under the mask
     assert attention_flops_per_square(TINY) == 2 * (2 * 2 * 3 * 4) / 2

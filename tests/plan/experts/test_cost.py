@@ -25,6 +25,9 @@ def test_constants_of_a_model() -> None:
     assert ExpertCost.of(SHAPE, 1e12, 1e9).with_micro_batches(3) == cost
     plain = ExpertCost.of(replace(SHAPE, gated=False), 1e12, 1e9)
     assert plain.token_seconds == pytest.approx(cost.token_seconds * 2 / 3)
+    latent = ExpertCost.of(replace(SHAPE, expert_latent=1024), 1e12, 1e9, 3)
+    parts = (latent.token_seconds, latent.exchange_seconds, latent.copy_seconds)
+    assert [4 * part for part in parts] == [cost.token_seconds, cost.exchange_seconds, cost.copy_seconds]
 
 
 def test_each_part_of_the_time() -> None:

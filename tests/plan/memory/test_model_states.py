@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
-from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, stage_parameters, state_bytes
+from bytescale_ext.plan.memory.model_states import (
+    expert_parameters,
+    largest_matrix,
+    num_parameters,
+    stage_parameters,
+    state_bytes,
+)
 
 LLAMA2_7B = ModelShape(32, 4096, 32, 32, 128, 11008, True, 32000)
 
@@ -23,11 +29,31 @@ def test_ranks_share_out_the_experts_of_each_layer() -> None:
     assert expert_parameters(sparse, tensor_parallel=2, expert_parallel=4) == expert_parameters(sparse) / 8
     assert expert_parameters(sparse.part(16)) == expert_parameters(sparse) / 2
     assert expert_parameters(LLAMA2_7B) == 0
+    latent = replace(sparse, expert_latent=1000)
+    assert expert_parameters(latent, 2, 4) == 8 * 16 * 3 * 1000 * 512 / 8
+    projections = 8 * 2 * 1000 * 4096  # on each tensor-parallel rank
+    assert num_parameters(latent, 2) - num_parameters(sparse, 2) == projections
+    later = replace(latent, later_layers=1, later_experts=True)
+    routers = 9 * 16 * 4096
+    assert (
+        stage_parameters(later, 2, True, True)
+        == stage_parameters(replace(later, num_experts=0, expert_latent=0), 2, True, True)
+        + routers
+        + projections * 9 / 8
+    )
 
 
 @pytest.mark.parametrize(("element_bytes", "ranks", "each"), [(2, 1, 18.0), (2, 4, 9.0), (4, 1, 16.0), (4, 8, 9.0)])
 def test_bytes_of_a_parameter(element_bytes: int, ranks: int, each: float) -> None:
     assert state_bytes(LLAMA2_7B, element_bytes, 1, ranks) == each * 6_738_415_616
+
+
+def test_the_largest_matrix_of_a_layer_with_latents() -> None:
+    routed = {"expert_ffn_hidden": 2 * 9, "num_experts": 4, "experts_per_token": 2}
+    shape = ModelShape(1, 8, 2, 2, 4, 10, True, 20, 1, **routed, expert_latent=6)
+    assert largest_matrix(shape) == 6 * 2 * 9
+    assert largest_matrix(replace(shape, expert_ffn_hidden=2)) == 8 * 8
+    assert largest_matrix(replace(shape, expert_ffn_hidden=2, expert_latent=9)) == 8 * 9
 
 
 def test_latent_attention_and_later_layers_have_their_parameters() -> None:

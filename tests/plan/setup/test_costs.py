@@ -91,6 +91,8 @@ def test_copies_of_tokens_go_to_experts_and_back() -> None:
     assert exchange_seconds(replace(COST, shape=SPARSE), 2, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.5 * inside)
     slow = replace(COST, shape=SPARSE, slowdown=8.0)
     assert exchange_seconds(slow, 4, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.75 * inside)
+    latent = replace(COST, shape=replace(SPARSE, expert_latent=SPARSE.hidden // 4))
+    assert exchange_seconds(latent, 2, CLUSTER) == pytest.approx(2 * 2 * 32 * 0.5 * inside)
     assert exchange_seconds(slow, 8, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.875 * 2 * inside)
 
 

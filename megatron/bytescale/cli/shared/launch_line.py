@@ -146,6 +146,7 @@ class Launch:
         tensor, stages = run.process.tensor_parallel, len(run.stage_layers)
         shape, where = run.shape, "GPUs" if run.process.on_cuda else "CPU"
         experts = f", {shape.num_experts} experts in {shape.num_expert_layers} layers" if shape.num_experts else ""
+        experts += f" of latents of {shape.expert_latent}" if shape.expert_latent else ""
         return {
             "model": f"{(num_parameters(shape) + expert_parameters(shape)) / 1e9:.3g} G parameters, "
             f"{shape.num_layers} layers of {shape.hidden}, vocabulary {shape.vocab}{experts}; "

@@ -38,11 +38,10 @@ def measured_placement_cost(
     if experts is not None:
         expert: torch.nn.Module = experts.local_experts[0]
         first, *_ = parameters = list(expert.parameters())
-        size = ExpertSize(
-            sum(weight.numel() for weight in parameters), experts.config.hidden_size, first.element_size()
-        )
+        width = experts.config.moe_latent_size or experts.config.hidden_size
+        size = ExpertSize(sum(weight.numel() for weight in parameters), width, first.element_size())
         counts = timed_token_counts(size.weights, on_cuda)
-        of_token = token_seconds(computing(expert, size.hidden, device), counts, timer)
+        of_token = token_seconds(computing(expert, size.width, device), counts, timer)
         seconds = (of_token, *link_seconds(size, group, device))
     cost = agreed_cost(seconds, device)
     if on_cuda:
@@ -52,10 +51,10 @@ def measured_placement_cost(
     return cost, text
 
 
-def computing(expert: torch.nn.Module, hidden: int, device: torch.device) -> Callable[[int], object]:
+def computing(expert: torch.nn.Module, width: int, device: torch.device) -> Callable[[int], object]:
     """Return a function that runs an expert forward and backward on a number of tokens, with separate weights.
 
-    ``hidden``: width of a token.
+    ``width``: width of a token.
     """
     weights = {
         name: torch.full_like(parameter, 1e-2, device=device, requires_grad=True)
@@ -65,7 +64,7 @@ def computing(expert: torch.nn.Module, hidden: int, device: torch.device) -> Cal
 
     def compute(num_tokens: int) -> object:
         with torch.enable_grad():
-            tokens = like.new_ones((num_tokens, hidden), requires_grad=True)
+            tokens = like.new_ones((num_tokens, width), requires_grad=True)
             output = functional_call(expert, weights, (tokens, tokens.new_ones(num_tokens, dtype=torch.float32)))[0]
             return torch.autograd.grad(output, [tokens, *weights.values()], torch.ones_like(output))
 
