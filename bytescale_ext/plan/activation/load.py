@@ -104,10 +104,9 @@ class LayerSettings:
     later_layers: int = 0
     received: int = 0
 
-    def split_experts(self, shape: ModelShape) -> int:
-        """Return the experts of a rank if their activation functions are split; 0 if they are fused."""
-        is_split = shape.gated and self.operators.split_activation
-        return max(1, shape.num_experts // self.expert_ranks) if is_split else 0
+    def experts_of(self, shape: ModelShape) -> tuple[int, bool]:
+        """Return the experts of a rank, and whether their activation functions are split."""
+        return max(1, shape.num_experts // self.expert_ranks), shape.gated and self.operators.split_activation
 
     @property
     def key_host_bytes(self) -> float:
@@ -312,7 +311,7 @@ def load_of_tokens(
             settings.element_bytes,
             settings.expert_ranks > 1,
             settings.expert_load,
-            settings.split_experts(cost.shape),
+            *settings.experts_of(cost.shape),
         ),
         later_layers=later,
         later_bytes=later * of_later,

@@ -23,11 +23,12 @@ EXPERT_LOAD: Final = 1.5
 A router that spreads tokens less evenly exceeds the budget.
 """
 
-SPLIT_GRADIENTS: Final = 2
-"""Tensors of the inner width that the backward pass of a split, gated activation function adds at its peak.
+INNER_GRADIENTS: Final = 2
+"""Tensors of the inner width that the backward pass of an expert's gated activation function adds at its peak.
 
-It holds six gradients, of both factors and of both padded to the width of the first product. By then it has freed four
-of the saved tensors: the activation, the gate, their product, and the product with the probability.
+If it is split, it holds six gradients, of both factors and of both padded to the width of the first product. By then it
+has freed four of the saved tensors: the activation, the gate, their product, and the product with the probability.
+If it is fused, it holds the gradients of its input and its output, and has freed its output.
 """
 
 
@@ -248,22 +249,34 @@ def expert_bytes(
 
 
 def expert_working_bytes(
-    shape: ModelShape, element_bytes: int = 2, exchanged: bool = False, load: float = 1.0, split_experts: int = 0
+    shape: ModelShape,
+    element_bytes: int = 2,
+    exchanged: bool = False,
+    load: float = 1.0,
+    local_experts: int = 1,
+    is_split: bool = False,
 ) -> float:
     """Return the bytes of gradients that exist together in the backward pass of experts, for each token; else 0.
 
     They are the gradients of the layer's output, of its residual, and of the tokens at their experts. If ranks exchange
-    tokens, the latter exist three times, because they are sent and sorted too.
+    tokens, the latter exist three times, because they are sent and sorted too. While an expert runs, they exist twice,
+    together with the gradients inside the expert.
 
     Args:
         shape: sizes of the model.
         element_bytes: bytes of one element.
         exchanged: ranks share the experts.
         load: see ``expert_bytes``.
-        split_experts: experts of a rank if their activation functions are split, which run one after the other; 0 if
-            they are fused.
+        local_experts: experts of a rank, which run one after the other.
+        is_split: their activation functions are split.
     """
-    in_expert = SPLIT_GRADIENTS * load * shape.expert_ffn_hidden * element_bytes / split_experts if split_experts else 0
-    copies = 3 * load if exchanged else 1.0
-    of_tokens = (2 * shape.hidden + copies * shape.experts_per_token * shape.token_width) * element_bytes
-    return of_tokens + in_expert if shape.num_expert_layers else 0.0
+    if not shape.num_expert_layers:
+        return 0.0
+    in_expert = INNER_GRADIENTS * load * shape.expert_ffn_hidden / local_experts
+    copy = shape.experts_per_token * shape.token_width * (load if exchanged else 1.0)
+    routed = 3 * copy if exchanged else copy
+    if is_split:
+        routed += in_expert
+    elif exchanged:
+        routed = max(routed, 2 * copy + in_expert)
+    return (2 * shape.hidden + routed) * element_bytes

@@ -172,7 +172,7 @@ class StageMemory:
         shared = message_bytes(shape, ranks, element_bytes, sequence_parallel)
         exchanged = settings.expert_ranks > 1
         load = max(EXPERT_LOAD, settings.expert_load) if exchanged else settings.expert_load
-        in_experts = expert_working_bytes(shape, element_bytes, exchanged, load, settings.split_experts(shape))
+        in_experts = expert_working_bytes(shape, element_bytes, exchanged, load, *settings.experts_of(shape))
         passes = PassBytes(
             tokens,
             hidden=tensors[0].bytes_per_token,
