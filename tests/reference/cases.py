@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.e2e.pipelines import FULL, SELECTIVE, UNALIGNED
-from tests.reference.kinds import BALANCED, KINDS
+from tests.reference.kinds import BY_HAND, KINDS
 from tests.reference.settings import Settings
 from tests.reference.training import OPTIMIZERS, Sizes
 
@@ -149,7 +149,7 @@ def generated() -> Iterator[Case]:
 
     for turn in range(RUNS_PER_KIND):
         for kind, settings in KINDS.items():
-            if kind in BALANCED:
+            if kind in BY_HAND:
                 continue
             of = "expert" if settings.experts else "layout"
             words = [draw(of), draw("policy"), draw("optimizer")]
@@ -171,5 +171,13 @@ OTHER_CASES = [
     Case("balanced latent later tokens", "2-slices", "full", "sgd", 128, 1),
     Case("balanced answers", "2-slices", "", "sgd", 256, 0),
     Case("balanced answers", "4-pp2", "full", "adam", 128, 1),
+    Case("projected experts", "4-ep2-pp2-slices", "memo", "adam", 256, 0),
+    Case("projected experts", "4-tp2-slices", "full", "sgd", 128, 1),
+    Case("projected experts", "4-ep2", "offload", "sgd", 128, 2),
+    Case("projected softmax experts", "4", "", "adam", 256, 0),
+    Case("projected softmax experts", "tp2", "selective", "adam", 128, 1),
+    Case("projected softmax experts", "4-zero1", "chunks", "adam", 256, 2),
+    Case("projected later tokens", "4-pp2", "full", "adam", 128, 0),
+    Case("projected later tokens", "2-slices", "", "sgd", 256, 1),
 ]
 CASES = [*generated(), *OTHER_CASES]

@@ -15,7 +15,10 @@ def expert_shapes(experts: Experts, prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's router, experts and shared expert; their names begin with ``prefix``."""
     found: dict[str, tuple[int, ...]] = {prefix + "router.weight": (experts.count, HIDDEN)}
     for number in range(experts.count):
-        found |= _swiglu_shapes(f"{prefix}experts.local_experts.{number}.", experts.width)
+        found |= _swiglu_shapes(f"{prefix}experts.local_experts.{number}.", experts.width, experts.latent or HIDDEN)
+    if experts.latent is not None:
+        found[prefix + "fc1_latent_proj.weight"] = (experts.latent, HIDDEN)
+        found[prefix + "fc2_latent_proj.weight"] = (HIDDEN, experts.latent)
     if experts.shared is not None:
         found |= _swiglu_shapes(f"{prefix}shared_experts.", experts.shared)
     if experts.is_shared_gated:
@@ -23,8 +26,8 @@ def expert_shapes(experts: Experts, prefix: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _swiglu_shapes(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {prefix + "linear_fc1.weight": (2 * width, HIDDEN), prefix + "linear_fc2.weight": (HIDDEN, width)}
+def _swiglu_shapes(prefix: str, width: int, size: int = HIDDEN) -> dict[str, tuple[int, ...]]:
+    return {prefix + "linear_fc1.weight": (2 * width, size), prefix + "linear_fc2.weight": (size, width)}
 
 
 def _swiglu(weights: dict[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
@@ -62,11 +65,14 @@ class Router:
         shares = self.shares(logits)
         self.counts += (shares > 0).sum(0)
         self.note_balance(logits)
-        result = torch.zeros_like(x)
+        tokens = x if self.experts.latent is None else x @ weights[prefix + "fc1_latent_proj.weight"].T
+        result = torch.zeros_like(tokens)
         for number in range(self.experts.count):
             rows = shares[:, number].nonzero()[:, 0]
-            output = _swiglu(weights, f"{prefix}experts.local_experts.{number}.", x[rows])
+            output = _swiglu(weights, f"{prefix}experts.local_experts.{number}.", tokens[rows])
             result = result.index_add(0, rows, output * shares[rows, number, None])
+        if self.experts.latent is not None:
+            result = result @ weights[prefix + "fc2_latent_proj.weight"].T
         if self.experts.shared is not None:
             always = _swiglu(weights, prefix + "shared_experts.", x)
             gate = weights.get(prefix + "shared_experts.gate_weight")

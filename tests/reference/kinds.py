@@ -60,7 +60,7 @@ KINDS |= {
     "answers later tokens": Settings(only_answers=True, depths=2, depth_weight=0.4),
 }
 
-BALANCED = {
+BY_HAND = {
     "balanced documents": Settings(experts=replace(SIGMOID, document_loss=0.1), positions=Positions(base=500)),
     "balanced steps": Settings(experts=Experts(layers=(0, 1), document_loss=0.05, step_loss=0.1)),
     "balanced latent later tokens": Settings(
@@ -72,9 +72,12 @@ BALANCED = {
         depth_weight=0.3,
     ),
     "balanced answers": Settings(only_answers=True, experts=Experts(document_loss=0.2, shared=16)),
+    "projected experts": Settings(experts=replace(SIGMOID, latent=12), positions=Positions(base=500)),
+    "projected softmax experts": Settings(experts=Experts(latent=20, layers=(0, 1), document_loss=0.1), is_tied=True),
+    "projected later tokens": replace(KINDS["later token"], experts=Experts(latent=12, shared=16), depths=2),
 }
-"""Models with balancing losses; their combinations are chosen by hand."""
-KINDS |= BALANCED
+"""Models whose combinations are chosen by hand: with balancing losses, or with experts of latents."""
+KINDS |= BY_HAND
 
 
 def flags(model: Settings) -> list[str]:
@@ -175,5 +178,6 @@ def expert_flags(experts: Experts, layers: int) -> list[str]:
     if experts.groups is not None:
         words += f"--moe-router-num-groups {experts.groups[0]} --moe-router-group-topk {experts.groups[1]}".split()
     words += ["--moe-z-loss-coeff", str(experts.z_loss)] if experts.z_loss else []
+    words += ["--moe-latent-size", str(experts.latent)] if experts.latent else []
     words += ["--moe-shared-expert-intermediate-size", str(experts.shared)] if experts.shared else []
     return words + (["--moe-shared-expert-gate"] if experts.is_shared_gated else [])

@@ -86,6 +86,7 @@ class Experts:
         z_loss: coefficient of the squared log-sum-exp of the router's scores (ST-MoE, equation 5).
         shared: width of the shared expert, or None.
         is_shared_gated: whether a sigmoid scales the shared expert.
+        latent: numbers of a token at its experts, between projections from and to the hidden state; None: all.
     """
 
     count: int = 4
@@ -101,6 +102,7 @@ class Experts:
     z_loss: float = 0.0
     shared: int | None = None
     is_shared_gated: bool = False
+    latent: int | None = None
 
 
 @dataclass(frozen=True)

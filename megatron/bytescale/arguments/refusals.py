@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron.bytescale.arguments.bad_input import Refused
-from megatron.bytescale.arguments.conditions import IS_LOCAL, Condition, above, chosen, equals, given, includes, where
+from megatron.bytescale.arguments.conditions import (
+    IS_CUT,
+    IS_LOCAL,
+    Condition,
+    above,
+    chosen,
+    equals,
+    given,
+    includes,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,11 @@ NO_MAMBA: Final = "train a GPT without it: there are no Mamba layers here"
 _LACKS_ENGINE = Condition(lambda _: importlib.util.find_spec("transformer_engine") is None)
 _NEEDS_ENGINE = "install TransformerEngine (pip install .[gpu]): Megatron 0.19.2 fails in the first step without it"
 _IS_ON_CPU = equals("distributed_backend", "gloo")
+_CHANGES_EXPERTS = (
+    given("hybrid_data_parallel") | IS_CUT | chosen("moe_expert_slots") | chosen("moe_dts_steps")
+    | given("moe_placement_trace")
+)  # fmt: skip
+"""Whether layers of experts are ours, which project latents without TransformerEngine."""
 _IS_EMERGING = ~equals("optimizer", "adam", "sgd")
 _LACKS_OPTIMIZERS = Condition(lambda _: importlib.util.find_spec("emerging_optimizers") is None)
 _LACKS_GROUPED = Condition(lambda _: _capability() < 8)
@@ -254,6 +269,11 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            _IS_ON_CPU & given("moe_grouped_gemm") & _LACKS_GROUPED),
     refuse("--moe-token-dispatcher-type flex on CPU", ALWAYS, "use alltoall: it needs a GPU and DeepEP",
            _IS_ON_CPU & equals("moe_token_dispatcher_type", "flex") & _LACKS_DEEPEP),
+    refuse("--moe-latent-size of Megatron's own layers without TransformerEngine", ALWAYS, "add "
+           "--hybrid-data-parallel: Megatron projects latents with TransformerEngine on a GPU, in local layers too",
+           given("moe_latent_size") & IS_LOCAL & (_LACKS_ENGINE | _IS_ON_CPU) & ~_CHANGES_EXPERTS),
+    refuse("--moe-shared-expert-overlap with --moe-latent-size", ALWAYS, "remove it: Megatron supports both together "
+           "only in inference", given("moe_shared_expert_overlap") & given("moe_latent_size")),
     refuse("--recompute-modules moe_act without --moe-grouped-gemm", ALWAYS, "leave moe_act out: only grouped experts "
            "recompute their activation function",
            _RECOMPUTES_MODULES & includes("recompute_modules", "moe_act") & ~given("moe_grouped_gemm")),

@@ -48,7 +48,10 @@ EXAMPLES = {
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn --num-experts 4",
     "--moe-router-load-balancing-type of slices": "--moe-router-load-balancing-type global_aux_loss --num-experts 4",
     "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1.5 --num-experts 4",
-    "--moe-latent-size": "--moe-latent-size 16",
+    "--moe-latent-size of Megatron's own layers without TransformerEngine": "--moe-latent-size 16 --num-experts 4",
+    "--moe-shared-expert-overlap with --moe-latent-size": (
+        "--moe-shared-expert-overlap --moe-latent-size 16 --num-experts 4 --moe-shared-expert-intermediate-size 16"
+    ),
     "--cuda-graph-impl": "--cuda-graph-impl local",
     "--num-distributed-optimizer-instances > 1": "--num-distributed-optimizer-instances 2",
     "--tensor-parallel-num-weight-shards > 1": "--tensor-parallel-num-weight-shards 2",

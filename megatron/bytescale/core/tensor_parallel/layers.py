@@ -1,8 +1,16 @@
-"""A variant of Megatron's linear layer for experts that cannot train with the original."""
+"""Linear layers of experts: variants of Megatron's that train where the originals cannot."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
@@ -17,3 +25,28 @@ class ExpertRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **kwargs)
         assert self.is_expert, "only layers of experts add their own biases"
         self.explicit_expert_comm |= self.tp_group.size() == 1
+
+
+class DuplicatedLinear(torch.nn.Linear):
+    """A linear layer with the same weights on all tensor-parallel ranks, as Megatron's ``TELinear`` is for latents.
+
+    Under sequence parallelism each rank has its own tokens, and Megatron sums the weight gradients over the ranks.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, config: TransformerConfig, draw: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Draw weights [outputs, inputs] with ``draw``, equal on tensor-parallel ranks; biases are 0."""
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(inputs, outputs, config.add_bias_linear, device, config.params_dtype)
+        if config.perform_initialization:
+            with torch.no_grad(), get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+                draw(self.weight)
+            if self.bias is not None:
+                torch.nn.init.zeros_(self.bias)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the product [..., outputs] of [..., inputs] with the bias added, and None, as ``TELinear`` does."""
+        return super().forward(x), None

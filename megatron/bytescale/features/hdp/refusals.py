@@ -33,7 +33,6 @@ REFUSALS = (
            equals("moe_token_dispatcher_type", "flex") & equals("moe_flex_dispatcher_backend", "ncclep")),
     refuse("--moe-paged-stash", "hdp slices"),
     refuse("--moe-enable-routing-replay", "hdp slices"),
-    refuse("--moe-latent-size", "hdp slices"),
     refuse("--cuda-graph-impl", "hdp slices", _NEW_SHAPES, ~equals("cuda_graph_impl", "none")),
     refuse("--enable-cuda-graph", "hdp slices", _NEW_SHAPES),
     refuse("--external-cuda-graph", "hdp slices", _NEW_SHAPES),

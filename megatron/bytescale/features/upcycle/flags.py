@@ -113,7 +113,7 @@ REFUSALS = (
     refuse("--expert-tensor-parallel-size", "upcycling", "give --tensor-model-parallel-size, which splits the dense "
            "model", where(_Shards, _Shards.differ)),
     refuse("--moe-shared-expert-intermediate-size", "upcycling", "remove it: shared experts would start at random"),
-    refuse("--moe-latent-size", "upcycling"),
+    refuse("--moe-latent-size", "upcycling", "remove it: a copy of a dense MLP reads and writes whole hidden states"),
     refuse("--quick-geglu", "upcycling", "use --swiglu, or neither: Megatron upcycles SiLU, GELU and squared ReLU"),
 )  # fmt: skip
 

@@ -47,11 +47,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts, recomputed": {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "latent": {**LATENT, "q_lora_rank": 12},
     "latent experts": {**LATENT, **GATED, **EXPERTS},
+    "experts of latents": {**GQA, **GATED, **EXPERTS, "moe_latent_size": 12, "transformer_impl": "local"},
     "shared experts, recomputed": {
         **EXPERTS, **SHARED, "recompute_granularity": "selective", "recompute_modules": ["shared_experts"],
     },
 }  # fmt: skip
-DOCUMENTS_ONLY = ("dropout", "latent", "latent experts")
+DOCUMENTS_ONLY = ("dropout", "latent", "latent experts", "experts of latents")
 PLANS = {
     "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
     "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0),
@@ -112,7 +113,7 @@ class Case:
         widths = (12, 6) if is_latent else (HIDDEN // 4, None)
         kernel = choose_kernel(torch.device("cpu"), torch.float32, widths[0], value_dim=widths[1])[0]
         self.runtime = runtime_of(kernel=kernel)
-        if is_latent:
+        if is_latent or "moe_latent_size" in settings:
             _set_document_modules(spec.submodules, self.runtime, has_engine=False)
         else:
             spec.submodules.self_attention.submodules.core_attention = partial(

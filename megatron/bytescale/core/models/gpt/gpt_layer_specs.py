@@ -26,6 +26,7 @@ from megatron.bytescale.core.tensor_parallel.weight_gradients import (
     SplitRowParallelLinear,
 )
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
+from megatron.bytescale.core.transformer.moe.latent_layer import LatentMoELayer
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.moe.slice_router import SampleRouter
 from megatron.bytescale.core.transformer.multi_latent_attention import DocumentLatentAttention
@@ -147,7 +148,7 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Runtime, h
         if not has_engine and experts.func is SequentialMLP:
             products = replace(experts.keywords["submodules"], linear_fc2=ExpertRowParallelLinear)
             modules.experts = partial(experts.func, *experts.args, **{**experts.keywords, "submodules": products})
-        layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": modules})
+        layer.mlp = partial(LatentMoELayer, **{**mlp.keywords, "submodules": modules})
     if has_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron.bytescale.core.transformer.moe.latent_layer import LatentMoELayer
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class TokenCounts:
         return layers, counts
 
 
-class CountedMoELayer(MoELayer):
+class CountedMoELayer(LatentMoELayer):
     """Megatron's layer of experts; given ``counts``, it records its router's choices in training.
 
     A forward pass that will be recomputed runs without gradients and is not counted; its recomputation is counted.
@@ -87,6 +88,6 @@ def with_counts(
     """Make the layers of experts count tokens, in a new spec of a block or a layer."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
-        if getattr(mlp, "func", None) is MoELayer:
+        if getattr(mlp, "func", None) in (MoELayer, LatentMoELayer):
             layer.submodules.mlp = partial(CountedMoELayer, *mlp.args, **mlp.keywords, counts=counts)
     return spec

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
 from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer, number_in_model
+from megatron.bytescale.core.transformer.moe.latent_layer import LatentMoELayer
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.core.transformer.token_noise import gumbel_noise
@@ -148,13 +149,13 @@ def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Modu
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         kind = getattr(mlp, "func", None)
-        if kind in (MoELayer, CountedMoELayer, PlacedMoELayer):
+        if kind in (MoELayer, LatentMoELayer, CountedMoELayer, PlacedMoELayer):
             modules = mlp.keywords["submodules"]
             router: Callable[..., TopKRouter] = modules.router
             given = router if isinstance(router, partial) else partial(router)
             following: Callable[..., object] = annealed(cast("type[TopKRouter]", given.func), gate)
             modules = replace(modules, router=partial(following, *given.args, **given.keywords))
             keywords = {**mlp.keywords, "submodules": modules, "gate": gate}
-            base = CountedMoELayer if kind is MoELayer else kind
+            base = kind if kind in (CountedMoELayer, PlacedMoELayer) else CountedMoELayer
             layer.submodules.mlp = partial(gated(base), *mlp.args, **keywords)
     return spec
