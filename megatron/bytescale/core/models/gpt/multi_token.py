@@ -131,10 +131,17 @@ class LaterTokens:
         kwargs: dict[str, Any],
         outputs: tuple[torch.Tensor, object],
     ) -> None:
-        """Return to depth 0 after a layer, and announce its depth again before its backward pass."""
+        """Return to depth 0 after a layer, and announce its depth again before the backward pass of its states.
+
+        ``outputs``: states [s / ranks, 1, h], and Megatron's context.
+        """
         depth, self.step.depth = self.step.depth, 0
+
+        def enter_again(_: torch.Tensor) -> None:
+            self.step.depth = depth
+
         if outputs[0].requires_grad:
-            outputs[0].register_hook(lambda _: setattr(self.step, "depth", depth))
+            outputs[0].register_hook(enter_again)
 
     def note(self, block: torch.nn.Module, inputs: tuple[object, ...], output: torch.Tensor) -> None:
         """Record the states of all depths, [(1 + depths) * s / ranks, 1, h]."""
