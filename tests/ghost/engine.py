@@ -1,8 +1,9 @@
 """TransformerEngine on ghost GPUs: its own Python over a played ``transformer_engine_torch``. Apex's fused product too.
 
 ``make engine`` unpacks the Python of the release in ``.venv/engine``. The module of compiled functions is played here:
-the functions that layers and optimizers in bf16 and float32 call, by their public signatures (``pybind.cpp``). Other
-functions raise NotImplementedError when they are called. As on a GPU, tensors must be on the device.
+the functions that layers and optimizers in bf16, float32 and FP8 (``fp8.py``) call, by their public signatures
+(``pybind.cpp``). Other functions raise NotImplementedError when they are called. As on a GPU, tensors must be on the
+device.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import enum
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ghost import hollow
+from tests.ghost import fp8
+from tests.ghost.played import TORCH_TYPES, DType, played, refuse
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv/engine"
 
@@ -35,62 +36,12 @@ Tensor = torch.Tensor
 TensorLists = Sequence[Sequence[Tensor]]
 
 
-class DType(enum.IntEnum):
-    """Types of elements."""
-
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
-
-
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """Backends of fused attention."""
 
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1
     NVTE_FP8 = 2
-
-
-TORCH_TYPES: dict[int, torch.dtype] = {
-    DType.kByte: torch.uint8,
-    DType.kInt32: torch.int32,
-    DType.kFloat32: torch.float32,
-    DType.kFloat16: torch.float16,
-    DType.kBFloat16: torch.bfloat16,
-}
-num_calls: dict[str, int] = {}
-"""Number of calls of each played function in this process."""
-
-
-def played(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a played function: it counts the calls, and refuses tensors in host memory.
-
-    On hollow ghost GPUs the function only allocates its results.
-    """
-
-    @wraps(function)
-    def check_and_call(*args: Any, **kwargs: Any) -> Any:
-        for one in [*args, *kwargs.values()]:
-            check_device(one, function.__name__)
-        num_calls[function.__name__] = num_calls.get(function.__name__, 0) + 1
-        if hollow.is_hollow() and hollow.are_large(hollow.tensors_of(args)):
-            return hollow.room_for(function, torch.device("cuda", torch.cuda.current_device()), args, kwargs)
-        return function(*args, **kwargs)
-
-    return check_and_call
-
-
-def check_device(value: object, name: str) -> None:
-    """Raise RuntimeError if a tensor of an argument is not on a GPU."""
-    if isinstance(value, torch.Tensor) and not value.is_cuda:
-        raise RuntimeError(f"{name} reads a tensor of shape {tuple(value.shape)} in host memory")
-    for one in value if isinstance(value, list | tuple) else ():
-        check_device(one, name)
 
 
 def product(one: Tensor, is_one_transposed: bool, other: Tensor, is_other_transposed: bool) -> Tensor:
@@ -115,6 +66,8 @@ def generic_gemm(
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the product, the gradient of the bias, and nothing for GELU and for overlapped communication."""
     refuse(quantizer=quantizer, gelu=gelu, comm_overlap=comm_overlap, bulk_overlap=bulk_overlap)
+    default = fp8.nominal_type(A)
+    A, B = fp8.factors(A, transA, B, transB)
     result, bias_gradient = alpha * product(A, transA, B, transB), None
     if bias is not None and grad:
         bias_gradient = B.reshape(-1, B.shape[-1]).float().sum(0).to(bias.dtype)
@@ -122,7 +75,7 @@ def generic_gemm(
         result = result + bias.float()
     if D is not None:
         return [store(result, D, accumulate), bias_gradient, None, None]
-    dtype = A.dtype if output_dtype is None else TORCH_TYPES[int(output_dtype)]
+    dtype = default if output_dtype is None else TORCH_TYPES[int(output_dtype)]
     shape = result.shape if transB else (*B.shape[:-1], result.shape[-1])
     return [result.to(dtype).view(shape), bias_gradient, None, None]
 
@@ -138,6 +91,7 @@ def te_general_grouped_gemm(
     refuse(bias=any(one.numel() for one in bias), gelu=any(one.numel() for one in pre_gelu_out))
     places = list(D[0].split(list(m_splits))) if single_output else D
     for one, other, place in zip(A, B, places, strict=True):
+        one, other = fp8.factors(one, transa, other, transb)
         if place.numel() and not other.numel():
             store(place.new_zeros(place.shape, dtype=torch.float32), place, accumulate)
         elif place.numel():
@@ -145,19 +99,17 @@ def te_general_grouped_gemm(
     return bias
 
 
-def refuse(**given: object) -> None:
-    """Raise NotImplementedError for an argument that is given and not played."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{name} is not played")
-
-
 def scale_of(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
     return weight.float() + int(zero_centered_gamma)
 
 
-def stored_norm(result: Tensor, ln_out: Tensor | None, otype: Any) -> Tensor:
-    return result.to(TORCH_TYPES[int(otype)]) if ln_out is None else ln_out.copy_(result)
+def stored_norm(result: Tensor, ln_out: Tensor | None, quantizer: Any, otype: Any) -> Tensor:
+    """Return normalized rows in the type of the layer, or quantized."""
+    rows = result.to(TORCH_TYPES[int(otype)])
+    if quantizer is not None:
+        quantized: Tensor = fp8.quantize(rows, quantizer, ln_out)
+        return quantized
+    return rows if ln_out is None else ln_out.copy_(rows)
 
 
 @played
@@ -166,11 +118,10 @@ def rmsnorm_fwd(
     zero_centered_gamma: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the normalized rows, None, and the inverse root mean square of each row."""
-    refuse(quantizer=quantizer)
     rows = input.float()
     inverse = torch.rsqrt(rows.square().mean(-1) + eps)
     result = rows * inverse[:, None] * scale_of(weight, zero_centered_gamma)
-    return [stored_norm(result, ln_out, otype), None, inverse]
+    return [stored_norm(result, ln_out, quantizer, otype), None, inverse]
 
 
 @played
@@ -190,11 +141,11 @@ def layernorm_fwd(
     sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return the normalized rows, and the mean and inverse standard deviation of each row."""
-    refuse(quantizer=quantizer)
     rows = input.float()
     mean, inverse = rows.mean(-1), torch.rsqrt(rows.var(-1, unbiased=False) + eps)
     result = (rows - mean[:, None]) * inverse[:, None] * scale_of(weight, zero_centered_gamma)
-    return [stored_norm(result if bias is None else result + bias.float(), ln_out, otype), mean, inverse]
+    result = result if bias is None else result + bias.float()
+    return [stored_norm(result, ln_out, quantizer, otype), mean, inverse]
 
 
 @played
@@ -344,7 +295,7 @@ def compiled_module() -> types.ModuleType:
         generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd,
         fused_rope_forward, fused_rope_backward, multi_tensor_l2norm, multi_tensor_scale, multi_tensor_adam,
         get_cudnn_version, get_cublasLt_version, get_num_cublas_streams, get_fused_attn_backend, DType,
-        NVTE_Fused_Attn_Backend,
+        NVTE_Fused_Attn_Backend, *fp8.PLAYED,
     ):  # fmt: skip
         setattr(module, function.__name__, function)
     module.multi_tensor_scale_tensor = multi_tensor_scale_tensor  # type: ignore[attr-defined]

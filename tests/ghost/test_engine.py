@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.training import step_losses, train_ranks
-from tests.ghost.cases import BUCKETS, CASES, EXPERTS, ONE, TENSORS, TWO, Case
+from tests.ghost.cases import BUCKETS, CASES, EXPERTS, ONE, PP2, TENSORS, TWO, Case
 from tests.ghost.devices import APEX_GPUS, ENGINE_GPUS, needs_ghosts
 from tests.ghost.engine import needs_engine
 from tests.ghost.training import train_drawn, train_on_cpus
@@ -26,10 +26,10 @@ LATENT = Case(
 
 def train_with_engine(called: tuple[str, ...]) -> None:
     """Entry with weights drawn by name; it checks that the training has called these played functions."""
-    from tests.ghost import engine
+    from tests.ghost.played import num_calls
 
     train_drawn()
-    assert set(called) <= engine.num_calls.keys(), engine.num_calls
+    assert set(called) <= num_calls.keys(), num_calls
 
 
 def check(case: Case, devices: Devices, flags: str, called: tuple[str, ...], corpus: Path, folder: Path) -> None:
@@ -56,3 +56,32 @@ def test_grouped_products_of_experts(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [f"{TWO} {BUCKETS}", f"{ONE} {TENSORS}"], ids=["rings", "tensors"])
 def test_fused_weight_gradients_of_apex(flags: str, corpus: Path, tmp_path: Path) -> None:
     check(Case("fused", 2, flags), APEX_GPUS, "", (*LAYER, "wgrad_gemm_accum_fp32"), corpus, tmp_path)
+
+
+# Flags of trainings in FP8, and the played functions that they call. Sizes are multiples of 16.
+IN_FP8 = {
+    "rings": (f"{TWO} {BUCKETS}", ()),
+    "slices": (f"{PP2} --seq1f1b-slices 3", ()),
+    "tensors": (f"{ONE} {TENSORS} --ffn-hidden-size 64", ("create_empty_quantized_tensor",)),
+    "experts": (
+        f"{TWO} {EXPERTS} --moe-ffn-hidden-size 32 --moe-grouped-gemm --moe-layer-freq [1,1] "
+        "--moe-router-load-balancing-type none",
+        ("te_general_grouped_gemm", "split_quantize", "fused_multi_row_padding", "fused_multi_row_unpadding"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_losses_in_fp8_are_near_those_in_bf16(name: str, corpus: Path, tmp_path: Path) -> None:
+    """Products in FP8 refuse factors whose rows the plan has not padded."""
+    flags, called = IN_FP8[name]
+    runs = {"bf16": ("", ()), "fp8": ("--fp8-format hybrid --fp8-recipe tensorwise", ("quantize", *called))}
+    losses = {}
+    for kind, (more, functions) in runs.items():
+        words = Case(name, 2, f"{flags} --transformer-impl transformer_engine {more}").argv(corpus, tmp_path / kind)
+        with ranks_on(ENGINE_GPUS):
+            outcomes = train_ranks(2, *words, entry=partial(train_with_engine, (*LAYER, *functions)))
+        assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-3000:]
+        losses[kind] = step_losses(tmp_path / kind)
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.05)
+    assert losses["fp8"] != pytest.approx(losses["bf16"], rel=1e-5)
