@@ -19,14 +19,16 @@ from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from tests.e2e.activation.test_forecasts import print_forecast
 from tests.e2e.corpora import write_documents
-from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_with
+from tests.e2e.devices import run_trainings
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train_in_process, train_with
 from tests.ghost.devices import HOLLOW_ENGINE_GPUS, HOLLOW_GPUS, needs_ghosts
 from tests.ghost.engine import needs_engine
-from tests.harness import Devices, ranks_on
+from tests.harness import HANG_SECONDS, Devices, ranks_on
 
 pytestmark = [pytest.mark.ranks, needs_ghosts]
 
 STEPS = int(os.environ.get("FRAGMENTATION_STEPS", "6"))
+TIMEOUT = HANG_SECONDS * max(1, STEPS // 20)
 DOCUMENTS = 8  # of a step
 RANK_TOKENS, LONGEST = 8192, 16384  # on two ranks
 SIZES = (
@@ -99,7 +101,9 @@ def peaks_of(devices: Devices, words: str, corpus: Path, steps: int = STEPS) -> 
     """Return the peaks of each rank on hollow ghost GPUs with flags."""
     flags = [*MODEL, *TRAIN, *HDP, *SIZES, *words.split(), "--train-iters", steps, "--data-path", corpus]
     with ranks_on(devices):
-        outcomes = train_ranks(2, *flags, entry=train_and_print_peaks)
+        outcomes: list[Outcome] = run_trainings(
+            train_in_process, 2, ["pretrain_gpt_hdp.py", *map(str, flags)], train_and_print_peaks, timeout=TIMEOUT
+        )
     assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-2000:]
     assert len(re.findall(r"^ run: ", outcomes[-1].text, re.MULTILINE)) == steps
     return [read_peaks(outcome.text) for outcome in outcomes]
