@@ -47,6 +47,6 @@ class DuplicatedLinear(torch.nn.Linear):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         """Return the product [..., outputs] of [..., inputs] with the bias added, and None, as ``TELinear`` does."""
         return super().forward(x), None

@@ -66,7 +66,7 @@ def use_later_tokens(
     return model_chunks
 
 
-def give_depth(layer: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs:
+def give_depth(layer: LaterTokenLayer, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs:
     """Hook of a multi-token prediction layer: name its depth, where ``num_layers - depth`` rows of tokens remain."""
     params = copy(kwargs["packed_seq_params"])
     params.depth = layer.config.mtp_num_layers - len(kwargs["input_ids"])
