@@ -116,13 +116,18 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
 @pytest.mark.full
 def test_layers_of_experts_are_profiled_with_all_experts() -> None:
     """Costs are per layer, for any number of layers and any number of ranks that share them in training."""
-    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
+    experts = (
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall "
+        "--moe-latent-size 12"
+    )
     flags = [*MODEL, *TRAINING, *experts.split(), "--expert-model-parallel-size", "8", "--moe-layer-freq", "[1]*8"]
     cost, errors = run_ranks(profile_with_made_up_clock, 1, flags, True)[0]
     check_made_up_cost(cost, errors)
     shape = cost.shape
     assert (shape.num_experts, shape.experts_per_token, shape.num_expert_layers) == (4, 2, 8)
-    assert (shape.expert_ffn_hidden, shape.ffn_hidden) == (48, 48)
+    assert (shape.expert_ffn_hidden, shape.ffn_hidden, shape.expert_latent) == (48, 48, 12)
+    with pytest.raises(ValueError, match="expert_latent is 12 there and 0 here"):
+        check_same_model(cost, replace(shape, expert_latent=0), 1, "float32", "cost.json")
     deeper = replace(shape, num_layers=32, num_expert_layers=32)
     assert check_same_model(cost, deeper, 1, "float32", "cost.json") == replace(cost, shape=deeper)
 

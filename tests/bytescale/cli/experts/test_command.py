@@ -46,6 +46,10 @@ def test_flexmoe_is_more_even_where_links_are_fast(words: list[str], capsys: pyt
     assert found["flexmoe"]["ratio_mean"] < 1.05
     assert found["flexmoe"]["moves"] == 2
     assert found["flexmoe"]["step_seconds"] < 0.9 * found["static"]["step_seconds"]
+    narrow = [*words, "--json", "--exchange-gb-per-second", "1e6", "--model-flags", f"{MODEL} --moe-latent-size 16"]
+    assert cli.main(narrow) == 0
+    latents = json.loads(capsys.readouterr().out)
+    assert latents["static"]["step_seconds"] == pytest.approx(found["static"]["step_seconds"] / 4)
     assert cli.main([*words, "--json", "--exchange-gb-per-second", "0.1"]) == 0
     slow = json.loads(capsys.readouterr().out)
     assert slow["flexmoe"]["moves"] == 0, "weights that travel longer than they save"

@@ -62,6 +62,8 @@ def test_a_strategy_without_memory_does_not_speak_for_its_kind() -> None:
 @pytest.mark.slow
 def test_a_mesh_that_training_refuses_is_refused_with_all_choices() -> None:
     flags, task = task_with("--num-layers 4 --num-experts 4 --moe-router-topk 2")
+    latents, narrow = task_with("--num-layers 4 --num-experts 4 --moe-router-topk 2 --moe-latent-size 16")
+    assert any(map(Trainable(latents, narrow), Space().strategies(narrow)))
     takes = Trainable(f"{flags} --enable-cuda-graph", task)
     assert not any(map(takes, Space().strategies(task)))
     assert "--enable-cuda-graph" in takes.refused()[0]

@@ -57,6 +57,7 @@ def test_groups_of_queries_need_their_flag() -> None:
 def test_experts_windows_latents_and_later_tokens() -> None:
     sparse = shape_of_flags(f"{SIZES} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq 2")
     assert (sparse.num_expert_layers, sparse.expert_ffn_hidden, sparse.experts_per_token) == (2, 192, 2)
+    assert shape_of_flags(f"{SIZES} --num-experts 8 --moe-latent-size 16").expert_latent == 16
     cut = shape_of_flags(f"{SIZES} --window-size 128,0 --window-attn-skip-freq 2")
     assert (cut.num_window_layers, cut.window_tokens) == (2, 128)
     assert shape_of_flags(f"{SIZES} --mtp-num-layers 2 --position-embedding-type rope").later_layers == 2
