@@ -66,7 +66,8 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"
          "ffn_hidden_size", "kv_channels", "num_query_groups", "seq_length")  # fmt: skip
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 MAY_BE_ZERO = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size",
-               "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # fmt: skip
+               "moe_latent_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+               "v_head_dim")  # fmt: skip
 KINDS: dict[object, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool, int, str)}
 """Type of a flag -> types of its values in checkpoints."""
 
@@ -180,6 +181,7 @@ class TrunkArguments:
     swiglu: bool | None = None
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
+    moe_latent_size: int | None = None
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -190,6 +192,7 @@ class TrunkArguments:
     def shape(self) -> dict[str, object]:
         """Return shapes and vocabulary size by name; only models with experts or latents have sizes of these."""
         experts = {"num_experts": self.num_experts, "moe_ffn_hidden_size": self.moe_ffn_hidden_size}
+        experts |= {"moe_latent_size": self.moe_latent_size} if self.moe_latent_size else {}
         latents = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         shares_keys = self.group_query_attention and self.num_query_groups is not None
         return {

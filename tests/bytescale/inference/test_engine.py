@@ -176,7 +176,11 @@ def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [EXPERTS, LATENT, WINDOWS], ids=["experts", "latent attention", "windows"])
+@pytest.mark.parametrize(
+    "model",
+    [EXPERTS, [*EXPERTS, "--moe-latent-size", "12"], LATENT, WINDOWS],
+    ids=["experts", "experts of latents", "latent attention", "windows"],
+)
 def test_drafts_of_other_models_change_nothing(model: list[str]) -> None:
     save = heads_of(1, *ONE, model=model).save
     (plain,) = run_ranks(decode_alone, 1, [trunk(model)], init_group=False)
