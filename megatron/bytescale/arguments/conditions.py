@@ -76,6 +76,9 @@ def where[Options: DataclassInstance](kind: type[Options], holds: Callable[[Opti
 IS_LOCAL = equals("transformer_impl", "local")
 """Megatron's own layers are used, without TransformerEngine."""
 
+NCCLEP = equals("moe_token_dispatcher_type", "flex") & equals("moe_flex_dispatcher_backend", "ncclep")
+"""Tokens go to experts through NCCL's own kernels of expert parallelism."""
+
 IS_CUT = ~equals("seq1f1b_slices", None, 1)
 """Micro-batches run in slices."""
 

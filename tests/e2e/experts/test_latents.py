@@ -1,4 +1,4 @@
-"""Experts of latents (``--moe-latent-size``) with replicas, gates and pages train like one process.
+"""Experts of latents (``--moe-latent-size``) with replicas, gates, pages and DeepEP train like one process.
 
 tests/reference compares their rings, pipelines, slices and policies with an independent model.
 """
@@ -18,6 +18,8 @@ from tests.e2e.corpora import documents
 from tests.e2e.hdp.test_moe import (
     EP2,
     EXACT,
+    FLEX,
+    HYBRID,
     MOE,
     NUM_EXPERTS,
     PP2,
@@ -58,6 +60,11 @@ CASES: dict[str, tuple[list[str], int, list[object]]] = {
     "measured": (EXACT, 2, [*EP2, "--hdp-tokens-per-rank", 256, *MEASURED]),
     "gate": (GATE, 4, EP2),
     "gate-replicas-slices": (GATE, 4, [*EP2, *SLICES, *SLOTS]),
+    "deepep-replicas": (EXACT, 4, [*FLEX, *EP2, *SHARDED, *SLOTS]),
+    "hybridep-replicas-tp2": (EXACT, 4, [*HYBRID, *EP2, *TP2, *SLOTS]),
+    "deepep-gate-replicas-slices": (GATE, 4, [*FLEX, *EP2, *SLICES, *SLOTS]),
+    "hybridep-gate-pp2": (GATE, 4, [*HYBRID, *EP2, *PP2]),
+    "deepep-gate-tp2": (GATE, 4, [*FLEX, *EP2, *TP2]),
     "pages": (EXACT, 4, [*EP2, *PAGED, "--use-distributed-optimizer"]),
 }
 

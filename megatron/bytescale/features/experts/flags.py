@@ -14,7 +14,7 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
 from bytescale_ext.plan.experts.replay import FLEXMOE, PLACEMENTS, PlacementSettings
-from megatron.bytescale.arguments.conditions import chosen, equals, given
+from megatron.bytescale.arguments.conditions import NCCLEP, chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -121,8 +121,8 @@ _NO_TOKEN_LOST = "remove it: every token goes to a slot, and none is dropped or 
 REFUSALS = (
     refuse("--expert-model-parallel-size 1", "experts", "give 2 or more: replicas are on other ranks",
            equals("expert_model_parallel_size", 1)),
-    refuse("--moe-token-dispatcher-type flex", "experts", "use alltoall or allgather",
-           equals("moe_token_dispatcher_type", "flex")),
+    refuse("--moe-flex-dispatcher-backend ncclep", "experts", "use deepep or hybridep: ncclep needs a capacity",
+           NCCLEP),
     *(refuse(flag, "experts", _NO_TOKEN_LOST) for flag in (
         "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")),

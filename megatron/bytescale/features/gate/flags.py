@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.experts.gate import EXP, LINEAR, SCHEDULES, DenseToSparse
-from megatron.bytescale.arguments.conditions import chosen, equals, where
+from megatron.bytescale.arguments.conditions import NCCLEP, chosen, equals, where
 from megatron.bytescale.arguments.layer_settings import Balancing
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.pretrain_arguments import Training
 
 FLAG = "--moe-dts-steps"
+DEEPEP_CHOICES = 32
+"""The most experts to which DeepEP sends a token: each thread of a warp copies one choice."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class GateOptions:
         num_experts: experts of a layer.
         moe_router_topk: experts per token after the last step.
         seed: seed of the run.
+        moe_token_dispatcher_type, moe_flex_dispatcher_backend: exchange of tokens.
+        expert_tensor_parallel_size, tensor_model_parallel_size: ranks that share an expert, and a layer.
     """
 
     moe_dts_steps: int
@@ -44,6 +48,17 @@ class GateOptions:
     num_experts: int
     moe_router_topk: int
     seed: int
+    moe_token_dispatcher_type: str = "allgather"
+    moe_flex_dispatcher_backend: str = "deepep"
+    expert_tensor_parallel_size: int | None = None
+    tensor_model_parallel_size: int = 1
+
+    @property
+    def choices(self) -> int:
+        """The most experts of a token that the dispatcher allows."""
+        if (self.moe_token_dispatcher_type, self.moe_flex_dispatcher_backend) != ("flex", "deepep"):
+            return self.num_experts
+        return DEEPEP_CHOICES // (self.expert_tensor_parallel_size or self.tensor_model_parallel_size)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +137,11 @@ def resolve(options: GateOptions, run: RunConfig) -> DenseToSparse:
             f"--moe-dts-threshold {score:g},{most}: the number must be from --moe-router-topk "
             f"{options.moe_router_topk} to {options.num_experts}"
         )
+    if most > options.choices:
+        raise ValueError(
+            f"--moe-token-dispatcher-type flex: DeepEP sends a token to at most {options.choices} experts here: "
+            f"give --moe-dts-threshold {score:g},{options.choices}, or --moe-flex-dispatcher-backend hybridep"
+        )
     seed = options.seed if options.moe_dts_noise else None
     return DenseToSparse(high, low, schedule, options.moe_dts_steps, score, most, seed)
 
@@ -139,8 +159,7 @@ _BY_LOADS = {"sinkhorn", "quantile_balancing", "global_aux_loss"}
 
 
 REFUSALS = (
-    refuse("--moe-token-dispatcher-type flex", "gate", "use alltoall or allgather",
-           equals("moe_token_dispatcher_type", "flex")),
+    refuse("--moe-flex-dispatcher-backend ncclep", "gate", "use deepep or hybridep: ncclep needs a capacity", NCCLEP),
     *(refuse(flag, "gate", _VARIES) for flag in (
         "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8", "--moe-paged-stash",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.bytescale.arguments.conditions import above, chosen, equals, given, where
+from megatron.bytescale.arguments.conditions import NCCLEP, above, chosen, equals, given, where
 from megatron.bytescale.arguments.layer_settings import AttentionChoice, Balancing, QueryGroups, Windows
 from megatron.bytescale.arguments.refusals import REMOVE, refuse
 from megatron.bytescale.core.transformer.moe.expert_ranks import ExpertSizes, ranks_that_share_experts
@@ -29,8 +29,7 @@ REFUSALS = (
     refuse("--num-experts under tensor parallelism", "hdp slices", "add --sequence-parallel, which Megatron's experts "
            "need then", given("num_experts") & above("tensor_model_parallel_size", 1) & ~given("sequence_parallel")),
     refuse("--moe-flex-dispatcher-backend ncclep", "hdp slices", "use deepep or hybridep: ncclep needs a capacity, and "
-           "dropped tokens would depend on the plan",
-           equals("moe_token_dispatcher_type", "flex") & equals("moe_flex_dispatcher_backend", "ncclep")),
+           "dropped tokens would depend on the plan", NCCLEP),
     refuse("--moe-paged-stash", "hdp slices"),
     refuse("--moe-enable-routing-replay", "hdp slices"),
     refuse("--cuda-graph-impl", "hdp slices", _NEW_SHAPES, ~equals("cuda_graph_impl", "none")),

@@ -81,21 +81,23 @@ def test_values_out_of_range(words: list[str], message: str) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "expert_model_parallel_size": 1, "moe_token_dispatcher_type": "flex",
+    "expert_model_parallel_size": 1,
     "moe_expert_capacity_factor": 1.0, "moe_expert_rank_capacity_factor": 1.0, "moe_router_fusion": True,
     "moe_pad_expert_input_to_capacity": True, "moe_router_padding_for_quantization": True,
     "moe_router_padding_for_fp8": True, "moe_router_num_groups": 2, "moe_apply_probs_on_input": True,
     "moe_paged_stash": True, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True,
     "use_megatron_fsdp": True, "use_torch_fsdp2": True, "fp4": "e2m1", "fp8": "hybrid",
-    "moe_grouped_gemm": True,
+    "moe_grouped_gemm": True, "moe_flex_dispatcher_backend": "ncclep",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
+    # Biases are only in their own row, because without expert parallelism every run refuses them.
+    flex = {"moe_token_dispatcher_type": "flex"} if name == "moe_flex_dispatcher_backend" else {}
+    settings = {"add_bias_linear": name == "moe_grouped_gemm", name: REFUSED[name], **flex}
     with pytest.raises(ValueError, match="--moe-expert-slots does not work with"):
-        # Biases are only in their own row, because without expert parallelism every run refuses them.
-        config_of("--moe-expert-slots", "6", **{"add_bias_linear": name == "moe_grouped_gemm", name: REFUSED[name]})
+        config_of("--moe-expert-slots", "6", **settings)
 
 
 def test_every_row_is_tested() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
 from megatron.bytescale import features
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.features.gate.flags import REFUSALS
+from megatron.bytescale.features.gate.flags import REFUSALS, GateOptions
+from megatron.bytescale.features.gate.flags import resolve as resolve_gate
 from tests.bytescale.features.activations.test_flags import parsed
 from tests.bytescale.features.experts.test_flags import READY
 
@@ -53,24 +54,50 @@ def test_the_last_router_may_be_that_of_one_expert() -> None:
     assert plan_of(*words, moe_router_topk=1, moe_router_pre_softmax=True).most_experts == 1
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "most", "backend", "tensor_parallel", "limit"),
+    [
+        (33, None, "deepep", 1, 32),
+        (32, None, "deepep", 1, None),
+        (33, None, "hybridep", 1, None),
+        (64, 16, "deepep", 2, None),
+        (64, 17, "deepep", 2, 16),
+    ],
+)
+def test_deepep_takes_a_limited_number_of_choices(
+    num_experts: int, most: int | None, backend: str, tensor_parallel: int, limit: int | None
+) -> None:
+    options = GateOptions(
+        9, [2.0, 0.3], (0.001, most), False, num_experts, 2, 1, "flex", backend,
+        tensor_model_parallel_size=tensor_parallel,
+    )  # fmt: skip
+    if limit is None:
+        assert resolve_gate(options, cast(Any, None)).most_experts == (most or num_experts)
+        return
+    with pytest.raises(ValueError, match=rf"at most {limit} experts here: give --moe-dts-threshold 0\.001,{limit}, or"):
+        resolve_gate(options, cast(Any, None))
+
+
 def test_steps_switch_it_on() -> None:
     with pytest.raises(ValueError, match="--moe-dts-noise needs --moe-dts-steps"):
         plan_of("--moe-dts-noise")
 
 
 REFUSED: dict[str, Any] = {
-    "moe_token_dispatcher_type": "flex", "moe_expert_capacity_factor": 1.0, "moe_expert_rank_capacity_factor": 1.0,
+    "moe_expert_capacity_factor": 1.0, "moe_expert_rank_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True, "moe_router_padding_for_quantization": True,
     "moe_router_padding_for_fp8": True, "moe_paged_stash": True, "moe_router_num_groups": 2,
     "moe_router_topk_scaling_factor": 2.5, "moe_router_fusion": True, "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_router_score_function": "sigmoid",
+    "moe_flex_dispatcher_backend": "ncclep",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match="does not work with --moe-"):
-        plan_of(*ON, **{name: REFUSED[name]})
+    flex = {"moe_token_dispatcher_type": "flex"} if name == "moe_flex_dispatcher_backend" else {}
+    with pytest.raises(ValueError, match="--moe-dts-steps does not work with --moe-"):
+        plan_of(*ON, **{name: REFUSED[name], **flex})
 
 
 def test_every_row_is_tested() -> None:

@@ -128,6 +128,7 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
             fixed: MoETokenDispatcher = self.token_dispatcher  # type: ignore[has-type]
             config = copy.copy(fixed.config)
             config.moe_expert_capacity_factor = float(config.num_moe_experts)  # makes the dispatcher count tokens
+            config.moe_router_topk = gate.plan.most_experts  # columns of choices for DeepEP; unused ones are -1
             groups = pg_collection or get_default_pg_collection()
             dispatcher: Callable[..., MoETokenDispatcher] = type(fixed)
             local = fixed.num_local_experts, fixed.local_expert_indices

@@ -70,6 +70,8 @@ class PlacedMoELayer(CountedMoELayer):
         num_slots = placements.first.num_slots
         config = copy.copy(self.config)
         config.num_moe_experts = num_slots * self.ep_group.size()
+        if config.moe_token_dispatcher_type == "flex":  # DeepEP then sends no choice of probability 0 to empty slots
+            config.moe_expert_capacity_factor = float(config.num_moe_experts)
         first = num_slots * self.ep_group.rank()
         dispatcher: Callable[..., MoETokenDispatcher] = type(self.token_dispatcher)  # type: ignore[has-type]
         slots = list(range(first, first + num_slots))

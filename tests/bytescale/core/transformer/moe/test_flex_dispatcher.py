@@ -16,12 +16,17 @@ NUM_TOKENS = (5, 1, 70, 12)
 NUM_PASSES = 2  # forward passes before the first backward pass, as in a pipeline
 
 
-def inputs(rank: int, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden states [tokens, hidden], choices [tokens, experts] and probabilities. Rank 3 gets no token."""
+def inputs(rank: int, turn: int, varies: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states [tokens, hidden], choices [tokens, experts] and probabilities. Rank 3 gets no token.
+
+    ``varies``: tokens have different numbers of experts, as under a gate that anneals.
+    """
     generator = torch.Generator().manual_seed(10 * turn + rank)
     scores = torch.rand(NUM_TOKENS[rank], EXPERTS, generator=generator)
     scores[:, 6:] -= 1
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(TOP_K).indices, True)
+    if varies:
+        chosen = torch.zeros_like(chosen).scatter_(1, scores.topk(1).indices, True) | (scores > 0.3)
     tokens = torch.randn(NUM_TOKENS[rank], HIDDEN, generator=generator)
     return tokens.requires_grad_(), chosen, (scores * chosen).requires_grad_()
 
@@ -31,7 +36,7 @@ def expert(number: int, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor
     return (rows * (number + 1)).sin() * probs[:, None]
 
 
-def dispatched(rank: int, world: int, backend: str, multiple: int) -> list[tuple[torch.Tensor, ...]]:
+def dispatched(rank: int, world: int, backend: str, multiple: int, varies: bool) -> list[tuple[torch.Tensor, ...]]:
     """Return (output, gradients of tokens and probabilities) of each pass of a rank."""
     from megatron.bytescale import cpu
 
@@ -48,6 +53,8 @@ def dispatched(rank: int, world: int, backend: str, multiple: int) -> list[tuple
         moe_hybridep_num_sms_preprocessing=None, moe_router_padding_for_quantization=False,
         use_transformer_engine_op_fuser=False,
     )  # fmt: skip
+    if varies:
+        config.moe_router_topk, config.moe_expert_capacity_factor = EXPERTS, float(EXPERTS)
     if multiple > 1:
         config.fp8, config.fp8_recipe = "hybrid", "tensorwise"
     everyone = torch.distributed.group.WORLD
@@ -69,18 +76,19 @@ def dispatched(rank: int, world: int, backend: str, multiple: int) -> list[tuple
         return cast(torch.Tensor, dispatcher.combine_postprocess(dispatcher.token_combine(
             dispatcher.combine_preprocess(output))))  # fmt: skip
 
-    passes = [(values, layer(*values)) for values in (inputs(rank, turn) for turn in range(NUM_PASSES))]
+    passes = [(values, layer(*values)) for values in (inputs(rank, turn, varies) for turn in range(NUM_PASSES))]
     for _, output in reversed(passes):
         output.square().sum().backward()
     return [(output.detach(), tokens.grad, probs.grad) for (tokens, _, probs), output in passes]
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("varies", [False, True], ids=["top-k", "annealing"])
 @pytest.mark.parametrize(("backend", "multiple"), [("deepep", 1), ("hybridep", 1), ("hybridep", 16)])
-def test_outputs_and_gradients_are_those_of_one_process(backend: str, multiple: int) -> None:
-    for rank, passes in enumerate(run_ranks(dispatched, RANKS, backend, multiple)):
+def test_outputs_and_gradients_are_those_of_one_process(backend: str, multiple: int, varies: bool) -> None:
+    for rank, passes in enumerate(run_ranks(dispatched, RANKS, backend, multiple, varies)):
         for turn, (output, token_gradient, prob_gradient) in enumerate(passes):
-            tokens, chosen, probs = inputs(rank, turn)
+            tokens, chosen, probs = inputs(rank, turn, varies)
             expected = sum(expert(number, tokens, probs[:, number]) for number in range(EXPERTS))
             expected.square().sum().backward()
             assert torch.allclose(output, expected, atol=1e-6)
