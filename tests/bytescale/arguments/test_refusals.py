@@ -49,6 +49,7 @@ EXAMPLES = {
     "--moe-router-load-balancing-type of slices": "--moe-router-load-balancing-type global_aux_loss --num-experts 4",
     "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1.5 --num-experts 4",
     "--moe-latent-size of Megatron's own layers without TransformerEngine": "--moe-latent-size 16 --num-experts 4",
+    "--moe-apply-probs-on-input with several experts per token": "--moe-apply-probs-on-input --num-experts 4",
     "--moe-shared-expert-overlap with --moe-latent-size": (
         "--moe-shared-expert-overlap --moe-latent-size 16 --num-experts 4 --moe-shared-expert-intermediate-size 16"
     ),

@@ -132,6 +132,23 @@ def test_four_ranks_share_experts(flags: list[object], corpus: Path) -> None:
     assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-num-groups 4 --moe-router-group-topk 2",
+        "--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input",
+    ],
+    ids=["groups", "probabilities on inputs"],
+)
+def test_other_routers(flags: str, corpus: Path) -> None:
+    common = [*SAMPLES, *EP2, *flags.split()]
+    expected = train_once(2, *words(corpus, *common, steps=3), entry=ENTRY)
+    outcome = train_ranks(2, *words(corpus, *common, *SLOTS, steps=3), entry=ENTRY)[-1]
+    assert sum(moves(outcome)) > 0
+    assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
 def print_plan(runtime: Any, model: torch.nn.Module) -> None:
     step, history = runtime.step.batch, runtime.parts.load_history
     load = 1.0 if history is None else history.at(step.step_index)

@@ -127,8 +127,6 @@ REFUSALS = (
         "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")),
     refuse("--moe-router-fusion", "experts", "remove it: slots are filled from the router's own probabilities"),
-    refuse("--moe-router-num-groups", "experts", "remove it: a replica is outside the group of its expert"),
-    refuse("--moe-apply-probs-on-input", "experts"),
     refuse("--moe-grouped-gemm with biases", "experts", "add --disable-bias-linear: a grouped product has no bias",
            given("moe_grouped_gemm") & given("add_bias_linear")),
     refuse("--moe-paged-stash", "experts", "remove it: it stores only the activations of home experts"),

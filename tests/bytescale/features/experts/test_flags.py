@@ -84,7 +84,7 @@ REFUSED: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "moe_expert_capacity_factor": 1.0, "moe_expert_rank_capacity_factor": 1.0, "moe_router_fusion": True,
     "moe_pad_expert_input_to_capacity": True, "moe_router_padding_for_quantization": True,
-    "moe_router_padding_for_fp8": True, "moe_router_num_groups": 2, "moe_apply_probs_on_input": True,
+    "moe_router_padding_for_fp8": True, 
     "moe_paged_stash": True, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True,
     "use_megatron_fsdp": True, "use_torch_fsdp2": True, "fp4": "e2m1", "fp8": "hybrid",
     "moe_grouped_gemm": True, "moe_flex_dispatcher_backend": "ncclep",

@@ -279,6 +279,9 @@ class SlotExperts(SequentialMLP):
             permuted_probs: probability of each token, [tokens].
         """
         tokens = permuted_local_hidden_states
+        if self.config.moe_apply_probs_on_input:
+            tokens = (tokens * permuted_probs[:, None]).to(tokens.dtype)
+            permuted_probs = torch.ones_like(permuted_probs)
         modules: list[MLP] = list(self.local_experts)
         replicas: list[Weights] = []
         if self.exchange is not None:

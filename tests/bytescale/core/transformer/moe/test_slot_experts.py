@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ class Stack(torch.nn.Module):
 
     before_reading = fetched = None
     is_grouped = False
+    config = SimpleNamespace(moe_apply_probs_on_input=False)
     forward = SlotExperts.forward
     fetch = SlotExperts.fetch
     forget = SlotExperts.forget
