@@ -9,6 +9,7 @@ import torch
 
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import Kernel
+from bytescale_ext.attention.largest import raise_largest_
 from bytescale_ext.attention.latent import Expansion, Halves
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.rows import Rows
@@ -31,6 +32,7 @@ class Backend:
             ``ring_attention`` and ``slice_attention`` join it to their result.
         expansion: expansion of the latents, or of the halves of keys and values of different widths, that rings and
             slices have in place of keys and values (``latent.py``); None for plain keys and values.
+        largest: largest score of each head so far, ``[heads]``, which forward passes raise (``largest.py``), or None.
     """
 
     comm: Comm | None
@@ -38,6 +40,7 @@ class Backend:
     scale: float
     sink: torch.Tensor | None = None
     expansion: Expansion | Halves | None = None
+    largest: torch.Tensor | None = None
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -89,8 +92,11 @@ class Backend:
 
         ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block selects rows.
         """
-        queries, keys = block.queries, self._expanded(block.keys.take(k), block.keys.take(v))
-        return self.kernel.forward(queries.take(q), *keys, block.attention(self.scale))
+        queries, (keys, values) = block.queries.take(q), self._expanded(block.keys.take(k), block.keys.take(v))
+        attention = block.attention(self.scale)
+        if self.largest is not None:
+            raise_largest_(self.largest, queries, keys, attention)
+        return self.kernel.forward(queries, keys, values, attention)
 
     def backward(self, dout: torch.Tensor, saved: ForwardResult, block: PlacedBlock) -> Gradients:
         """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.

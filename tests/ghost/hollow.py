@@ -158,6 +158,11 @@ def product(self: Any, mat1: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.
     return mat1.new_empty((mat1.shape[0], mat2.shape[1]), dtype=out_dtype)
 
 
+def products(self: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return room for the products of [n, m, k] and [n, k, columns] in a type."""
+    return self.new_empty((*self.shape[:2], mat2.shape[2]), dtype=out_dtype)
+
+
 def product_out(self: Any, mat1: Any, mat2: Any, out_dtype: Any, *, out: torch.Tensor, **_: Any) -> torch.Tensor:
     """Return ``out``."""
     return out
@@ -182,5 +187,6 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "_fused_rms_norm_backward": rms_norm_backward,
     "addmm.dtype": product,
     "addmm.dtype_out": product_out,
+    "bmm.dtype": products,
 }
 """Kernels that never compute."""

@@ -321,6 +321,13 @@ def _addmm_dtype(self: Any, mat1: Any, mat2: Any, out_dtype: Any, *, beta: Any =
     return upload(_product(self, mat1, mat2, beta, alpha).to(out_dtype), self.device)
 
 
+def _bmm_dtype(self: Any, mat2: Any, out_dtype: Any) -> torch.Tensor:
+    """Return the products of [n, m, k] and [n, k, columns] in float32, without rounding factors or sums."""
+    if out_dtype is not torch.float32 or self.dtype not in HALF or mat2.dtype != self.dtype:
+        raise RuntimeError("out_dtype must be float32, for factors of 16 bits")
+    return upload(alias(self).float() @ alias(mat2).float(), self.device)
+
+
 def _addmm_dtype_out(
     self: Any, mat1: Any, mat2: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1, out: Any
 ) -> torch.Tensor:
@@ -341,4 +348,5 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "_local_scalar_dense": _read_scalar,
     "addmm.dtype": _addmm_dtype,
     "addmm.dtype_out": _addmm_dtype_out,
+    "bmm.dtype": _bmm_dtype,
 }

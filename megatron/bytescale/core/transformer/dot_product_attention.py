@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from bytescale_ext.attention.backend import Backend
+from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.attention.latent import Expansion, Halves
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout
@@ -37,9 +38,16 @@ class DocumentAttention(torch.nn.Module):
     keys and values of earlier slices. Recomputation receives them through its closure, because the schedule may have
     advanced by then. The module's only parameter is a learnable sink, with the same name and place in checkpoints as
     Megatron's.
+
+    Attributes:
+        measures_logits: whether training passes raise ``current_max_attn_logits``.
+        current_max_attn_logits: largest scaled score of each head of this rank since Megatron last read it, [heads], as
+            in Megatron's attention of TransformerEngine; None: no pass yet.
     """
 
     softmax_offset: torch.Tensor | None
+    measures_logits: bool = False
+    current_max_attn_logits: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -104,11 +112,23 @@ class DocumentAttention(torch.nn.Module):
         assert layout is not None, f"{params=}"
         parts = self.runtime.parts
         assert parts.kernel is not None, "the build of the model chooses the kernel"
-        backend = Backend(parts.comm, parts.kernel, self.scale, self.softmax_offset, expansion)
+        backend = Backend(parts.comm, parts.kernel, self.scale, self.softmax_offset, expansion, self._largest(q))
         if isinstance(layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
             return slice_attention(q, k, v, params.prefix.layer((self, params.depth)), layout, backend)
         return ring_attention(q, k, v, layout, backend)
+
+    def _largest(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Return the largest scores [heads] for a pass to raise, if it trains; ``q``: [t, heads, dim].
+
+        Evaluations and reference policies run without gradients, and recomputed layers run once more with them.
+        """
+        if not self.measures_logits or not torch.is_grad_enabled():
+            return None
+        if self.current_max_attn_logits is None:
+            heads, dtype = q.shape[1], accumulation_dtype(q.dtype)
+            self.current_max_attn_logits = torch.full((heads,), -torch.inf, dtype=dtype, device=q.device)
+        return self.current_max_attn_logits
 
     def sharded_state_dict(
         self,

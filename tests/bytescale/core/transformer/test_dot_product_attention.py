@@ -78,3 +78,60 @@ def test_samples_attend_as_in_megatrons_local_attention() -> None:
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     outputs = [found[kind, "torch.float64"][0][0] for kind in KINDS]
     assert all((one - other).abs().max() > 1e-3 for one, other in combinations(outputs, 2))
+
+
+def largest_of_passes(rank: int, world: int) -> list[torch.Tensor | None]:
+    """Return the largest logits after a pass without gradients, a training pass, and a pass that recomputes it."""
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from torch.utils.checkpoint import checkpoint
+
+    from bytescale_ext.attention.kernels.table import choose_kernel
+    from megatron.bytescale.core.transformer.dot_product_attention import SampleAttention
+
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_query_groups=GROUPS
+    )
+    kernel = choose_kernel(torch.device("cpu"), torch.float32, SIZE)[0]
+    module = SampleAttention(config, runtime=runtime_of(kernel=kernel))
+    torch.manual_seed(1)
+    inputs = [torch.randn(TOKENS, SAMPLES, heads, SIZE, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
+    found: list[torch.Tensor | None] = []
+
+    def note() -> None:
+        largest = module.current_max_attn_logits
+        found.append(None if largest is None else largest.clone())
+
+    module(*inputs)
+    note()  # nothing measures
+    module.measures_logits = True
+    with torch.no_grad():
+        module(*inputs)
+    note()
+    module(*inputs)
+    note()
+    module.current_max_attn_logits = None
+    output = checkpoint(module, *inputs, use_reentrant=True)
+    note()
+    output.sum().backward()
+    note()
+    keys = inputs[1].repeat_interleave(HEADS // GROUPS, 2)
+    scores = torch.einsum("qbhd,kbhd->bhqk", inputs[0], keys) * SIZE**-0.5
+    unseen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    found.append(scores.detach().masked_fill(unseen, -torch.inf).amax((0, 2, 3)))
+    return found
+
+
+@pytest.mark.ranks
+def test_only_training_passes_measure_their_largest_logits() -> None:
+    """A recomputed layer measures once, in its second forward pass."""
+    off, without_gradients, trained, recomputed, again, wanted = run_ranks(largest_of_passes, 1)[0]
+    assert off is None
+    assert without_gradients is None
+    assert recomputed is None
+    torch.testing.assert_close(trained, wanted)
+    torch.testing.assert_close(again, wanted)
