@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from bytescale_ext.plan.states.tiers import FileLayout, pages_on_disk, tiered_ho
 from bytescale_ext.states.group_counts import count_update, store_count, update_counts
 from bytescale_ext.states.page_file import PageFile, page_file_path
 from bytescale_ext.states.pages import COPIES, MOMENTS, PageMemory
+from bytescale_ext.states.scaling import RowFactors
 from bytescale_ext.states.tiered import TieredMemory
 
 
@@ -126,6 +127,7 @@ class PagedAdam:
         self.host = self.tiers.host if self.tiers is not None else PageMemory(self.table, on_cuda)
         self.is_fused = on_cuda
         self.link: Link = make_link(self.host.arena, on_cuda)
+        self._late_factors: dict[int, list[tuple[RowFactors, int]]] = {}  # by parameter
         self._with_copy = [number for number, paged in enumerate(parameters) if paged.has_copy]
         for number in self._with_copy:
             self._tensor_view(COPIES, number).copy_(parameters[number].parameter.detach())
@@ -166,11 +168,33 @@ class PagedAdam:
 
         ``changed`` says that the caller may write to them. Raises OSError or PagesDamaged if the disk fails.
         """
-        if self.tiers is not None and self.tiers.lend(changed):
+        if self.tiers is None:
+            return
+        if self.tiers.lend(changed or bool(self._late_factors)):
             self._attach_copies()
             for number, paged in enumerate(self._parameters):
                 for plane, name in enumerate(MOMENTS):
                     optimizer.state[paged.parameter][name] = self._tensor_view(plane, number)
+        for number, factors in self._late_factors.items():
+            for rows, start in factors:
+                rows.scale_(self._tensor_view(COPIES, number).view(-1), start)
+        self._late_factors.clear()
+
+    def scale_copy(self, parameter: torch.Tensor, rows: RowFactors, start: int) -> None:
+        """Scale the float32 copy of a parameter by factors of rows, in host memory, between two steps.
+
+        If pages are on a disk, all pages are scaled when they are updated or lent next.
+
+        Args:
+            parameter: parameter of the optimizer that has a copy, of any shape.
+            rows: factors ``[rows]`` in host memory.
+            start: first element of the parameter in the tensor with these rows.
+        """
+        number = next(number for number in self._with_copy if self._parameters[number].parameter is parameter)
+        if self.tiers is None:
+            rows.scale_(self._tensor_view(COPIES, number).view(-1), start)
+        else:
+            self._late_factors.setdefault(number, []).append((rows, start))
 
     def _tensor_view(self, plane: int, number: int) -> torch.Tensor:
         """Return the part of a plane that belongs to a parameter, in the parameter's shape."""
@@ -199,7 +223,10 @@ class PagedAdam:
         if self.tiers is not None:
             self._hide(optimizer)
             self.tiers.begin_step()
-        _Step(self.tiers or self.host, self.link, optimizer, self._parameters, self.is_fused).run(self._moves)
+        step = _Step(self.tiers or self.host, self.link, optimizer, self._parameters, self.is_fused)
+        step.late_factors = self._late_factors
+        step.run(self._moves)
+        self._late_factors.clear()
         for paged in self._parameters:
             paged.parameter.grad = None
         count_update(optimizer)
@@ -216,7 +243,11 @@ class PagedAdam:
 
 
 class _Step:
-    """One optimizer step over all pages."""
+    """One optimizer step over all pages.
+
+    Attributes:
+        late_factors: factors of the rows of copies, by parameter, which are applied before the update.
+    """
 
     def __init__(
         self,
@@ -228,6 +259,7 @@ class _Step:
     ) -> None:
         self._memory, self._link, self._optimizer, self._parameters = memory, link, optimizer, parameters
         self._is_fused = is_fused
+        self.late_factors: Mapping[int, Sequence[tuple[RowFactors, int]]] = {}
         self._fetched: dict[int, Ticket] = {}  # by buffer
         self._returned: dict[int, Ticket] = {}  # by buffer
         self._counts = update_counts(optimizer)
@@ -265,6 +297,10 @@ class _Step:
         value = memory.values[move.buffer][: page.num_elements]
         first, second, *copy = memory.page_views(move.page)
         parameter = copy[0] if copy else value
+        for part in page.parts:
+            for rows, start in self.late_factors.get(part.tensor, ()):
+                in_page = slice(part.page_start, part.page_start + part.num_elements)
+                rows.scale_(parameter[in_page], start + part.tensor_start)
         step = self._counts[page.parts[0].tensor].clone()
         gradient = memory.gradients[move.buffer][: page.num_elements]
         hyperparameters = Hyperparameters.of(self._optimizer, page.group)
