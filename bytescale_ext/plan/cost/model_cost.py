@@ -170,6 +170,31 @@ def _with_forwards(cost: ModelCost, layers: float, head: float) -> ModelCost:
     return replace(cost, backward=backward, head_backward=cost.head_backward + head * cost.head_forward)
 
 
+def with_score_products(cost: ModelCost, in_backward: bool) -> ModelCost:
+    """Return the cost of passes that also compute the products of queries and keys for the largest logits.
+
+    ``in_backward``: the backward pass computes all layers once more, and only then measures logits. A forward pass of
+    attention has two products per pair of a query and a key, of the widths of keys and of values.
+    """
+    return _with_scores(cost, cost.forward.a * _score_share(cost.shape), in_backward)
+
+
+def without_score_products(cost: ModelCost, in_backward: bool) -> ModelCost:
+    """Return the cost to which ``with_score_products`` added the products, up to rounding."""
+    share = _score_share(cost.shape)
+    return _with_scores(cost, -cost.forward.a * (share if in_backward else share / (1 + share)), in_backward)
+
+
+def _score_share(shape: ModelShape) -> float:
+    return shape.head_dim / (shape.head_dim + shape.value_dim)
+
+
+def _with_scores(cost: ModelCost, a: float, in_backward: bool) -> ModelCost:
+    if in_backward:
+        return replace(cost, backward=replace(cost.backward, a=cost.backward.a + a))
+    return replace(cost, forward=replace(cost.forward, a=cost.forward.a + a))
+
+
 def with_windows(cost: CostModel, shape: ModelShape) -> CostModel:
     """Return a cost of full attention with the windows of the model."""
     if shape.window is None:

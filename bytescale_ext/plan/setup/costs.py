@@ -7,7 +7,12 @@ from functools import lru_cache
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost, expert_share, without_second_forward
+from bytescale_ext.plan.cost.model_cost import (
+    ModelCost,
+    expert_share,
+    without_score_products,
+    without_second_forward,
+)
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.schedule.slices import layer_cost
 from bytescale_ext.plan.setup.setup import FULL, Mesh, Setup
@@ -109,9 +114,11 @@ def with_expert_exchange(cost: ModelCost, mesh: Mesh, cluster: Cluster, recomput
 
 
 def cost_of_file(setup: Setup) -> ModelCost:
-    """Return the costs of a setup as a cost file has them: without exchange of experts and without recomputation."""
+    """Return the costs of a setup as a cost file has them, without exchange of experts, logits and recomputation."""
     numerics, seconds = setup.numerics, exchange_of(setup.cost, setup.mesh, setup.cluster)
     cost = _with_exchange(setup.cost, -seconds, numerics.recompute)
+    if numerics.measures_logits:
+        cost = without_score_products(cost, numerics.recompute == FULL)
     return without_second_forward(cost, numerics.recompute == FULL, numerics.loss_tokens is not None)
 
 

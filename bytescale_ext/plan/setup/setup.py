@@ -95,6 +95,7 @@ class Numerics:
         recomputed_layers: number of layers of each stage that "block" recomputes.
         sum_bytes: bytes of one element of a sum of key gradients.
         counts_documents: whether routers exchange the expert loads of documents in rings (``seq_aux_loss``).
+        measures_logits: whether attention computes its scores once more for the largest logits (``--qk-clip``).
     """
 
     element_bytes: int = 2
@@ -105,6 +106,7 @@ class Numerics:
     recomputed_layers: int = 0
     sum_bytes: int = 4
     counts_documents: bool = False
+    measures_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import expert_share
+from bytescale_ext.plan.cost.model_cost import expert_share, with_score_products, with_second_forward
 from bytescale_ext.plan.schedule.slices import layer_cost
 from bytescale_ext.plan.search.costed import setup_of_strategy
 from bytescale_ext.plan.search.strategy import Strategy
@@ -108,6 +108,20 @@ def test_costs_have_the_exchange_of_experts_and_cost_files_have_not(recompute: s
     )
     file, second = cost_of_file(setup), sparse.forward.b if recompute == "full" else 0.0
     assert [file.forward.b, file.backward.b + second] == pytest.approx([sparse.forward.b, sparse.backward.b])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_costs_have_the_products_of_largest_logits_and_cost_files_have_not(recompute: str) -> None:
+    """They are one of two products of a forward pass. Recomputed layers measure only in their second forward pass."""
+    is_full, half = recompute == "full", COST.forward.a / 2
+    twice = with_second_forward(COST, is_full, head=False)
+    found = with_score_products(twice, is_full)
+    added = (found.forward.a - twice.forward.a, found.backward.a - twice.backward.a)
+    assert added == pytest.approx((0.0, half) if is_full else (half, 0.0))
+    setup = run_of(shape=SHAPE).decision.setup
+    numerics = replace(setup.numerics, recompute=recompute, measures_logits=True)
+    file = cost_of_file(replace(setup, cost=found, numerics=numerics))
+    assert [file.forward.a, file.backward.a] == pytest.approx([COST.forward.a, COST.backward.a])
 
 
 def test_a_file_without_costs_of_blocks_is_named() -> None:
