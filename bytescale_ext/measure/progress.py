@@ -36,6 +36,7 @@ class Progress:
         tokens_so_far: tokens that the run has trained on; a resumed run continues the count of its checkpoint.
         eta_seconds: seconds until ``--train-iters`` at this speed.
         mfu: model FLOP/s over the peak FLOP/s of the device (PaLM, appendix B), or None on an unknown device.
+        max_attention_logit: largest attention logit of the last step, or None if it is not measured.
     """
 
     step_seconds: float
@@ -45,6 +46,7 @@ class Progress:
     tokens_so_far: int
     eta_seconds: float
     mfu: float | None
+    max_attention_logit: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """Return the values that are not None, by name."""
@@ -60,6 +62,8 @@ class Progress:
             parts.append(f"learning rate {self.learning_rate:.2e}")
         if self.gradient_norm is not None:
             parts.append(f"gradient norm {self.gradient_norm:.3f}")
+        if self.max_attention_logit is not None:
+            parts.append(f"largest attention logit {self.max_attention_logit:.3f}")
         parts.append(f"{self.tokens_so_far:,} tokens so far")
         parts.append(f"ETA {datetime.timedelta(seconds=round(self.eta_seconds))}")
         if self.mfu is not None:

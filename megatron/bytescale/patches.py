@@ -20,6 +20,7 @@ from megatron.bytescale.core.optimizer.distrib_optimizer import (
 )
 from megatron.bytescale.core.optimizer.late import flushing
 from megatron.bytescale.core.optimizer.optimizer import paged
+from megatron.bytescale.core.optimizer.qk_clip import wrap_clip_qk
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
 from megatron.bytescale.registry import Patch, Source
@@ -31,7 +32,7 @@ from megatron.bytescale.training.initialize import (
 from megatron.bytescale.training.training import wrap_check_checkpoint_args, wrap_training_log
 from megatron.bytescale.versions import TESTED
 
-ALWAYS, CPU, HDP, MULTI_TOKEN = "always", "cpu", "hdp", "multi_token"
+ALWAYS, CPU, HDP, MULTI_TOKEN, QK_CLIP = "always", "cpu", "hdp", "multi_token", "qk_clip"
 SCULPT, SLICES, STATES = "sculpt", "slices", "states"
 NEXT = ("0.20.0",)  # the main branch of NVIDIA/Megatron-LM at d98e8a64 of 2026-08-22
 ALL = TESTED + NEXT
@@ -128,7 +129,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.optimizer:get_megatron_optimizer",
         wrap=wrap_get_megatron_optimizer,
-        features=(HDP, STATES),
+        features=(HDP, STATES, QK_CLIP),
         why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook runs before",
         sources=(Source("b473223298c4", TESTED), Source("a4db1e83c8df", NEXT)),
         aliases=("megatron.training.training",),
@@ -136,16 +137,24 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         wrap=wrap_set_main_param_and_optimizer_states,
-        features=(HDP, STATES),
+        features=(HDP, STATES, QK_CLIP),
         why="without TransformerEngine it reads a step that the sharded tensors lack; no hook skips it",
         sources=(Source("40cab7846597", ALL),),
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
         wrap=wrap_load_state_dict,
-        features=(HDP, STATES),
+        features=(HDP, STATES, QK_CLIP),
         why="a checkpoint with another number of parts ends in a KeyError; Megatron's optimizers have no load hooks",
         sources=(Source("403774c7dde1", ALL),),
+    ),
+    Patch(
+        target="megatron.core.optimizer.qk_clip:clip_qk",
+        wrap=wrap_clip_qk,
+        features=(QK_CLIP,),
+        why="it fails on shards of float32 weights, which train_step does not pass, and waits for the device per layer",
+        sources=(Source("283de8583076", ALL),),
+        aliases=("megatron.training.training",),
     ),
     Patch(
         target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",

@@ -38,6 +38,7 @@ from bytescale_ext.plan.step.table import shards_of_rank
 from bytescale_ext.states.node_memory import HostBlocks
 from megatron.bytescale.core.distributed.ordered_reductions import ReductionGate
 from megatron.bytescale.core.optimizer.late import LateUpdates
+from megatron.bytescale.core.optimizer.qk_clip import MainWeights
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 from megatron.bytescale.core.pipeline_parallel.pairs import PairLoss
 from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
@@ -103,6 +104,7 @@ class Parts:
         pair_loss: loss of pairs of answers, or None.
         reductions: gate of the gradient reductions that overlap with backward passes, or None.
         host_blocks: host memory of gradients and parameters in stages 2 and 3 of the paged states, or None.
+        main_weights: float32 copies of weights that the optimizer updates; empty if no feature reads them.
     """
 
     clock: StepClock
@@ -122,6 +124,7 @@ class Parts:
     reductions: ReductionGate | None = None
     pair_loss: PairLoss | None = None
     host_blocks: HostBlocks | None = None
+    main_weights: MainWeights = field(default_factory=dict)
 
     @property
     def link(self) -> Link | None:

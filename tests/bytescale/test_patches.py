@@ -39,9 +39,10 @@ FEATURES = {
     "get_forward_backward_func": "hdp, slices",
     **SCHEDULE_ROWS,
     "training_log": "hdp",
-    "get_megatron_optimizer": "hdp, states",
-    "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp, states",
-    "ChainedOptimizer.load_state_dict": "hdp, states",
+    "get_megatron_optimizer": "hdp, states, qk_clip",
+    "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp, states, qk_clip",
+    "ChainedOptimizer.load_state_dict": "hdp, states, qk_clip",
+    "clip_qk": "qk_clip",
     "clip_grad_by_total_norm_fp32": "states",
     "mtp_block_spec": "multi_token",
     "_ParamAndGradBuffer.__init__": "states",
@@ -77,6 +78,10 @@ STATES_REPLACED = OPTIMIZER_REPLACED | {
         f"megatron.core.{module}.clip_grad_by_total_norm_fp32"
         for module in ("optimizer.clip_grads", "optimizer.optimizer", "models.mimo.optimizer")
     ),
+}
+CLIP_REPLACED = OPTIMIZER_REPLACED | {
+    "megatron.core.optimizer.qk_clip.clip_qk",
+    "megatron.training.training.clip_qk",
 }
 REPLACED = (
     OPTIMIZER_REPLACED
@@ -200,8 +205,9 @@ def test_without_the_flag_only_what_the_wheel_lacks_is_replaced(corpus: Path) ->
         ((*HDP, "--hdp-tokens-per-rank", "256", "--seq1f1b-slices", "2"), REPLACED),
         (("--micro-batch-size", "1", "--seq1f1b-slices", "2"), SLICES_REPLACED),
         (("--micro-batch-size", "1", "--state-policy", "paged"), STATES_REPLACED),
+        (("--micro-batch-size", "1", "--seq1f1b-slices", "2", "--qk-clip"), SLICES_REPLACED | CLIP_REPLACED),
     ],
-    ids=["hdp", "hdp in slices", "samples in slices", "samples, paged states"],
+    ids=["hdp", "hdp in slices", "samples in slices", "samples, paged states", "samples in slices, clipped"],
 )
 def test_a_feature_replaces_what_the_table_says_and_nothing_else(
     flags: tuple[str, ...], replaced: set[str], corpus: Path
@@ -246,7 +252,7 @@ def refuse_changed_rows(rank: int, world: int) -> None:
     assert STAND_INS is not None
     STAND_INS.uninstall()
     before = callables_of_megatron()
-    rows = patches.rows_of("always", "cpu", "hdp", "slices", "states", "multi_token")
+    rows = patches.rows_of("always", "cpu", "hdp", "slices", "states", "multi_token", "qk_clip")
     assert tuple(rows) == patches.PATCHES
     for index, row in enumerate(rows):
         changed = [*rows[:index], replace(row, sources=(Source("0123456789ab", ("0.1",)),)), *rows[index + 1 :]]

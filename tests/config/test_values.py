@@ -12,6 +12,7 @@ from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import KINDS, LAYERS, DraftConfig
 from bytescale_ext.config.experts import TraceTo
 from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.logits import LogitConfig
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.remote import RemoteConfig
@@ -54,6 +55,7 @@ def test_features_are_found_by_class_in_a_frozen_run() -> None:
     assert run.find(AnswerLossConfig) is None
     with pytest.raises(AssertionError, match=r"AnswerLossConfig is off: \('HdpConfig', 'TraceTo'\)"):
         run.get(AnswerLossConfig)
+    assert run.with_feature("qk_clip", LogitConfig(clips=True)).get(LogitConfig).clips
     more = run.with_feature("sft", AnswerLossConfig(("a", "b")))
     assert run.find(AnswerLossConfig) is None
     assert more.get(AnswerLossConfig).prefixes == ("a", "b")

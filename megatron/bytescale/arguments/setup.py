@@ -10,7 +10,12 @@ from typing import Any, Final
 from bytescale_ext.config.memory.tables import memories_of_stages
 from bytescale_ext.measure.devices import scaled_device_cost
 from bytescale_ext.measure.host_memory import free_host_bytes, local_processes
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost, with_second_forward
+from bytescale_ext.plan.cost.model_cost import (
+    LINK_BYTES_PER_SECOND,
+    ModelCost,
+    with_score_products,
+    with_second_forward,
+)
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.setup.costs import with_expert_exchange
@@ -41,6 +46,7 @@ from megatron.bytescale.features.activations.flags import (
     policy_options,
 )
 from megatron.bytescale.features.fp8 import Fp8Options
+from megatron.bytescale.features.qk_clip import LOGIT_FLAGS
 from megatron.bytescale.features.slices.flags import SliceFlags, SliceOptions, sample_slice_lengths, slice_options
 from megatron.bytescale.features.states.flags import (
     DeviceFlags,
@@ -67,6 +73,8 @@ def setup_of(args: Any) -> Setup:
     measured, ranks = measured_cost(args, shape), cluster(args)
     cost = measured or known_cost(args, shape, numerics)
     cost = with_second_forward(cost, numerics.recompute == FULL, numerics.loss_tokens is not None)
+    if numerics.measures_logits:
+        cost = with_score_products(cost, numerics.recompute == FULL)
     setup = Setup(
         shape=shape,
         mesh=mesh,
@@ -132,6 +140,7 @@ def numerics_of(args: Any) -> Numerics:
         recompute=recompute,
         recomputed_layers=args.recompute_num_layers or 0 if recompute == "block" else 0,
         sum_bytes=max(FLOAT_BYTES, element),
+        measures_logits=any(getattr(args, name, False) for name in LOGIT_FLAGS),
         counts_documents=bool(args.num_experts and "seq_aux_loss" in options_of(args, Balancing).ways),
     )
 

@@ -31,6 +31,7 @@ from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory_record.flags import MEMORY_RECORD
 from megatron.bytescale.features.multi_token import MULTI_TOKEN
 from megatron.bytescale.features.preferences import PREFERENCES
+from megatron.bytescale.features.qk_clip import QK_CLIP
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.sft import SFT
@@ -64,6 +65,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     EXPERTS,
     GATE,
     UPCYCLING,
+    QK_CLIP,
 )
 """Table of features, in the order of resolving and building; each may use the results of earlier features."""
 

@@ -60,13 +60,14 @@ OVERRIDDEN_ARGUMENTS = {
     "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
     "expert_model_parallel_size": 1, "moe_layer_freq": 1, "overlap_grad_reduce": False,
     "overlap_param_gather": False, "use_distributed_optimizer": False, "check_for_nan_in_loss_and_grad": False,
-    "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
+    "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None, "qk_clip": False,
+    "log_max_attention_logit": False, "qk_clip_alpha": 0.5, "qk_clip_threshold": 100,
 }  # fmt: skip
 """Arguments of a training command that the profile overrides: they cost no time in layers, or only once per step.
 
 All layers are measured with full attention and RoPE, so a cost file describes a model without windows. ``CostModel``
 derives the time of windows from the time of full attention. Each rank has all experts of the measured layer, so no
-tokens are exchanged. Every setup adds the time of exchanges (``plan/setup/costs.py``).
+tokens are exchanged. Every setup adds the time of exchanges (``plan/setup/costs.py``) and of largest logits.
 """
 
 

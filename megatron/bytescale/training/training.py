@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import print_rank_0, print_rank_last
 
+from bytescale_ext.config.logits import LogitConfig
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
 from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, find_stragglers, stragglers_line
@@ -161,6 +162,7 @@ def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: 
         tokens_so_far=runtime.log.tokens_so_far,
         eta_seconds=max(0, process.train_iters - metrics.iteration) * step_seconds,
         mfu=None if peak is None else totals.model_flops / totals.seconds / world_size / peak,
+        max_attention_logit=None if runtime.run.find(LogitConfig) is None else float(given["max_attention_logit"]),
     )
 
 

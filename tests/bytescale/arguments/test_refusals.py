@@ -195,7 +195,7 @@ EXAMPLES = {
 SWITCHES = (
     "hybrid-context-parallel enable-cuda-graph external-cuda-graph optimizer-cuda-graph use-megatron-fsdp "
     "use-torch-fsdp2 tp-comm-overlap use-kitchen-attention apply-query-key-layer-scaling "
-    "qk-clip log-max-attention-logit fine-grained-activation-offloading decrease-batch-size-if-needed "
+    "fine-grained-activation-offloading decrease-batch-size-if-needed "
     "full-validation multiple-validation-sets fim-data mock-data dataloader-fast-cache-load "
     "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "
     "eod-mask-loss "

@@ -78,7 +78,7 @@ def test_text_and_json() -> None:
     }
     by_name = {feature["name"]: feature for feature in report["features"]}
     assert "megatron.training.training:training_log" in by_name["hdp"]["patches"]
-    assert by_name["slices"]["refusals"]["--qk-clip"] == "remove it, or train without --seq1f1b-slices"
+    assert by_name["slices"]["refusals"]["--moe-paged-stash"] == "remove it, or train without --seq1f1b-slices"
     assert report["healthy"] is True
 
 

@@ -61,7 +61,7 @@ def test_names_and_flags_are_unique() -> None:
 @pytest.mark.parametrize("feature", features.FEATURES, ids=lambda feature: feature.name)
 def test_the_switch_is_one_of_its_flags_and_off_by_default(feature: Feature[Any]) -> None:
     # Megatron's parser adds some flags.
-    is_of_megatron = feature.flag in ("--sft", "--moe-use-upcycling", "--mtp-num-layers", "--fp8-format")
+    is_of_megatron = feature.flag in ("--sft", "--moe-use-upcycling", "--mtp-num-layers", "--fp8-format", "--qk-clip")
     assert is_of_megatron or feature.flag in [action.option_strings[0] for action in feature.actions()]
     assert not feature.is_on(parsed())
     assert set(feature.requires) <= {other.name for other in features.FEATURES}

@@ -17,6 +17,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from bytescale_ext.config.logits import LogitConfig
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.group_counts import GroupCountingAdam
 from megatron.bytescale.core.distributed.distributed_data_parallel import move_states
@@ -24,6 +25,7 @@ from megatron.bytescale.core.distributed.host_build import CopiesInHostMemory
 from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gradients
 from megatron.bytescale.core.optimizer.late import LateUpdates, flush_first
 from megatron.bytescale.core.optimizer.optimizer import page_parts, use_torch_adam
+from megatron.bytescale.core.optimizer.qk_clip import main_weights
 from megatron.bytescale.registry import specialize
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtim
             late_updates = LateUpdates([part.paged_adam for part in parts if hasattr(part, "paged_adam")])
             runtime.add_parts(late_updates=late_updates)
             flush_first(model_chunks, late_updates)
+        if runtime.run.find(LogitConfig) is not None:
+            runtime.add_parts(main_weights=main_weights(parts))
         for part in parts if gradients is not None else ():
             specialize(part, taking_gradients)
             part.host_gradients = gradients

@@ -50,8 +50,6 @@ REFUSALS = (
     refuse("--attention-dropout > 0", "hdp slices", "add --attention-dropout 0 (Megatron's default is 0.1)",
            above("attention_dropout", 0)),
     refuse("--apply-query-key-layer-scaling", "hdp slices"),
-    refuse("--qk-clip", "hdp slices"),
-    refuse("--log-max-attention-logit", "hdp slices"),
     refuse("--position-embedding-type", "hdp slices", "use rope, yarn, learned_absolute or none",
            ~equals("position_embedding_type", "rope", "yarn", "learned_absolute", "none")),
     refuse("--fp4-format", "hdp slices", "use bf16: FP4 needs aligned token counts", given("fp4")),
