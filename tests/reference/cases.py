@@ -179,5 +179,13 @@ OTHER_CASES = [
     Case("projected softmax experts", "4-zero1", "chunks", "adam", 256, 2),
     Case("projected later tokens", "4-pp2", "full", "adam", 128, 0),
     Case("projected later tokens", "2-slices", "", "sgd", 256, 1),
+    Case("clipped", "4-zero1", "", "adam", 256, 0),
+    Case("clipped", "4-tp2-slices", "full", "adam", 128, 1),
+    Case("clipped", "4-pp2", "memo", "sgd", 256, 2),
+    Case("clipped window and sinks", "4-tp2", "selective", "adam", 256, 0),
+    Case("clipped window and sinks", "pp2-slices", "", "sgd", 128, 1),
+    Case("clipped latent", "2-slices", "full", "adam", 256, 0),
+    Case("clipped latent", "4-pp2", "selective", "sgd", 128, 1),
+    Case("clipped later tokens", "2", "", "adam", 128, 0),
 ]
 CASES = [*generated(), *OTHER_CASES]

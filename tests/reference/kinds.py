@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.e2e.corpora import VOCAB
-from tests.reference.settings import HEADS, HIDDEN, Experts, Latent, Positions, Settings, Yarn
+from tests.reference.settings import HEADS, HIDDEN, Clip, Experts, Latent, Positions, Settings, Yarn
 
 YARN = Yarn(factor=8, original_length=64)
 LATENT = Latent(query_rank=12, rank=16, plain=8, rotated=4, value=6)
@@ -75,8 +75,12 @@ BY_HAND = {
     "projected experts": Settings(experts=replace(SIGMOID, latent=12), positions=Positions(base=500)),
     "projected softmax experts": Settings(experts=Experts(latent=20, layers=(0, 1), document_loss=0.1), is_tied=True),
     "projected later tokens": replace(KINDS["later token"], experts=Experts(latent=12, shared=16), depths=2),
+    "clipped": Settings(clip=Clip(1.0, 0.3)),
+    "clipped window and sinks": Settings(windows=(24, None), sink="learned", key_heads=1, clip=Clip(1.0)),
+    "clipped latent": replace(KINDS["latent"], clip=Clip(1.0, 0.3)),
+    "clipped later tokens": Settings(depths=2, depth_weight=0.5, clip=Clip(1.0)),
 }
-"""Models whose combinations are chosen by hand: with balancing losses, or with experts of latents."""
+"""Models whose combinations are chosen by hand: with balancing losses, experts of latents, or clipped logits."""
 KINDS |= BY_HAND
 
 
@@ -98,6 +102,8 @@ def flags(model: Settings) -> list[str]:
     words += position_flags(model)
     words += expert_flags(model.experts, model.layers) if model.experts else []
     words += ["--sft"] if model.only_answers else []
+    if model.clip is not None:
+        words += f"--qk-clip --qk-clip-threshold {model.clip.threshold} --qk-clip-alpha {model.clip.alpha}".split()
     if model.depths:
         words += f"--mtp-num-layers {model.depths} --mtp-loss-scaling-factor {model.depth_weight}".split()
     return words

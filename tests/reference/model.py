@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from tests.reference.experts import Router, expert_shapes
 from tests.reference.positions import rotate, temperature
-from tests.reference.settings import HEADS, HIDDEN, ROWS, Settings
+from tests.reference.settings import HEADS, HIDDEN, ROWS, Clip, Settings
 
 EPSILON = 1e-5
 Weights = dict[str, torch.Tensor]
@@ -113,6 +113,7 @@ class Model:
     Attributes:
         weights: parameters by name, in float64.
         routers: router of each layer with experts, by the prefix of the layer's names.
+        largest: largest score of each head in this step [heads], by the prefix of the attention's names.
     """
 
     def __init__(self, settings: Settings, scale: float) -> None:
@@ -121,6 +122,7 @@ class Model:
             name: drawn(name, shape, scale).double().requires_grad_() for name, shape in shapes(settings).items()
         }
         names = [name for name in self.weights if name.endswith("router.weight")]
+        self.largest: Weights = {}
         self.routers = {name.removesuffix("router.weight"): Router(settings.experts) for name in names}
 
     def document(self, document: Document) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,8 +253,48 @@ class Model:
         window = self.settings.windows[layer]
         is_hidden = (before < 0) | (before > (math.inf if window is None else window))
         scores = scores.masked_fill(is_hidden, -math.inf)
+        found = scores.detach().amax((1, 2))
+        self.largest[prefix] = torch.maximum(self.largest.get(prefix, found), found)
         if self.settings.sink != "none":
             sink = self.weights.get(prefix + "core_attention.softmax_offset", scores.new_zeros(HEADS))
             scores = torch.cat((scores, sink[:, None, None].expand(-1, len(keys), 1)), -1)
         shares = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", shares, values).flatten(1)
+
+    @torch.no_grad()
+    def clip(self) -> int:
+        """Scale queries and keys of heads with too large scores, and return the number of such heads.
+
+        Heads that share a key are scaled together. Layers of multi-token prediction are not clipped.
+        """
+        clip, largest, clipped = self.settings.clip, self.largest, 0
+        self.largest = {}
+        if clip is None:
+            return 0
+        for prefix, found in largest.items():
+            if not prefix.startswith("decoder."):
+                continue
+            clipped += int((found > clip.threshold).sum())
+            if self.settings.latent is not None:
+                self.clip_latent(prefix, clip, found)
+                continue
+            size, groups = self.settings.head_size, self.settings.key_heads
+            rows = self.weights[prefix + "linear_qkv.weight"].view(groups, -1, size, HIDDEN)  # heads of a group
+            for group, top in enumerate(found.view(groups, -1).amax(1).tolist()):
+                eta = min(1.0, clip.threshold / top) if top > 0 else 1.0
+                rows[group, :-2] *= eta**clip.alpha
+                rows[group, -2] *= eta ** (1 - clip.alpha)
+        return clipped
+
+    def clip_latent(self, prefix: str, clip: Clip, found: torch.Tensor) -> None:
+        """Scale queries and keys of latent attention; ``found`` [heads]."""
+        latent = self.settings.latent
+        assert latent is not None
+        name = "linear_q_proj" if latent.query_rank is None else "linear_q_up_proj"
+        queries = self.weights[f"{prefix}{name}.weight"].unflatten(0, (HEADS, -1))
+        keys = self.weights[prefix + "linear_kv_up_proj.weight"].unflatten(0, (HEADS, -1))
+        for head, top in enumerate(found.tolist()):
+            eta = min(1.0, clip.threshold / top) if top > 0 else 1.0
+            queries[head, : latent.plain] *= eta**clip.alpha
+            queries[head, latent.plain :] *= eta
+            keys[head, : latent.plain] *= eta ** (1 - clip.alpha)

@@ -106,6 +106,19 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """Clipping of queries and keys after each step (QK-clip, Kimi K2, section 2.1).
+
+    Attributes:
+        threshold: largest allowed score of a head.
+        alpha: exponent of the part that queries take.
+    """
+
+    threshold: float
+    alpha: float = 0.5
+
+
+@dataclass(frozen=True)
 class Settings:
     """A model.
 
@@ -116,6 +129,7 @@ class Settings:
         has_biases: whether linear layers have biases; ``has_qkv_bias`` adds one to queries, keys and values only.
         only_answers: whether only tokens of answers have a loss.
         depths: depths of multi-token prediction (DeepSeek-V3, section 2.2), with ``depth_weight`` in all.
+        clip: clipping of queries and keys, or None.
     """
 
     layers: int = 2
@@ -137,3 +151,4 @@ class Settings:
     only_answers: bool = False
     depths: int = 0
     depth_weight: float = 0.0
+    clip: Clip | None = None

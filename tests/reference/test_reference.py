@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.corpora import documents, write_documents
 from tests.e2e.once import once
+from tests.e2e.training import step_losses
 from tests.reference.cases import CASES, Case
 from tests.reference.kinds import KINDS, flags
 from tests.reference.training import (
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.ranks
 
 LOSS_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-5
+LOGIT_TOLERANCE = 1e-5
 
 
 SAMPLE = (
@@ -44,6 +46,8 @@ SAMPLE = (
     "windows-pp2-slices-sgd-256",
     "zero_sinks-pp2-full-sgd-128",
     "answers_experts-pp2-offload-adam-256",
+    "clipped-4-zero1-adam-256",
+    "clipped_latent-2-slices-full-adam-256",
 )
 """Combinations in `make test`: each policy and optimizer, and a model of each family. `make test-all` has all."""
 
@@ -81,6 +85,10 @@ def test_three_steps_are_those_of_the_reference(case: Case, tmp_path: Path) -> N
     assert sorted(place for step in steps for place in step) == wanted
     samples = Samples(corpus, case.lengths, settings)
     expected = train_reference(settings, [[samples.at(place) for place in step] for step in steps], case.optimizer)
+    if settings.clip is not None:
+        logits = step_losses(tmp_path, "max_attention_logit")
+        assert logits == pytest.approx(expected.largest, rel=LOGIT_TOLERANCE)
+    assert all(expected.clipped[:-1]) == (settings.clip is not None)
     assert losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
     errors = gradient_errors(tmp_path, layout.sizes, settings, expected.gradients)
     assert errors.keys() == expected.gradients.keys()

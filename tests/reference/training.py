@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +49,14 @@ class Trained:
     Attributes:
         losses: mean loss of the labels of each step.
         gradients: gradients of the first step by name in the whole model; in a run, with the tensor-parallel rank.
+        clipped: number of heads that were clipped after each step.
+        largest: largest score of all heads and layers in each step, without multi-token prediction.
     """
 
     losses: list[float]
     gradients: Weights
+    clipped: list[int] = field(default_factory=list)
+    largest: list[float] = field(default_factory=list)
 
 
 def start_from_named_weights() -> None:
@@ -140,7 +144,7 @@ def train_steps[Step](
 ) -> Trained:
     """Train a model; ``losses_of``: the loss that a step reports, and further losses, each []."""
     update = make_optimizer(model, optimizer)
-    losses, first = [], {}
+    losses, first, clipped, largest = [], {}, [], []
     for step in steps:
         update.zero_grad()
         reported, others = losses_of(step)
@@ -149,9 +153,11 @@ def train_steps[Step](
         if not first:
             first = {name: weight.grad.clone() for name, weight in model.weights.items() if weight.grad is not None}
         update.step()
+        largest.append(max(float(top.max()) for name, top in model.largest.items() if name.startswith("decoder.")))
+        clipped.append(model.clip())
         for router in model.routers.values():
             router.end_step()
-    return Trained(losses, first)
+    return Trained(losses, first, clipped, largest)
 
 
 def make_optimizer(model: Model, name: str) -> torch.optim.Optimizer:
