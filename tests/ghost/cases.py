@@ -62,6 +62,7 @@ EXPERTS = (
     "--expert-model-parallel-size 2"
 )
 BALANCED = "--moe-layer-freq [0,1] --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+CLIP = "--qk-clip --qk-clip-threshold 0.5"
 NGRAM = (
     "--num-layers 3 --ngram-layers 2,3 --ngram-orders 1,3 --ngram-heads 2 --ngram-rows 50 --ngram-dim 8 "
     "--host-tables ngram --ckpt-format torch_dist"
@@ -108,6 +109,9 @@ CASES = (
     Case("experts", 2, f"{TWO} {EXPERTS} {BALANCED} {SHARDED}"),
     Case("multi-token prediction", 2, f"{TWO} --mtp-num-layers 1"),
     Case("evaluation", 2, f"{TWO} {SHARDED} --split 60,20,20 --eval-interval 2 --eval-iters 1"),
+    Case("clipped queries and keys", 2, f"{TWO} {SHARDED} {CLIP}"),
+    Case("clipped weights of a window", 2,
+         f"{TWO} {CLIP} --num-layers 4 {PAGED} --state-stage 3 --state-window-layers 2 --use-distributed-optimizer"),
     Case("float16", 2, f"{TWO} --fp16", is_bf16=False),
     Case("timeline and memory", 2, f"{TWO} --hdp-timeline-step 2 --hdp-memory-step 2"),
 )  # fmt: skip

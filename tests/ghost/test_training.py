@@ -24,6 +24,7 @@ WAITS = {
     "megatron/bytescale/training/training.py:_gather": END_OF_STEP,
     "megatron/bytescale/training/training.py:mean_losses": END_OF_STEP,
     "megatron/bytescale/training/training.py:<genexpr>": END_OF_STEP,
+    "megatron/bytescale/training/training.py:progress": END_OF_STEP,
     "bytescale_ext/measure/metrics.py:work_seconds": END_OF_STEP,
     "megatron/bytescale/features/experts/loads.py:__call__": END_OF_STEP,
     "megatron/bytescale/features/experts/loads.py:step_loads": END_OF_STEP,
@@ -33,6 +34,7 @@ WAITS = {
     "bytescale_ext/states/collectives.py:reduce_scatter": "host gradients, reduced after the backward pass",
     "bytescale_ext/states/collectives.py:_contribution": "host gradients, before they are reduced",
     "bytescale_ext/states/node_memory.py:barrier": "host memory of a node: before it is zeroed, reduced and updated",
+    "bytescale_ext/states/scaling.py:on": "factors of rows of parameters in host memory, after the update",
     "bytescale_ext/states/collectives.py:gather": "host parameters, gathered after the update",
 }
 

@@ -35,6 +35,7 @@ BF16 = "--bf16 --init-method-std 0.02".split()
 SAMPLES = "--micro-batch-size 1 --seq-length 64".split()
 EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+CLIP = "--qk-clip --qk-clip-threshold 0.001 --qk-clip-alpha 0.3".split()  # below all largest logits
 LATER = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5".split()
 STEPS, SAVED = 6, 3
 # A page has 1024 elements: the smallest model has 14,000 on a rank.
@@ -56,10 +57,18 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
     "documents, later tokens": (2, [*MODEL, *HDP, *LATER, *BF16, *SHARDED, "--hdp-tokens-per-rank", "128"]),
     "documents, later tokens, pp, tied": (4, [*TIED, *HDP, *LATER, *PP, SHARDED[0], "--hdp-tokens-per-rank", "128"]),
+    "documents, clipped, bf16, zero1": (
+        2,
+        [*MODEL, *HDP, *CLIP, *BF16, *SHARDED, *EVALUATE, "--hdp-tokens-per-rank", "128"],
+    ),
+    "documents, clipped, bf16, pp, zero1": (
+        4,
+        [*TIED, *HDP, *CLIP, *BF16, *PP, SHARDED[0], "--hdp-tokens-per-rank", "128"],
+    ),
     "documents, later tokens, tp": (4, [*MODEL, *HDP, *LATER, *TP, "--hdp-tokens-per-rank", "128"]),
 }
-RESUMED = ("documents, bf16, zero1", "samples, tp, bf16, tied")
-ON_DISK = ("documents, bf16, zero1", "samples in slices, pp, zero1")
+RESUMED = ("documents, bf16, zero1", "samples, tp, bf16, tied", "documents, clipped, bf16, zero1")
+ON_DISK = ("documents, bf16, zero1", "samples in slices, pp, zero1", "documents, clipped, bf16, zero1")
 WINDOW = ["--state-stage", 3, "--state-window-layers", 1]
 GRADIENTS = WINDOW if on_ghosts() else ["--state-stage", 2]  # on GPUs stage 2 needs --bf16
 STAGES: dict[str, list[object]] = {
@@ -67,10 +76,15 @@ STAGES: dict[str, list[object]] = {
     "samples in slices, pp, zero1": WINDOW,
     "documents, tp, pp": GRADIENTS,
     "documents, later tokens, pp, tied": WINDOW,
+    "documents, clipped, bf16, pp, zero1": WINDOW,
     "documents, later tokens, tp": GRADIENTS,
 }  # all other layouts: stage 1
 # Two processes hold the same gradients and parameters.
-SHARED = ("samples in slices, pp, zero1", "documents, later tokens, pp, tied")
+SHARED = (
+    "samples in slices, pp, zero1",
+    "documents, later tokens, pp, tied",
+    "documents, clipped, bf16, pp, zero1",
+)
 ROUNDING = 1e-5
 OF_DEVICE = ROUNDING if on_ghosts() else 0.0  # a resident run on a GPU updates there, a paged run on the CPU
 
@@ -87,6 +101,7 @@ def run(name: str, documents: Path, folder: Path, *flags: object) -> list[Outcom
     common = [*TRAIN, "--train-iters", STEPS, "--save-interval", SAVED, "--data-path", documents]
     outcomes = train_ranks(num_ranks, *common, *layout, *logged, "--save", folder, *flags)
     assert outcomes[0].code in (None, 0), outcomes[0].text[-2000:]
+    assert ("largest attention logit" in outcomes[-1].text) == ("--qk-clip" in layout)
     assert ("states in pages of 4,096 bytes" in outcomes[0].text) == ("paged" in flags)
     assert (" pages in " in outcomes[0].text) == ("--state-nvme" in flags)
     return outcomes
@@ -152,7 +167,7 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
     if "torch_dist" not in LAYOUTS[name][1]:
         count, different = run_ranks(compared, 1, folders, STEPS, rounding, init_group=False)[0]
         assert different == []
-        assert count > 20
+        assert count > 15
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS, ["samples in slices, pp, zero1"]))
