@@ -161,7 +161,7 @@ REFUSALS = (
     *(refuse(flag, _BOTH, _NOT_RECORDED) for flag in (
         "--fp32-residual-connection", "--apply-residual-connection-post-layernorm", "--squared-relu", "--quick-geglu",
         "--cross-entropy-loss-fusion", "--attention-output-gate", "--qk-l2-norm", "--multi-latent-attention",
-        "--num-experts")),
+        "--num-experts", "--qk-clip", "--log-max-attention-logit")),
 )  # fmt: skip
 
 MEMORY_PLAN = Feature(

@@ -89,6 +89,7 @@ def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> No
             "--step-batch-size-schedule: remove it: steps would have different numbers",
         ),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine: use local"),
+        ({"qk_clip": True}, "--qk-clip: remove it"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts: remove it"),
     ],
 )
