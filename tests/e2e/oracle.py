@@ -74,7 +74,7 @@ def draw_weights_by_name(scale: float = 0.1, everything: bool = False) -> None:
             whole_name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
             whole_name = re.sub(r"experts\.(\d+)", lambda found: f"experts.{first_expert + int(found[1])}", whole_name)
             shape = list(parameter.shape)
-            if getattr(parameter, "partition_dim", -1) >= 0:
+            if getattr(parameter, "tensor_model_parallel", False):
                 shape[parameter.partition_dim] *= group.size()
             generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
             whole = scale * torch.randn(shape, generator=generator) + name.endswith("norm.weight")

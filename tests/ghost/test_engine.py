@@ -18,10 +18,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.full, needs_ghosts, needs_engine]
 
 LAYER = ("generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd")
 WITHOUT = ("zero bubble",)  # the product refuses it
-LATENT = Case(
-    "latent attention", 2, f"{TWO} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
-    "--v-head-dim 8",
-)  # fmt: skip
+LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+NORMED = f"{LATENT} --q-lora-rank 24 --qk-layernorm"
+ALONE = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --hdp-attention-kernel reference"
+LATENT_CASES = (
+    Case("latent attention", 2, f"{TWO} {LATENT}"),
+    Case("latent attention, normed, sequence parallel", 2, f"{ONE} {TENSORS} {NORMED}"),
+    Case("latent attention, normed, tensor parallel", 2, f"{ONE} {ALONE} {NORMED}", is_bf16=False),
+)
 
 
 def train_with_engine(called: tuple[str, ...]) -> None:
@@ -42,7 +46,7 @@ def check(case: Case, devices: Devices, flags: str, called: tuple[str, ...], cor
     assert step_losses(folder / "engine") == pytest.approx(step_losses(folder / "cpu"), rel=case.tolerance)
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, LATENT) if case.name not in WITHOUT], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*CASES, *LATENT_CASES) if case.name not in WITHOUT], ids=str)
 def test_losses_equal_cpu_ranks(case: Case, corpus: Path, tmp_path: Path) -> None:
     check(case, ENGINE_GPUS, "", LAYER, corpus, tmp_path)
 

@@ -72,15 +72,17 @@ class DocumentLatentAttention(MLASelfAttention):
         """Return Megatron's projections of hidden states [s / ranks, b, h], with whole key latents on each rank.
 
         The positional part of a key is shared by all heads, so each tensor-parallel rank has a gradient from its own
-        heads. Megatron's local layers would split these gradients over the ranks instead of summing them. Collective on
-        the tensor-parallel group.
+        heads, which must be summed. Megatron's local layers would split it over the ranks, and TransformerEngine's
+        layers would keep it without sequence parallelism. Collective on the tensor-parallel group.
         """
         queries, latents = super()._qkv_down_projection(hidden_states)
         config, group = self.config, self.pg_collection.tp
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        if latents.shape[-1] == sum(sizes):
+        is_whole = latents.shape[-1] == sum(sizes)
+        if is_whole and (config.sequence_parallel or group.size() == 1):
             return queries, latents
-        latents = gather_from_tensor_model_parallel_region(latents, group=group)
+        if not is_whole:
+            latents = gather_from_tensor_model_parallel_region(latents, group=group)
         if config.sequence_parallel:  # Megatron gathers the positional part and sums its gradient
             return queries, scatter_to_sequence_parallel_region(latents, group=group)
         latent, with_positions = latents.split(sizes, dim=-1)
