@@ -143,9 +143,10 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moment: Hel
     cheap = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind == "cheap")
     ahead = whole - moment.running * cheap if plan.rebuild_cheap else read_back
     held = [kept] * planned + [whole] * (load.num_layers - planned)
-    gradients = moment.running * (
-        max(tensor.bytes_per_token for tensor in load.tensors) + 2 * load.tensors[0].bytes_per_token
-    )
+    whole_heads = [tensor for tensor in load.tensors if tensor.name in ("query", "key, value") and tensor.kind != "key"]
+    of_heads = sum(tensor.bytes_per_token for tensor in whole_heads)
+    widest = max(of_heads, *(tensor.bytes_per_token for tensor in load.tensors))
+    gradients = moment.running * (widest + 2 * load.tensors[0].bytes_per_token)
     if moment.gathered:
         gradients = max(gradients, moment.gathered + 3 * moment.running * load.tensors[0].bytes_per_token)
     rebuilt = 0.0  # rebuilt rows are separate tensors first, if only some rows are rebuilt

@@ -70,9 +70,18 @@ class LayerTensor:
         )
 
 
+QUERY, KEYS = "query", "key, value"
+
+
 def widest_bytes(tensors: Sequence[LayerTensor]) -> float:
-    """Return the bytes of a token in the largest of the tensors, in a layer that has it."""
-    return max(tensor.bytes_per_token / tensor.share for tensor in tensors)
+    """Return the bytes of a token in the largest of the tensors, in a layer that has it.
+
+    Queries, keys and values count as one tensor, because their gradients exist together.
+    """
+    of_heads = sum(
+        tensor.bytes_per_token for tensor in tensors if tensor.name in (QUERY, KEYS) and tensor.kind != "key"
+    )
+    return max(of_heads, *(tensor.bytes_per_token / tensor.share for tensor in tensors))
 
 
 def received_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int = 2) -> float:
@@ -114,37 +123,36 @@ def layer_tensors(
 
     Fused kernels save only their input; other kernels also save the tensors of ``split_tensors``. If a norm and the
     matrix product after it are one module, the norm's output cannot be recomputed without that product, so its kind is
-    "input". A layer with experts has no tensors of an MLP, because experts keep their own tensors on the device
-    (``expert_bytes``); the norm before the experts is always a separate module. With slices (``sliced``) keys
-    and values are a separate tensor, because attention stores a copy for later slices (``HeldSlices``).
+    "input". The norms before latent attention and before experts are always separate modules. A layer with experts has
+    no tensors of an MLP, because experts keep their own tensors on the device (``expert_bytes``). With slices
+    (``sliced``) keys and values are a separate tensor, because attention stores a copy for later slices
+    (``HeldSlices``).
     """
-    into_qkv = "input" if operators.joined_norms else "cheap"
-    into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
-    whole, query = float(shape.hidden * element_bytes), shape.num_heads * shape.head_dim / tensor_parallel
+    into_qkv = "input" if operators.joined_norms and shape.latent is None else "cheap"
+    into_mlp = "input" if operators.joined_norms and not shape.num_expert_layers else "cheap"
+    whole, values = float(shape.hidden * element_bytes), shape.num_heads * shape.value_dim / tensor_parallel
     whole /= tensor_parallel if sequence_parallel else 1
-    keys, values = key_value_numbers(shape, tensor_parallel), shape.num_heads * shape.value_dim / tensor_parallel
     inner, gates = shape.ffn_hidden / tensor_parallel, 2 if shape.gated else 1
     first = gates * inner
     width = 2.0 * shape.hidden
     received = received_bytes(shape, tensor_parallel, element_bytes)
     gathered = received if sequence_parallel else 0.0
     reduced = received if sequence_parallel else 2 * received
-    rebuild = (projection_flops(shape, query, keys, tensor_parallel), 0.0, gathered)
-    projected = [LayerTensor("query, key, value", "matrix", (query + keys) * element_bytes, *rebuild)]
-    if sliced:
-        of_query = LayerTensor("query", "matrix", query * element_bytes, *rebuild)
-        projected = [of_query, LayerTensor("key, value", "key", keys * element_bytes)]
     attention = (
         LayerTensor("layer input", "input", whole),
         LayerTensor("input norm output", into_qkv, whole, 0.0, 2 * whole),
-        *projected,
+        *head_tensors(shape, element_bytes, tensor_parallel, gathered, sliced),
         LayerTensor("attention output", "input", values * element_bytes),
         LayerTensor("attention log-sum-exp", "input", LSE_BYTES * shape.num_heads / tensor_parallel),
         LayerTensor("residual after attention", "matrix", whole, width * values, 0.0, reduced),
         LayerTensor("MLP norm output", into_mlp, whole, 0.0, 2 * whole),
     )
     unfused = split_tensors(shape, operators, element_bytes, tensor_parallel, sequence_parallel)
-    attention = (*attention, *latent_tensors(shape, element_bytes, tensor_parallel, gathered), *unfused)
+    if operators.joined_norms:
+        latents = joined_latents(shape, element_bytes, tensor_parallel if sequence_parallel else 1)
+    else:
+        latents = latent_tensors(shape, element_bytes, tensor_parallel, gathered)
+    attention = (*attention, *latents, *unfused)
     if not shape.dense_share:
         return attention
     of_first = [LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered)]
@@ -157,22 +165,36 @@ def layer_tensors(
     return (*attention, *(tensor.in_share(shape.dense_share) for tensor in (*of_first, of_last)))
 
 
-def projection_flops(shape: ModelShape, query: float, keys: float, tensor_parallel: int) -> float:
-    """Return the FLOPs of a token in the products that make its ``query`` and ``keys`` numbers from their inputs.
+def head_tensors(
+    shape: ModelShape, element_bytes: int, tensor_parallel: int, gathered: float, sliced: bool
+) -> tuple[LayerTensor, ...]:
+    """Return the queries, keys and values of one layer; ``gathered``: bytes received for their inputs.
 
-    The inputs are the hidden state or, in latent attention, the latent vectors. Travelling latents take no product.
+    In latent attention, keys and values are no output of a matrix product that policies keep. Policies that rebuild
+    "cheap" tensors expand them again, and layers in slices find them in the copy for later slices.
     """
-    latent = shape.latent
-    if latent is None:
-        return 2.0 * shape.hidden * (query + keys)
-    expanded = 0.0 if has_latents(shape, tensor_parallel) else 2.0 * latent.key_rank * keys
-    return 2.0 * (latent.query_rank or shape.hidden) * query + expanded
+    query, keys = shape.num_heads * shape.head_dim / tensor_parallel, key_value_numbers(shape, tensor_parallel)
+    if shape.latent is None:
+        rebuild = (2.0 * shape.hidden * (query + keys), 0.0, gathered)
+        if not sliced:
+            return (LayerTensor("query, key, value", "matrix", (query + keys) * element_bytes, *rebuild),)
+        of_query = LayerTensor(QUERY, "matrix", query * element_bytes, *rebuild)
+        return of_query, LayerTensor(KEYS, "key", keys * element_bytes)
+    flops = 2.0 * (shape.latent.query_rank or shape.hidden) * query
+    expanded = 0.0 if has_latents(shape, tensor_parallel) else 2.0 * shape.latent.key_rank * keys
+    if sliced:
+        return (LayerTensor(QUERY, "matrix", query * element_bytes, flops + expanded, 0.0, gathered),)
+    of_query = LayerTensor(QUERY, "matrix", query * element_bytes, flops, 0.0, gathered)
+    return of_query, LayerTensor(KEYS, "cheap", keys * element_bytes, expanded, 2 * keys * element_bytes)
 
 
 def latent_tensors(
     shape: ModelShape, element_bytes: int, tensor_parallel: int, gathered: float
 ) -> tuple[LayerTensor, ...]:
-    """Return the latent vectors of latent attention and their norms' outputs; ``gathered``: bytes received for them."""
+    """Return the latent vectors of Megatron's local layers and their norms' outputs.
+
+    ``gathered``: bytes received for them.
+    """
     latent = shape.latent
     if latent is None:
         return ()
@@ -184,6 +206,29 @@ def latent_tensors(
     if not norms:
         return (vectors,)
     return vectors, LayerTensor("normed latent vectors", "cheap", norms, 0.0, 2 * norms)
+
+
+def joined_latents(shape: ModelShape, element_bytes: int, ranks: int) -> tuple[LayerTensor, ...]:
+    """Return the latent vectors of TransformerEngine's layers and their norms' outputs; ``ranks`` share the tokens.
+
+    The weights of the latents are whole on each rank. A norm and the product after it are one module: the product of
+    queries, whose input is the hidden state if queries have no latent, and the product of keys and values. The latter
+    saves a copy of its part of the latent, and is recomputed as a whole.
+    """
+    latent = shape.latent
+    if latent is None:
+        return ()
+    each = element_bytes / ranks
+    flops = 2.0 * shape.hidden * (latent.query_rank + latent.latent_numbers) / ranks
+    vectors = LayerTensor("latent vectors", "matrix", (latent.query_rank + latent.key_rank) * each, flops)
+    if not latent.has_norms:
+        return (vectors,)
+    normed_query, normed_keys = (latent.query_rank or shape.hidden) * each, latent.key_rank * each
+    return (
+        vectors,
+        LayerTensor("normed query latent", "input", normed_query),
+        LayerTensor("normed key latent", "cheap", normed_keys, 0.0, 2 * normed_keys),
+    )
 
 
 def split_tensors(
