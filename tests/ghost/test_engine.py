@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.training import step_losses, train_ranks
+from tests.e2e.training import step_losses, train, train_ranks
 from tests.ghost.cases import BUCKETS, CASES, EXPERTS, ONE, PP2, TENSORS, TWO, Case
 from tests.ghost.devices import APEX_GPUS, ENGINE_GPUS, needs_ghosts
 from tests.ghost.engine import needs_engine
@@ -28,12 +29,54 @@ LATENT_CASES = (
 )
 
 
+HOST = "--host-memory-gb 0.02"
+POLICIES = {
+    "memo": f"--activation-policy memo --swap-fraction 0.4 {HOST}",
+    "priced": f"--activation-policy priced --swap-fraction 0.3 --recompute-fraction 0.5 {HOST}",
+    "swap": f"--swap-fraction 1 {HOST}",
+}
+IN_ALL = f"{EXPERTS} --moe-layer-freq [1]*4 --moe-router-load-balancing-type none"
+POLICY_CASES = (
+    Case("rings", 2, f"{TWO} {BUCKETS} {NORMED}"),
+    Case("queries without latent", 1, f"{ONE} {LATENT} --qk-layernorm --v-head-dim 12"),
+    Case("sequence parallel", 2, f"{ONE} {TENSORS} {NORMED}"),
+    Case("slices", 2, f"{TWO} {NORMED} --seq1f1b-slices 3"),
+    Case("experts", 2, f"{TWO} {NORMED} {IN_ALL}"),
+    Case("later tokens", 2, f"{TWO} --mtp-num-layers 1"),
+    Case("latent attention of later tokens", 2, f"{TWO} {NORMED} --mtp-num-layers 2"),
+)
+
+
 def train_with_engine(called: tuple[str, ...]) -> None:
     """Entry with weights drawn by name; it checks that the training has called these played functions."""
     from tests.ghost.played import num_calls
 
     train_drawn()
     assert set(called) <= num_calls.keys(), num_calls
+
+
+def train_and_compare_swaps() -> None:
+    """Entry that checks that each step swaps the bytes that plans list. They leave out statistics of norms."""
+    from bytescale_ext.activation.store import ActivationStore
+    from megatron.bytescale.features.activations import build
+
+    listed: list[float] = []
+    load_of, check_empty = build.load_of_micro_batch, ActivationStore.check_empty
+
+    def note(config: Any, packed: Any) -> Any:
+        load, share = load_of(config, packed)
+        plan = config.plan(load, share)
+        each = sum(plan.shares(tensor)[0] * tensor.bytes_per_token for tensor in load.tensors)
+        listed.append((load.num_layers - plan.resident_layers) * load.num_tokens * each)
+        return load, share
+
+    def check_and_compare(store: Any) -> None:
+        check_empty(store)
+        assert store.counts.swapped_bytes == pytest.approx(sum(listed), rel=0.05)
+        listed.clear()
+
+    build.load_of_micro_batch, ActivationStore.check_empty = note, check_and_compare  # type: ignore[method-assign]
+    train_drawn()
 
 
 def check(case: Case, devices: Devices, flags: str, called: tuple[str, ...], corpus: Path, folder: Path) -> None:
@@ -49,6 +92,19 @@ def check(case: Case, devices: Devices, flags: str, called: tuple[str, ...], cor
 @pytest.mark.parametrize("case", [case for case in (*CASES, *LATENT_CASES) if case.name not in WITHOUT], ids=str)
 def test_losses_equal_cpu_ranks(case: Case, corpus: Path, tmp_path: Path) -> None:
     check(case, ENGINE_GPUS, "", LAYER, corpus, tmp_path)
+
+
+@pytest.mark.parametrize("case", POLICY_CASES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_under_policies_equal_losses_without(policy: str, case: Case, corpus: Path, tmp_path: Path) -> None:
+    more = ["--num-layers", 4, "--transformer-impl", "transformer_engine"]
+    with ranks_on(ENGINE_GPUS):
+        train(case.num_ranks, *case.argv(corpus, tmp_path / "none"), *more, entry=train_drawn)
+        words = [*case.argv(corpus, tmp_path / policy), *more, *POLICIES[policy].split()]
+        entry = train_drawn if "--seq1f1b-slices" in words else train_and_compare_swaps  # plans pad their slices
+        outcomes = train_ranks(case.num_ranks, *words, entry=entry)
+    assert not any(outcome.code for outcome in outcomes), outcomes[0].text[-3000:]
+    assert step_losses(tmp_path / policy) == step_losses(tmp_path / "none")
 
 
 def test_grouped_products_of_experts(corpus: Path, tmp_path: Path) -> None:

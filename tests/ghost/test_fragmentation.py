@@ -33,17 +33,30 @@ DOCUMENTS = 8  # of a step
 RANK_TOKENS, LONGEST = 8192, 16384  # on two ranks
 SIZES = (
     f"--hidden-size {LLAMA_7B.hidden} --ffn-hidden-size {LLAMA_7B.ffn_hidden} "
-    f"--num-attention-heads {LLAMA_7B.num_heads} --num-query-groups {LLAMA_7B.num_kv_heads} "
+    f"--num-attention-heads {LLAMA_7B.num_heads} "
     f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --hdp-tokens-per-rank {RANK_TOKENS} "
     f"--make-vocab-size-divisible-by {LLAMA_7B.vocab} --chunked-cross-entropy 2048 "
     f"--global-batch-size {DOCUMENTS} --train-iters {STEPS} --log-interval 1 --bf16 "
     "--no-check-for-nan-in-loss-and-grad"
 ).split()
+GROUPS = f"--group-query-attention --num-query-groups {LLAMA_7B.num_kv_heads}".split()
 CASES = {
     "no policy": "--num-layers 6",
     "memo": "--num-layers 8 --activation-policy memo --swap-fraction 0.4 --host-memory-gb 6",
     "recompute": "--num-layers 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "slices": "--num-layers 12 --pipeline-model-parallel-size 2 --seq1f1b-slices 4 --hdp-tokens-per-rank 16384",
+}
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --qk-layernorm"
+)
+PRICED = "--num-layers 8 --activation-policy priced --swap-fraction 0.3 --recompute-fraction 0.5 --host-memory-gb 6"
+ENGINE_CASES = CASES | {
+    "latent attention": f"--num-layers 6 {LATENT}",
+    "latent attention, memo": f"{CASES['memo']} {LATENT}",
+    "latent attention, priced": f"{PRICED} {LATENT}",
+    "latent attention, slices": f"{CASES['slices']} {LATENT}",
+    "later tokens, memo": f"{CASES['memo']} --mtp-num-layers 1",
 }
 SHORTEST = 512
 UPDATES = {
@@ -99,7 +112,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def peaks_of(devices: Devices, words: str, corpus: Path, steps: int = STEPS) -> list[Peaks]:
     """Return the peaks of each rank on hollow ghost GPUs with flags."""
-    flags = [*MODEL, *TRAIN, *HDP, *SIZES, *words.split(), "--train-iters", steps, "--data-path", corpus]
+    groups = MODEL.index("--group-query-attention")
+    model = [*MODEL[:groups], *MODEL[groups + 3 :], *([] if "--multi-latent-attention" in words else GROUPS)]
+    flags = [*model, *TRAIN, *HDP, *SIZES, *words.split(), "--train-iters", steps, "--data-path", corpus]
     with ranks_on(devices):
         outcomes: list[Outcome] = run_trainings(
             train_in_process, 2, ["pretrain_gpt_hdp.py", *map(str, flags)], train_and_print_peaks, timeout=TIMEOUT
@@ -144,9 +159,9 @@ def test_the_update_is_in_the_forecast(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @needs_engine
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ENGINE_CASES)
 def test_forecasts_hold_for_transformer_engine(case: str, corpus: Path) -> None:
-    words = f"{CASES[case]} --use-distributed-optimizer --transformer-impl transformer_engine"
+    words = f"{ENGINE_CASES[case]} --use-distributed-optimizer --transformer-impl transformer_engine"
     for rank, peaks in enumerate(peaks_of(HOLLOW_ENGINE_GPUS, words, corpus)):
         print(
             f"{case}, rank {rank}: allocated {peaks.allocated / 1e9:.2f} GB, reserved {peaks.ratio:.3f} times as much, "

@@ -59,7 +59,6 @@ EXAMPLES = {
     "--expert-tensor-parallel-num-weight-shards > 1": "--expert-tensor-parallel-num-weight-shards 2",
     "--mtp-num-layers without --hybrid-data-parallel": "--mtp-num-layers 1",
     "--multi-latent-attention without --hybrid-data-parallel": "--multi-latent-attention",
-    "--multi-latent-attention of TransformerEngine's layers": "--multi-latent-attention",
     "--multi-latent-attention of local layers without --hybrid-data-parallel": "--multi-latent-attention",
     "--multi-latent-attention with --position-embedding-type": (
         "--multi-latent-attention --position-embedding-type yarn"

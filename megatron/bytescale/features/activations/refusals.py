@@ -39,9 +39,9 @@ REFUSALS = (
     refuse("--external-cuda-graph", "activations", _NO_GRAPH),
     refuse("--use-megatron-fsdp", "activations", "use --use-distributed-optimizer"),
     refuse("--use-torch-fsdp2", "activations", "use --use-distributed-optimizer"),
-    refuse("--multi-latent-attention of TransformerEngine's layers", "activations", "use --transformer-impl local with "
-           "--hybrid-data-parallel: policies know the tensors of these layers",
-           given("multi_latent_attention") & ~(IS_LOCAL & given("hybrid_data_parallel"))),
+    refuse("--multi-latent-attention without --hybrid-data-parallel", "activations", "add --hybrid-data-parallel: "
+           "policies know the tensors of its latent attention",
+           given("multi_latent_attention") & ~given("hybrid_data_parallel")),
     refuse("--mtp-num-layers without --hybrid-data-parallel", "activations", "add --hybrid-data-parallel, whose loader "
            "provides later tokens", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
     refuse("--experimental-attention-variant", "activations", _NOT_STANDARD),
