@@ -107,6 +107,10 @@ CASES = (
     Case("loss in chunks, float32 sums", 2, f"{TWO} --chunked-cross-entropy 32 "
          "--accumulate-allreduce-grads-in-fp32"),
     Case("experts", 2, f"{TWO} {EXPERTS} {BALANCED} {SHARDED}"),
+    Case("experts of latents", 2, f"{TWO} {EXPERTS} {BALANCED} {SHARDED} --moe-latent-size 16"),
+    Case("replicas of latents", 2,
+         f"{TWO} {EXPERTS} --moe-layer-freq [1,1] --moe-router-load-balancing-type none --moe-expert-slots 3 "
+         "--moe-placement-threshold 1.02 --no-gradient-accumulation-fusion --moe-latent-size 16"),
     Case("multi-token prediction", 2, f"{TWO} --mtp-num-layers 1"),
     Case("evaluation", 2, f"{TWO} {SHARDED} --split 60,20,20 --eval-interval 2 --eval-iters 1"),
     Case("clipped queries and keys", 2, f"{TWO} {SHARDED} {CLIP}"),
