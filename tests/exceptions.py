@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Functions with more than MAX_PARAMETERS parameters, because other code calls them: (file, name): calling code.
 FOREIGN_SIGNATURES = {
+    ("bytescale_ext/attention/fused_largest.py", "_largest"): "Triton, whose kernels take pointers, steps and sizes",
     ("bytescale_ext/attention/fused_merge.py", "_join"): "Triton, whose kernels take pointers, steps and sizes",
     ("megatron/bytescale/core/transformer/dot_product_attention.py", "forward"): "Megatron's attention layer",
     ("megatron/bytescale/core/models/gpt/chunked_loss.py", "chunked_loss"): "Megatron's GPTModel",

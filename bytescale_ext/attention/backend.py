@@ -9,7 +9,6 @@ import torch
 
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import Kernel
-from bytescale_ext.attention.largest import raise_largest_
 from bytescale_ext.attention.latent import Expansion, Halves
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.rows import Rows
@@ -95,7 +94,7 @@ class Backend:
         queries, (keys, values) = block.queries.take(q), self._expanded(block.keys.take(k), block.keys.take(v))
         attention = block.attention(self.scale)
         if self.largest is not None:
-            raise_largest_(self.largest, queries, keys, attention)
+            self.kernel.raise_largest(self.largest, queries, keys, attention)
         return self.kernel.forward(queries, keys, values, attention)
 
     def backward(self, dout: torch.Tensor, saved: ForwardResult, block: PlacedBlock) -> Gradients:

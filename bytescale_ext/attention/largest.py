@@ -6,24 +6,38 @@ The products of queries and keys are computed once more, in tiles::
     queries 0-511   x x                       to ``stop``; a tile of scores that some query does not see is masked
     queries 512-    x x x x
 
-This costs half of a forward pass of attention, and memory for one tile. Nothing waits for the device.
+This costs half of a forward pass of attention, and memory for one tile. Nothing waits for the device. On CUDA a Triton
+kernel does it without memory for tiles (``fused_largest.py``), if ``choose_largest`` finds that it runs and is correct.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import torch
 
 from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.rows import CuSeqlens
 
+LargestFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBlock], None]
 TILE_QUERIES = 512
 TILE_SCORES = {"cuda": 1 << 24, "cpu": 1 << 20}
 """Scores of all heads in a tile, by type of device; 4 bytes each."""
 
 HALF = (torch.bfloat16, torch.float16)
+
+TOLERANCE: Final = 1e-5
+"""Tolerance of the fused kernel against torch. Both sum in float32, but in different orders."""
+PROBES: Final = (
+    ((1, 130, 0, 63, 200), (1, 130, 0, 63, 200), True, None),
+    ((5, 140), (300, 70), False, None),
+    ((9, 260), (20, 300), True, 40),
+)
+"""Lengths of documents of queries and keys, whether they are causal, and the window of each probe."""
 
 
 def raise_largest_(largest: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block: AttentionBlock) -> None:
@@ -82,13 +96,45 @@ def _sees_all(block: AttentionBlock, rows: slice, keys: slice) -> bool:
 
 
 def _hidden(block: AttentionBlock, rows: slice, keys: slice, device: torch.device) -> torch.Tensor:
-    """Return the mask of the keys that each query of a tile does not see, bool ``[queries, keys]``; see ``_seen``."""
-    cu_q, cu_k = block.cu_q.on(device), block.cu_k.on(device)
-    row = torch.arange(rows.start, rows.stop, dtype=cu_q.dtype, device=device)
-    document = torch.bucketize(row, cu_q[1:], right=True)
-    first, stop = cu_k[document], cu_k[document + 1]
-    if block.causal:
-        stop = stop - (cu_q[document + 1] - row - 1)
-        first = first if block.window is None else torch.maximum(first, stop - 1 - block.window)
-    key = torch.arange(keys.start, keys.stop, dtype=cu_k.dtype, device=device)
+    """Return the mask of the keys that each query of a tile does not see, bool ``[queries, keys]``."""
+    first, stop = block.seen_keys(rows, device)
+    key = torch.arange(keys.start, keys.stop, dtype=first.dtype, device=device)
     return (key < first[:, None]) | (key >= stop[:, None])
+
+
+def choose_largest(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[LargestFunction, str | None]:
+    """Return the fused kernel if it runs and passes a probe, else torch's operators and the reason. No communication.
+
+    ``dtype`` and ``head_dim`` describe queries and keys, ``[t, heads, head_dim]``.
+    """
+    if device.type != "cuda":
+        return raise_largest_, f"it runs on cuda, not on {device.type}"
+    if dtype == torch.float64:
+        return raise_largest_, "it is not for float64"
+    if importlib.util.find_spec("triton") is None:
+        return raise_largest_, "the package triton is not installed"
+    from bytescale_ext.attention.fused_largest import fused_raise_largest_
+
+    why_not = probe_largest(fused_raise_largest_, device, dtype, head_dim)
+    return (raise_largest_ if why_not else fused_raise_largest_), why_not
+
+
+def probe_largest(function: LargestFunction, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Find the largest scores ``[heads]`` of small blocks, compare them with torch, and return why a function is unfit.
+
+    Returns None for a fit function. ``dtype`` and ``head_dim``: see ``choose_largest``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for lengths_q, lengths_k, causal, window in PROBES:
+        block = AttentionBlock(CuSeqlens.of_lengths(lengths_q), CuSeqlens.of_lengths(lengths_k), causal, 0.3, window)
+        q = torch.randn(sum(lengths_q), 4, head_dim, generator=generator).to(device, dtype)
+        k = torch.randn(sum(lengths_k), 2, head_dim, generator=generator).to(device, dtype)
+        expected, found = (torch.full((4,), -torch.inf, dtype=torch.float32, device=device) for _ in range(2))
+        raise_largest_(expected, q, k, block)
+        try:
+            function(found, q, k, block)
+        except Exception as error:  # compilers fail in their own ways
+            return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
+        if not torch.allclose(found, expected, TOLERANCE, TOLERANCE):
+            return "its probe differs from torch"
+    return None

@@ -21,6 +21,7 @@ from bytescale_ext.attention.kernels import efficient, torch_ops
 from bytescale_ext.attention.kernels.contract import BackwardFunction, ForwardFunction, Gradients, Output, Saved
 from bytescale_ext.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
+from bytescale_ext.attention.largest import LargestFunction, raise_largest_
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import JoinFunction, choose_join, join_
@@ -66,6 +67,7 @@ class Kernel:
         is_probed_apart: whether an error may end the process or break its use of the device, so that the probe needs a
             process of its own.
         join: function that joins a block to the totals; ``choose_kernel`` sets it for the device.
+        raise_largest: function that finds the largest scores of a block, if a training measures them.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Kernel:
     unequal_widths: tuple[Widths, ...] | None = ()
     is_probed_apart: bool = False
     join: JoinFunction = join_
+    raise_largest: LargestFunction = raise_largest_
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return why the kernel does not support such inputs, or None. Looks for packages, does not use the device."""

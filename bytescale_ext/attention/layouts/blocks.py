@@ -74,6 +74,20 @@ class AttentionBlock:
             if rows[0] < rows[1] and keys[0] < keys[1]:
                 yield slice(*rows), slice(*keys)
 
+    def seen_keys(self, rows: slice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first key that each query in ``rows`` sees, and the key after the last: int32 ``[rows]`` each.
+
+        Neither descends from row to row. Does not wait for the device.
+        """
+        cu_q, cu_k = self.cu_q.on(device), self.cu_k.on(device)
+        row = torch.arange(rows.start, rows.stop, dtype=cu_q.dtype, device=device)
+        document = torch.bucketize(row, cu_q[1:], right=True)
+        first, stop = cu_k[document], cu_k[document + 1]
+        if self.causal:
+            stop = stop - (cu_q[document + 1] - row - 1)  # the last query has the position of the last key
+            first = first if self.window is None else torch.maximum(first, stop - 1 - self.window)
+        return first, stop
+
     def tiles(self, num_queries: int) -> Iterator[Tile]:
         """Yield the documents of a block with a window in tiles of at most ``num_queries`` queries.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.config.logits import LogitConfig
@@ -68,7 +69,7 @@ def build(training: Training, runtime: Runtime) -> Training:
     """Let the attention of all layers measure its largest logits."""
     from megatron.bytescale.core.optimizer.qk_clip import measure_logits
 
-    training.model.post_wrap_hooks.append(measure_logits)
+    training.model.post_wrap_hooks.append(partial(measure_logits, runtime))
     return training
 
 

@@ -17,7 +17,7 @@ in each layer. Here nothing waits, except for states in host memory, which the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import unwrap_model
+from megatron.training.utils import print_rank_0
 
+from bytescale_ext.attention.largest import choose_largest
 from bytescale_ext.states.node_memory import NodeRanks
 from bytescale_ext.states.scaling import RowFactors
 
@@ -116,8 +118,14 @@ def attentions_of(model: Sequence[torch.nn.Module]) -> list[Any]:
     return [layer.self_attention for chunk in model for layer in unwrap_model(chunk).decoder.layers]
 
 
-def measure_logits(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def measure_logits(runtime: Runtime, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Hook in ``ModelConfig.post_wrap_hooks``: let all attention measure its largest logits from now on."""
+    kernel, run = runtime.parts.kernel, runtime.run
+    assert kernel is not None, "the build of the model chooses the kernel"
+    function, why_not = choose_largest(runtime.device, run.process.dtype, run.shape.head_dim)
+    text = "the fused kernel" if why_not is None else f"torch ({why_not})"
+    print_rank_0(f"> bytescale: largest attention logits: {text}")
+    runtime.add_parts(kernel=replace(kernel, raise_largest=function))
     for attention in attentions_of(model):
         attention.core_attention.measures_logits = True
     return model
