@@ -24,7 +24,8 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 
 LargestFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBlock], None]
-TILE_QUERIES = 512
+TILE_QUERIES, LEAST_QUERIES = 512, 64
+"""Most queries of a tile, and their number if documents are shorter."""
 TILE_SCORES = {"cuda": 1 << 24, "cpu": 1 << 20}
 """Scores of all heads in a tile, by type of device; 4 bytes each."""
 
@@ -73,10 +74,11 @@ def products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _query_tiles(block: AttentionBlock, num_rows: int) -> Iterator[slice]:
-    """Yield the rows of tiles; only rows of documents."""
+    """Yield the rows of tiles; only rows of documents. In large tiles of short documents most scores are masked."""
     num_rows = min(num_rows, block.cu_q.num_tokens)
-    for start in range(0, num_rows, TILE_QUERIES):
-        yield slice(start, min(start + TILE_QUERIES, num_rows))
+    step = min(TILE_QUERIES, max(LEAST_QUERIES, block.cu_q.longest))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 def _seen(block: AttentionBlock, row: int) -> tuple[int, int]:
