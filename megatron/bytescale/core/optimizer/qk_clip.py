@@ -211,7 +211,7 @@ def _rows_of(weight: torch.nn.Parameter, factors: torch.Tensor) -> tuple[torch.n
 
 
 def _of_all_heads(largest: torch.Tensor) -> torch.Tensor:
-    """Return the largest logits of all heads [heads] of a layer from those of this tensor-parallel rank."""
+    """Return the largest logits of all heads of a layer, [heads], from the logits of this tensor-parallel rank."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     whole = largest.new_empty(ranks * len(largest))
     dist.all_gather_into_tensor(whole, largest, group=parallel_state.get_tensor_model_parallel_group())
@@ -223,7 +223,7 @@ def scale_weight(
 ) -> None:
     """Scale the rows of a weight, and of its float32 copy on this rank.
 
-    ``node``: ranks that share the weight in host memory, of which each scales its part; None: the weight is not shared.
+    ``node``: ranks that share the weight in host memory, and scale a part each; None: the weight is not shared.
     """
     if weight in mains:
         mains[weight].scale_(rows)

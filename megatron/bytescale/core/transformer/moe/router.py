@@ -4,7 +4,7 @@ Under hybrid data parallelism micro-batches differ in size and number, and some 
 over all T tokens of the step::
 
     aux_loss          1/T sum over micro-batches m of T_m E sum_i f_i P_i
-                      f, P over the T_m tokens that one rank (with its tensor-parallel group) routes in m
+                      f, P over the T_m tokens that a rank (with its tensor-parallel group) routes in m
     seq_aux_loss      1/T sum over documents d of T_d E sum_i f_i P_i
                       f, P over the T_d tokens of d, on all ranks and in all slices (``document_loads.py``)
     global_aux_loss   E sum_i f_i P_i
