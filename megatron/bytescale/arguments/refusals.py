@@ -273,7 +273,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "--hybrid-data-parallel: Megatron projects latents with TransformerEngine on a GPU, in local layers too",
            given("moe_latent_size") & IS_LOCAL & (_LACKS_ENGINE | _IS_ON_CPU) & ~_CHANGES_EXPERTS),
     refuse("--moe-apply-probs-on-input with several experts per token", ALWAYS, "give --moe-router-topk 1: Megatron "
-           "fails in the first step", given("moe_apply_probs_on_input") & above("moe_router_topk", 1)),
+           "fails in the first step",
+           given("num_experts") & given("moe_apply_probs_on_input") & above("moe_router_topk", 1)),
     refuse("--moe-shared-expert-overlap with --moe-latent-size", ALWAYS, "remove it: Megatron supports both together "
            "only in inference", given("moe_shared_expert_overlap") & given("moe_latent_size")),
     refuse("--recompute-modules moe_act without --moe-grouped-gemm", ALWAYS, "leave moe_act out: only grouped experts "
