@@ -59,7 +59,18 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "documents, later tokens, pp, tied": (4, [*TIED, *HDP, *LATER, *PP, SHARDED[0], "--hdp-tokens-per-rank", "128"]),
     "documents, clipped, bf16, zero1": (
         2,
-        [*MODEL, *HDP, *CLIP, *BF16, *SHARDED, *EVALUATE, "--hdp-tokens-per-rank", "128"],
+        [
+            *MODEL,
+            *HDP,
+            *CLIP,
+            *BF16,
+            *SHARDED,
+            *EVALUATE,
+            "--hdp-tokens-per-rank",
+            "128",
+            "--ckpt-format",
+            "torch_dist",
+        ],
     ),
     "documents, clipped, bf16, pp, zero1": (
         4,
