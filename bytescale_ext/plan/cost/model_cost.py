@@ -244,7 +244,7 @@ def expert_share(shape: ModelShape, num_layers: int, has_head: bool = True) -> f
     part = replace(part, vocab=shape.vocab if has_head else 0, later_layers=shape.later_layers if has_head else 0)
     num_expert_layers = part.num_expert_layers + part.later_layers * part.later_experts
     routed = num_expert_layers * (part.expert_ffn_hidden - part.shared_ffn_hidden)
-    return 2.0 * (3 if shape.gated else 2) * shape.token_width * routed / linear_flops_per_token(part)
+    return 2.0 * shape.mlp_matrices * shape.token_width * routed / linear_flops_per_token(part)
 
 
 def model_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

@@ -145,6 +145,11 @@ class ModelShape:
         return (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
 
     @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP or of an expert, each of the inner width times the width of its input or output."""
+        return 3 if self.gated else 2
+
+    @property
     def token_width(self) -> int:
         """Width of a token at its routed experts."""
         return self.expert_latent or self.hidden
@@ -210,14 +215,14 @@ def linear_flops_per_token(shape: ModelShape) -> float:
 
 def dense_layer_weights(shape: ModelShape) -> int:
     """Return the weights of the MLP of a dense layer."""
-    return (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
+    return shape.mlp_matrices * shape.hidden * shape.ffn_hidden
 
 
 def expert_layer_weights(shape: ModelShape) -> int:
     """Return the weights that process one token in the router, the projections and the experts of a layer."""
     widths = shape.hidden * shape.shared_ffn_hidden
     widths += shape.token_width * (shape.expert_ffn_hidden - shape.shared_ffn_hidden)
-    return (3 if shape.gated else 2) * widths + shape.shared_weights
+    return shape.mlp_matrices * widths + shape.shared_weights
 
 
 def layer_flops_per_token(shape: ModelShape) -> float:

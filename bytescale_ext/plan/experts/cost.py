@@ -59,7 +59,7 @@ class ExpertCost:
     @classmethod
     def _of_one(cls, shape: ModelShape, flops: float, link_bytes: float) -> ExpertCost:
         inner = int(shape.expert_width)
-        weights = (3 if shape.gated else 2) * shape.token_width * inner
+        weights = shape.mlp_matrices * shape.token_width * inner
         return cls(
             token_seconds=2 * weights * (1 + BACKWARD_PER_FORWARD) / flops,
             exchange_seconds=2 * shape.token_width / link_bytes,

@@ -62,7 +62,7 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
     """
     products = shape.num_layers * shape.projection_weights
     dense = (shape.num_layers - shape.num_expert_layers) * shape.ffn_hidden
-    products += _matrices(shape) * (dense + shape.num_expert_layers * shape.shared_ffn_hidden)
+    products += shape.mlp_matrices * shape.hidden * (dense + shape.num_expert_layers * shape.shared_ffn_hidden)
     ends = (has_embedding + has_head) * shape.vocab * shape.hidden
     norms = (2 * shape.num_layers + has_head) * shape.hidden
     norms += 0 if shape.latent is None else shape.num_layers * shape.latent.norm_weights
@@ -85,7 +85,7 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
     num_layers = shape.num_expert_layers + shape.later_modules * shape.later_experts
     if not num_layers:
         return 0.0
-    of_layer = shape.num_experts * (3 if shape.gated else 2) * shape.token_width * shape.expert_width
+    of_layer = shape.num_experts * shape.mlp_matrices * shape.token_width * shape.expert_width
     return num_layers * of_layer / expert_parallel / tensor_parallel
 
 
@@ -97,11 +97,6 @@ def largest_matrix(shape: ModelShape, tensor_parallel: int = 1, expert_tensor_pa
     widest = max(projections, gated * max(dense, shape.shared_ffn_hidden)) / tensor_parallel
     of_expert = shape.token_width * gated * shape.expert_width / expert_tensor_parallel
     return max(shape.hidden * max(widest, shape.expert_latent), of_expert)
-
-
-def _matrices(shape: ModelShape) -> int:
-    """Return the number of parameters of an MLP per inner row."""
-    return (3 if shape.gated else 2) * shape.hidden
 
 
 def state_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, optimizer_ranks: int = 1) -> float:
