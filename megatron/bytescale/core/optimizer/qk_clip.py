@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import unwrap_model
 from megatron.training.utils import print_rank_0
@@ -180,7 +181,7 @@ def clipped_rows(attention: Any, largest: torch.Tensor) -> Iterator[tuple[torch.
         return
     groups, ranks = config.num_query_groups, config.tensor_model_parallel_size
     if groups < ranks:  # the rows of a rank are a part of a group
-        largest = _of_all_heads(largest)
+        largest = gather_from_tensor_model_parallel_region(largest)
     of_rank = groups if groups < ranks else groups // ranks
     eta = shrinkage(largest.view(of_rank, -1).amax(1), threshold)
     size = config.kv_channels
@@ -208,14 +209,6 @@ def _rows_of(weight: torch.nn.Parameter, factors: torch.Tensor) -> tuple[torch.n
     """Return a weight [rows, in] with the factors of its rows [rows]."""
     assert len(factors) == len(weight), f"{factors.shape=} {weight.shape=}"
     return weight, RowFactors(factors, weight.shape[1])
-
-
-def _of_all_heads(largest: torch.Tensor) -> torch.Tensor:
-    """Return the largest logits of all heads of a layer, [heads], from the logits of this tensor-parallel rank."""
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    whole = largest.new_empty(ranks * len(largest))
-    dist.all_gather_into_tensor(whole, largest, group=parallel_state.get_tensor_model_parallel_group())
-    return whole
 
 
 def scale_weight(

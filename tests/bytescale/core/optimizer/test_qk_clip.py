@@ -101,7 +101,7 @@ def test_ranks_that_share_a_group_scale_their_rows(monkeypatch: pytest.MonkeyPat
         attention = grouped(1)
         attention.config.tensor_model_parallel_size = 2
         attention.linear_qkv.weight = weight_of(9)
-        monkeypatch.setattr(qk_clip, "_of_all_heads", lambda largest: LARGEST)
+        monkeypatch.setattr(qk_clip, "gather_from_tensor_model_parallel_region", lambda largest: LARGEST)
         monkeypatch.setattr(qk_clip.parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         ((_, rows),) = clipped_rows(attention, LARGEST[2 * rank : 2 * rank + 2])
         assert torch.equal(rows.factors, whole.factors[9 * rank : 9 * rank + 9])
