@@ -170,15 +170,20 @@ def split_quantize(
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
 
 
+def copy_parts(source: Tensor, output: Tensor, sizes: Sequence[int], output_sizes: Sequence[int]) -> None:
+    """Copy as many rows of each part as fit. ``sizes``: rows of the parts; further rows of the output are 0."""
+    for rows, place in zip(source.split(list(sizes)), output.split(list(output_sizes)), strict=True):
+        count = min(len(rows), len(place))
+        place[:count].copy_(rows[:count])
+        place[count:].zero_()
+
+
 @played
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
     """Copy the rows of each part to a longer part, whose further rows are 0."""
-    parts = output.split(list(padded_input_row_list))
-    for rows, place in zip(input.split(list(input_row_list)), parts, strict=True):
-        place[: len(rows)].copy_(rows)
-        place[len(rows) :].zero_()
+    copy_parts(input, output, input_row_list, padded_input_row_list)
 
 
 @played
@@ -186,9 +191,7 @@ def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:
     """Copy the first rows of each part to a shorter part."""
-    parts = output.split(list(unpadded_input_row_list))
-    for rows, place in zip(input.split(list(input_row_list)), parts, strict=True):
-        place.copy_(rows[: len(place)])
+    copy_parts(input, output, input_row_list, unpadded_input_row_list)
 
 
 def is_quantized(tensor: Any) -> bool:
