@@ -12,14 +12,14 @@ kernel does it without memory for tiles (``fused_largest.py``), if ``choose_larg
 
 from __future__ import annotations
 
-import importlib.util
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
 
-from bytescale_ext.attention.kernels.contract import accumulation_dtype
+from bytescale_ext.attention.kernels.contract import HALF, accumulation_dtype
+from bytescale_ext.attention.kernels.probes import failure, why_not_triton
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 
@@ -28,8 +28,6 @@ TILE_QUERIES, LEAST_QUERIES = 512, 64
 """Most queries of a tile, and their number if documents are shorter."""
 TILE_SCORES = {"cuda": 1 << 24, "cpu": 1 << 20}
 """Scores of all heads in a tile, by type of device; 4 bytes each."""
-
-HALF = (torch.bfloat16, torch.float16)
 
 TOLERANCE: Final = 1e-5
 """Tolerance of the fused kernel against torch. Both sum in float32, but in different orders."""
@@ -109,12 +107,9 @@ def choose_largest(device: torch.device, dtype: torch.dtype, head_dim: int) -> t
 
     ``dtype`` and ``head_dim`` describe queries and keys, ``[t, heads, head_dim]``.
     """
-    if device.type != "cuda":
-        return raise_largest_, f"it runs on cuda, not on {device.type}"
-    if dtype == torch.float64:
-        return raise_largest_, "it is not for float64"
-    if importlib.util.find_spec("triton") is None:
-        return raise_largest_, "the package triton is not installed"
+    why_not = why_not_triton(device) or ("it is not for float64" if dtype == torch.float64 else None)
+    if why_not is not None:
+        return raise_largest_, why_not
     from bytescale_ext.attention.fused_largest import fused_raise_largest_
 
     why_not = probe_largest(fused_raise_largest_, device, dtype, head_dim)
@@ -135,8 +130,8 @@ def probe_largest(function: LargestFunction, device: torch.device, dtype: torch.
         raise_largest_(expected, q, k, block)
         try:
             function(found, q, k, block)
-        except Exception as error:  # compilers fail in their own ways
-            return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
+        except Exception as error:
+            return failure(error)
         if not torch.allclose(found, expected, TOLERANCE, TOLERANCE):
             return "its probe differs from torch"
     return None

@@ -13,13 +13,13 @@ same in one kernel on CUDA, if ``choose_join`` finds that it runs and is correct
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from bytescale_ext.attention.kernels.contract import Output, accumulation_dtype
+from bytescale_ext.attention.kernels.probes import failure, why_not_triton
 from bytescale_ext.attention.layouts.rows import Rows
 
 JoinFunction = Callable[[Output, Output, Rows], None]
@@ -80,10 +80,9 @@ def choose_join(device: torch.device, dtype: torch.dtype, head_dim: int) -> Join
 
     ``dtype`` and ``head_dim`` describe the queries.
     """
-    if device.type != "cuda":
-        return JoinChoice(join_, f"it runs on cuda, not on {device.type}")
-    if importlib.util.find_spec("triton") is None:
-        return JoinChoice(join_, "the package triton is not installed")
+    why_not = why_not_triton(device)
+    if why_not is not None:
+        return JoinChoice(join_, why_not)
     from bytescale_ext.attention.fused_merge import fused_join_
 
     why_not = probe_join(fused_join_, device, dtype, head_dim)
@@ -112,8 +111,8 @@ def probe_join(join: JoinFunction, device: torch.device, dtype: torch.dtype, hea
             join_(expected, part, rows)
             try:
                 join(totals, part, rows)
-            except Exception as error:  # compilers fail in their own ways
-                return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
+            except Exception as error:
+                return failure(error)
             tolerance = JOIN_TOLERANCE if totals_dtype == precise else 2 * torch.finfo(totals_dtype).eps
             if not all(torch.allclose(a, b, tolerance, tolerance) for a, b in zip(totals, expected, strict=True)):
                 return "its probe differs from torch"

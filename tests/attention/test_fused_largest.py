@@ -16,6 +16,7 @@ from bytescale_ext.attention import largest
 from bytescale_ext.attention.largest import LargestFunction, choose_largest, probe_largest, raise_largest_
 from tests.attention.cases import block_of, block_tensors
 from tests.attention.test_largest import BLOCKS, of_block
+from tests.attention.triton_kernels import compiled, kernel_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -102,24 +103,15 @@ def test_it_compiles_for_gpus(
 ) -> None:
     """The kernel compiles to machine code without a device, and its tiles fit into shared memory."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from bytescale_ext.attention import fused_largest
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fused_largest.program.cache_clear()
-    kernel = fused_largest.program()
-    fused_largest.program.cache_clear()
+    kernel = kernel_of(fused_largest, monkeypatch, tmp_path)
     constants = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), "QUERIES": 128, "KEYS": 64}
-    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= {"q": f"*{dtype}", "k": f"*{dtype}", "first": "*i32", "stop": "*i32", "found": "*fp32"}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    options = {"num_warps": 8, "num_stages": 2}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= SHARED_BYTES[capability]
+    types = {"q": f"*{dtype}", "k": f"*{dtype}", "first": "*i32", "stop": "*i32", "found": "*fp32"}
+    code = compiled(kernel, types, constants, capability, num_warps=8, num_stages=2)
+    assert code.asm["cubin"]
+    assert code.metadata.shared <= SHARED_BYTES[capability]
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from bytescale_ext.attention.merge import JoinFunction, choose_join, join_, prob
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, kernel_named, run_round
 from tests.attention.joins import assert_joins, outputs
+from tests.attention.triton_kernels import compiled, kernel_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -146,22 +147,12 @@ def test_it_compiles_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, of_totals: str, of_part: str
 ) -> None:
     """The kernel compiles to machine code without a device, because the interpreter is less strict about types."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from bytescale_ext.attention import fused_merge
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fused_merge.program.cache_clear()
-    kernel = fused_merge.program()
-    fused_merge.program.cache_clear()
+    kernel = kernel_of(fused_merge, monkeypatch, tmp_path)
     of_sums = "*fp64" if of_part == "fp64" else "*fp32"
     for is_view in (True, False):
         constants = {"IS_VIEW": is_view, "DIM": 96, "WIDTH": 128, "PAIRS": 16}
-        types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-        types |= {"out": f"*{of_totals}", "part_out": f"*{of_part}", "lse": of_sums, "part_lse": of_sums}
+        types = {"out": f"*{of_totals}", "part_out": f"*{of_part}", "lse": of_sums, "part_lse": of_sums}
         types["index"] = of_sums if is_view else "*i64"
-        source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+        assert compiled(kernel, types, constants, capability).asm["cubin"]

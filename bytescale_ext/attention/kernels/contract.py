@@ -30,6 +30,8 @@ import torch
 
 from bytescale_ext.attention.layouts.blocks import AttentionBlock, PlacedBlock
 
+HALF = (torch.bfloat16, torch.float16)
+
 Output = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv
 

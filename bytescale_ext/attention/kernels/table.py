@@ -18,15 +18,15 @@ import torch
 from torch.nn.functional import pad
 
 from bytescale_ext.attention.kernels import efficient, torch_ops
-from bytescale_ext.attention.kernels.contract import BackwardFunction, ForwardFunction, Gradients, Output, Saved
+from bytescale_ext.attention.kernels.contract import HALF, BackwardFunction, ForwardFunction, Gradients, Output, Saved
 from bytescale_ext.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
+from bytescale_ext.attention.kernels.probes import failure
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.largest import LargestFunction, raise_largest_
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.merge import JoinFunction, choose_join, join_
 
-HALF = (torch.bfloat16, torch.float16)
 PROBE_SECONDS: Final = 300.0
 """Time limit of a probe in a child process, which imports torch and starts CUDA."""
 EDGE_LENGTHS: Final = (63, 64, 65, 127, 128, 129)
@@ -447,8 +447,8 @@ def probe_here(
         )
         try:
             error_size = _largest_error(kernel, dout, q, k, v, block)
-        except Exception as error:  # packages fail in their own ways
-            return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
+        except Exception as error:
+            return failure(error)
         # Written without "larger than", because nan must fail.
         if not error_size < (3e-2 if dtype in HALF else 1e-4):
             return f"its probe differs from the reference by {error_size:.1e} (relative)"
